@@ -1,6 +1,7 @@
 """A push whose senders run on two machines at once, beside one into one of them alone.
 
     python -m benchmarks.gpu_machines                      two GPUs, a sender beside each server
+    python -m benchmarks.gpu_machines --readers one        one of the senders reads for both
     python -m benchmarks.gpu_machines --transport nccl     a sender here, a server on a machine
     python -m benchmarks.gpu_machines --launcher ray       the machines are nodes of a Ray cluster
     python -m benchmarks.gpu_machines --transport shm --shape qwen3-4-layers     without GPUs
@@ -85,6 +86,7 @@ def settings(options: argparse.Namespace, case: Case, model: Path) -> dict[str, 
         "weight_transfer": {
             "transport": options.transport,
             "chunk_size": options.chunk_size,
+            "readers": options.readers,
             "warm": False,  # no rehearsal of one fleet while the other is measured
         },
         "router": {"enabled": False},
@@ -159,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", choices=["ipc", "nccl", CPU], default="ipc")
     parser.add_argument("--launcher", choices=["ssh", "ray"], default="ssh")
+    parser.add_argument("--readers", choices=["all", "one"], default="all")
     parser.add_argument("--apart", action="store_true", help="NCCL sees two machines")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--chunk-size", default="1GiB")
@@ -209,7 +212,8 @@ def measure(
     save(
         {
             "benchmark": f"{options.transport}-{kind}{on_ray}"
-            + ("-apart" if options.apart else ""),
+            + ("-apart" if options.apart else "")
+            + ("-one-reader" if options.readers == "one" else ""),
             **(taken_on_gpus() if options.transport != CPU else {}),
             **found,
             "ratio": round(ratio, 3),

@@ -288,6 +288,11 @@ class WeightTransferSection(_Section):
         description="Bytes per second that the sender reads at most while the servers serve, 10MB "
         "or more (default: no bound).",
     )
+    readers: Literal["all", "one"] = Field(
+        "all",
+        description="Where `ipc` has a sender on each of several machines: all read the "
+        "checkpoint, or one does and passes it on by NCCL.",
+    )
     warm: bool | None = Field(
         None,
         description="Rehearse the first push once all servers are up, and keep a GPU sender ready "

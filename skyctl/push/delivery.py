@@ -17,9 +17,10 @@ from skyctl.kill_points import reached
 from skyctl.launch.base import Node
 from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
+from skyctl.push.relay import OneReader
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
-from skyctl.push.worker_memory import bytes_beside, numbering_bytes
+from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
 from skyctl.store.contents import Content
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.reader import Filled
@@ -143,6 +144,7 @@ class ChunkDelivery:
         self._numbers: dict[str, int] = {}
         self._partial = partial
         self._checksums: dict[str, int] = dict(crc32 or {})
+        self.one_reader: OneReader | None = None
         self.can_retry = True
 
     @property
@@ -196,6 +198,11 @@ class ChunkDelivery:
         )
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
+        if self.one_reader is not None:
+            lease.lead_s = lease.load_s_per_byte = (
+                0.0  # no machine may wait for another in a freeze
+            )
+            await self.one_reader.join(lease, opened, timeout_s=self._fleet.rendezvous_timeout_s)
         chunks = len(self._plan.chunks)
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
         await self._get_ready(sites, lease, opened, slots)
@@ -239,6 +246,7 @@ class ChunkDelivery:
                 shown=self._shows,
                 exports=self._exports,
                 bytes_per_s=self._stage_rate,
+                relay_rank=self.one_reader.rank if self.one_reader is not None else None,
             )
             return await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         except SenderFailed as error:
@@ -255,6 +263,8 @@ class ChunkDelivery:
         that memory. The sender freed its own.
         """
         numbering = numbering_bytes(self._distinct)
+        if self.one_reader is not None and not lease.relay:
+            numbering += NCCL_GROUP_BYTES
         if not self._transport.shares_gpus:
             return numbering
         filling = self._filling(sites)

@@ -1,7 +1,8 @@
 """One push into servers on several machines: each has a sender of its own, beside its servers.
 
-Every sender reads the checkpoint there. A machine that fails takes its own servers out of the push
-and no others; one that has read other bytes than the rest fails the push for all.
+Every sender reads the checkpoint there; or one does, and passes it on before the freeze
+(`push/relay.py`). A machine that fails takes its own servers out of the push and no others; one
+that has read other bytes than the rest fails the push for all.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from typing import Any
 
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.relay import one_reader
 from skyctl.push.sites import Site, alive
 from skyctl.store.contents import Content
 
 
 class MachinesDelivery:
-    """See `push.delivery.Delivery`. `parts` has the delivery of each machine."""
+    """See `push.delivery.Delivery`. `parts` has the delivery of each machine; with `one_reader` the
+    first of them that has servers in the push reads for all.
+    """
 
-    def __init__(self, parts: Mapping[Node | None, ChunkDelivery]) -> None:
+    def __init__(
+        self, parts: Mapping[Node | None, ChunkDelivery], *, one_reader: bool = False
+    ) -> None:
         self._parts = dict(parts)
+        self._one_reader = one_reader
         self._differs = False
         first = next(iter(self._parts.values()))
         self.frees_late, self.copies = first.frees_late, first.copies
@@ -41,6 +48,10 @@ class MachinesDelivery:
         return next((content for content in found if content is not None), None)
 
     async def open(self, sites: Sequence[Site]) -> None:
+        parts = [part for part, _ in self._by_machine(sites)]
+        if self._one_reader and len(parts) > 1:
+            for part, joining in zip(parts, one_reader(len(parts)), strict=True):
+                part.one_reader = joining
         await self._together(sites, lambda part, those: part.open(those))
 
     async def init(self, sites: Sequence[Site]) -> None:

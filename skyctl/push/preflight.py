@@ -120,10 +120,11 @@ class Prepared:
             partial=partial,
             stage_rate=self.stage_rate,
         )
-        nodes = {server.node for server in fleet.servers}
-        if nodes == {None} or self.transport.collective:
+        nodes = dict.fromkeys(server.node for server in fleet.servers)
+        if set(nodes) == {None} or self.transport.collective:
             return deliver(senders=senders)
-        return MachinesDelivery({node: deliver(senders=senders) for node in nodes})
+        parts = {node: deliver(senders=senders) for node in nodes}
+        return MachinesDelivery(parts, one_reader=fleet.one_reader)
 
     @cached_property
     def rows(self) -> tuple[KnownRows, ...]:
@@ -212,6 +213,13 @@ async def preflight(
         raise PreflightError(
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
         )
+    relays = fleet.one_reader and len(nodes) > 1
+    if relays and choice.name != "ipc":
+        raise PreflightError(
+            "weight_transfer.readers: one: a reader passes weights on from GPU to GPU, which "
+            f"transport {choice.name} does not use",
+            hint="set transport to ipc, or readers to all",
+        )
     transport = None if choice.name == "disk" else load_transport(choice.name)
     if transport is not None and (dialect := facts[0].dialect) is not None:
         if why := dialect.refuses(checkpoint.config):
@@ -229,6 +237,8 @@ async def preflight(
         if nodes:
             _refuse_stores(facts)
         sender_node, sender_gpu = await free_gpu(fleet.servers)
+    if relays:  # the senders' group, too, goes by what `env:` says
+        nccl_settings = common_nccl_settings(facts)
     if transport is None:
         refuse_dummy(facts)
     # without a sender nobody else looks at the bytes

@@ -159,7 +159,8 @@ class PushFleet:
     weights that the fleet serves, and returns to when a push is refused; None if unknown. `pushes`
     are the fleet's latest, newest first. `expected` are the digests that servers must have.
     `content` is what they hold, tensor by tensor, as far as known. `stage_rate` is None for no
-    bound. `trainer` sends the weights of a push that skyctl has no sender for.
+    bound. `one_reader`: of the senders on several machines one reads, and the others receive from
+    it. `trainer` sends the weights of a push that skyctl has no sender for.
     """
 
     name: str
@@ -172,6 +173,7 @@ class PushFleet:
     python: str = ""
     transport: str = "auto"
     stage_rate: int | None = None
+    one_reader: bool = False
     drain_timeout_s: float = 30.0
     pushes: tuple[PushRecord, ...] = ()
     committed: FleetWeights | None = None

@@ -86,7 +86,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         (paused, sleeping, metrics), weight_version, made = await gather(
             gather(server.is_paused(), server.is_sleeping(), server.metrics()),
             server.weight_version(),
-            _make(server, by_target[target]),
+            _make(server, by_target[target], relays=fleet.one_reader),
         )
         level = metrics.sleep_level
         # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
@@ -117,7 +117,7 @@ configuration alone costs vLLM longer than all other questions together.
 """
 
 
-async def _make(server: Server, pushed: PushServer) -> ProcessFacts:
+async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessFacts:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
@@ -129,7 +129,7 @@ async def _make(server: Server, pushed: PushServer) -> ProcessFacts:
     )
     # what it says it was started with, else what the fleet records
     backend = pushed.backend if started.backend is None else started.backend
-    problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
+    problem, settings = await _nccl(server) if backend == "nccl" or relays else ("", None)
     made = ProcessFacts(
         backend=backend,
         vllm_version=version,

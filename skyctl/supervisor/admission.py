@@ -68,6 +68,7 @@ def push_fleet(
         python=plan.python,
         transport=transfer.transport,
         stage_rate=transfer.stage_rate,
+        one_reader=transfer.readers == "one",
         drain_timeout_s=plan.config.drain_timeout_s,
         committed=committed,
         pushes=tuple(pushes),

@@ -6,6 +6,9 @@
     {"op": "open", …}  ───────────────► opens files, allocates
                        ◄─────────────── {"event": "opened", "endpoint": …}
                        ◄─────────────── {"event": "filled", "chunk": 0, "slot": 0, "crc32": […]} …
+    {"op": "relay", …} ───────────────► forms a group with the senders of other machines, of which
+                       ◄─────────────── {"event": "relaying", "id": …}      rank 0 says the id
+                       ◄─────────────── {"event": "relayed"}
     {"op": "hurry"}    ───────────────► reads as fast as it can from here on
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
@@ -118,6 +121,7 @@ class Sender:
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
             pace=self._pace,
             **({"shown": True} if message["shown"] else {}),
+            **({} if message["relay_rank"] is None else {"relay_rank": message["relay_rank"]}),
         )
         self._programs = [Program.from_wire(program) for program in message["programs"]]
         if self._programs:
@@ -167,6 +171,8 @@ class Sender:
             self._channel.tell("warmed")
         elif operation == "open":
             self.open(message)
+        elif operation == "relay":
+            self._relay(message)
         elif operation == "hurry":
             self._pace.lift()
         elif operation == "join":
@@ -184,6 +190,20 @@ class Sender:
             self._channel.tell("rested")
         else:
             raise ValueError(f"unknown command {operation!r}")
+
+    def _relay(self, message: dict[str, Any]) -> None:
+        from skyctl.transfer.gpu.relay import new_group
+
+        relay = self._opened().relay  # type: ignore[attr-defined]  # those on GPUs have it
+        rank, world_size, unique_id = message["rank"], message["world_size"], message["id"]
+        if not world_size:
+            relay.stand()
+        else:
+            if rank == 0:
+                unique_id = new_group()
+                self._channel.tell("relaying", id=unique_id)
+            relay.form(rank, world_size, unique_id)
+        self._channel.tell("relayed")
 
     def _rest(self) -> None:
         """A push ended, or was given up while it read: free what the next one makes anew."""

@@ -137,13 +137,15 @@ class SenderProcess:
         shown: bool = False,
         exports: bool = True,
         bytes_per_s: int | None = None,
+        relay_rank: int | None = None,
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes only
         this many slots, even if it could take more; `reserve_bytes`: what it leaves free for
         servers. `scan`: it refuses NaN and infinity. `programs`: each filled chunk comes with the
         numbers of the parameters it completes. `shown`: servers copy out of the slots by
         themselves; without `exports` no server reads them. It reads at most `bytes_per_s` until
-        `hurry`; None: as fast as it can.
+        `hurry`; None: as fast as it can. With a `relay_rank` it waits for `relay`; rank 0 passes on
+        what it reads, and others read nothing.
 
         `carrier` has the options of a new carrier; None keeps the existing one.
         """
@@ -152,7 +154,7 @@ class SenderProcess:
             op="open",
             transport=transport,
             session=session,
-            shards=[asdict(shard) for shard in checkpoint.shards],
+            shards=[] if relay_rank else [asdict(shard) for shard in checkpoint.shards],
             elsewhere=self._node is not None,
             chunks=[
                 [_piece(placed, scan=scan) for placed in chunk.placed] for chunk in plan.chunks
@@ -166,7 +168,22 @@ class SenderProcess:
             shown=shown,
             exports=exports,
             bytes_per_s=bytes_per_s,
+            relay_rank=relay_rank,
         )
+
+    async def relay(self, rank: int, world_size: int, unique_id: str = "") -> None:
+        """Have it form a group with the senders of other machines. Rank 0 says the group's id
+        (`relaying`), which the others are given. With a `world_size` of 0 the last one stands.
+        """
+        await self._command(op="relay", rank=rank, world_size=world_size, id=unique_id)
+
+    async def relaying(self, *, timeout_s: float) -> str:
+        """Wait until rank 0 says the id of its group."""
+        return str((await self._event("relaying", 0, timeout_s))["id"])
+
+    async def relayed(self, *, timeout_s: float) -> None:
+        """Wait until all have joined."""
+        await self._event("relayed", 0, timeout_s)
 
     async def hurry(self) -> None:
         """Lift the read limit: servers now wait for the rest."""

@@ -24,7 +24,7 @@ class Lease:
     `filled` identifies those that its last push filled, and the chunk size, "" before one; `lead_s`
     is how long its last push took from reading to the first update, 0 before one; `load_s_per_byte`
     is the least that servers took per byte of an update that all chunks streamed into, 0 before
-    one.
+    one. `relay` names the group that it has formed with senders of other machines, "" before one.
     """
 
     sender: SenderProcess
@@ -36,6 +36,7 @@ class Lease:
     filled: str = ""
     lead_s: float = 0.0
     load_s_per_byte: float = 0.0
+    relay: str = ""
 
     def loaded(self, total_bytes: int, seconds: float) -> None:
         """Learn from such an update.

@@ -29,6 +29,7 @@ from skyctl.transfer.gpu.devices import (
     uuid_of,
 )
 from skyctl.transfer.gpu.reader import THREADS, DeviceReader, ReadBatch, Span
+from skyctl.transfer.gpu.relay import Relay
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
 
@@ -62,6 +63,7 @@ class GpuCarrier:
         self._reader = DeviceReader(self.devices[0], threads=threads)
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
+        self._relay: Relay | None = None
         self.staged_whole = False
         self.shown = False
 
@@ -70,6 +72,13 @@ class GpuCarrier:
         if self._slots is None:
             raise RuntimeError("open_reader() comes first")
         return self._slots
+
+    @property
+    def relay(self) -> Relay:
+        """The group of this sender and those of other machines."""
+        if self._relay is None:
+            self._relay = Relay(self.devices[0])
+        return self._relay
 
     def open_reader(
         self,
@@ -83,8 +92,11 @@ class GpuCarrier:
         ring_only: bool = False,
         reserve_bytes: int = 0,
         shown: bool = False,
+        relay_rank: int | None = None,
     ) -> DeviceChunkReader:
         """A slot for each chunk if all of them fit on the GPUs, else a ring of `slots`.
+
+        `relay_rank`: rank 0 of the relay passes on what it reads; other ranks read nothing.
 
         `shown`: servers will copy out of the slots by themselves (`export`). The slots are then
         also on the servers' GPUs if all chunks fit there; and a ring is as long as there is room.
@@ -100,6 +112,8 @@ class GpuCarrier:
             as_many=shown,
         )
         self._slots = mirrored
+        if relay_rank is not None:
+            self.relay.begin()
         return DeviceChunkReader(
             files,
             chunks,
@@ -108,6 +122,8 @@ class GpuCarrier:
             pace=pace,
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
+            reads=not relay_rank,
+            pass_on=None if relay_rank is None else self.relay.pass_on,
         )
 
     def _room_for(self, size: int) -> list[int]:
@@ -285,7 +301,8 @@ class DeviceChunkReader:
     engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
     bytes are on the device (to copy them to other GPUs, for example); `bytes_of` returns a slot as
     a uint8 tensor, which is scanned for NaN and infinity. There are no checksums: the bytes never
-    pass through the CPU's registers, and vLLM's own engines take none.
+    pass through the CPU's registers, and vLLM's own engines take none. `pass_on` gets each slot's
+    tensor next, to send it to other senders; where nothing is read (`reads`), to receive it.
     """
 
     def __init__(
@@ -298,6 +315,8 @@ class DeviceChunkReader:
         pace: Pace,
         after_fill: Callable[[int], None],
         bytes_of: Callable[[int], Any],
+        reads: bool = True,
+        pass_on: Callable[[Any], None] | None = None,
     ) -> None:
         self._files = files
         self._chunks = chunks
@@ -306,6 +325,8 @@ class DeviceChunkReader:
         self._pace = pace
         self._after_fill = after_fill
         self._bytes_of = bytes_of
+        self._reads = reads
+        self._pass_on = pass_on
         self._turns = SlotTurns(len(addresses))
 
     def run(self, on_filled: Callable[[Filled], None]) -> None:
@@ -329,11 +350,14 @@ class DeviceChunkReader:
             self._reader.submit(batches)
             queued += batches
             self._reader.wait(queued[chunk], READ_TIMEOUT_S)
-            # after the bytes: what was read before a change was noticed must not be sent
-            for shard in {piece.shard for piece in self._chunks[chunk]}:
-                self._files.check(shard)
             slot = self._turns.slot(chunk)
-            self._refuse_not_finite(chunk, slot)
+            if self._reads:
+                # after the bytes: what was read before a change was noticed must not be sent
+                for shard in {piece.shard for piece in self._chunks[chunk]}:
+                    self._files.check(shard)
+                self._refuse_not_finite(chunk, slot)
+            if self._pass_on is not None:
+                self._pass_on(self._bytes_of(slot))
             self._after_fill(slot)
             on_filled(Filled(chunk, slot, ()))
 
@@ -356,6 +380,7 @@ class DeviceChunkReader:
             [
                 Span(self._files.descriptor(shard), begin, nbytes, base + offset)
                 for shard, begin, nbytes, offset in merged(self._chunks[chunk])
+                if self._reads
             ],
             self._pace,
         )

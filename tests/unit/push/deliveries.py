@@ -28,6 +28,8 @@ class ReadySender:
         self.hurried = False
         self.exports = True
         self.joins = 0
+        self.relays: list[tuple[int, int, str]] = []  # rank, size and id of its groups
+        self.relay_ranks: list[int | None] = []  # one for each push
 
     async def warm(self, *, transport: str, **_: Any) -> None:
         self.warm_by = transport
@@ -41,8 +43,10 @@ class ReadySender:
         carrier: Any = None,
         bytes_per_s: int | None = None,
         exports: bool = True,
+        relay_rank: int | None = None,
         **_: Any,
     ) -> None:
+        self.relay_ranks.append(relay_rank)
         self.exports = exports
         self.paces.append(bytes_per_s)
         self.reserves.append(reserve_bytes)
@@ -53,6 +57,14 @@ class ReadySender:
 
     async def filled(self, chunk: int, **_: Any) -> Filled:
         return Filled(chunk, chunk, ())
+
+    async def relay(self, rank: int, world_size: int, unique_id: str = "") -> None:
+        self.relays.append((rank, world_size, unique_id))
+
+    async def relaying(self, **_: Any) -> str:
+        return f"group {len(self.relays)}"
+
+    async def relayed(self, **_: Any) -> None: ...
 
     async def hurry(self) -> None:
         self.hurried = True

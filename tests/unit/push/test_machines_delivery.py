@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.errors import PushError
+from skyctl.errors import PreflightError, PushError
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
@@ -20,7 +20,7 @@ from skyctl.push.sites import Site, Weights, alive
 from skyctl.push.transaction import PushRequest, push
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
-from skyctl.transfer.sender_client import SenderFailed, SenderProcess
+from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.gloo import GlooTransport
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -52,6 +52,9 @@ class Sender(ReadySender):
         self._fail("opened")
         return await super().opened(**named)
 
+    async def relayed(self, **_: Any) -> None:
+        self._fail("relayed")
+
     async def filled(self, chunk: int, **_: Any) -> Filled:
         if chunk:
             self._fail("filled")
@@ -81,14 +84,17 @@ def sites() -> list[Site]:
     return [site(Server(), name=f"wide-{i}", node=NODES[i % 2]) for i in range(3)]
 
 
-@pytest.fixture
-def delivery(tmp_path: Path, sites: list[Site]) -> MachinesDelivery:
+def made(tmp_path: Path, sites: list[Site], pool: SenderPool, **named: Any) -> MachinesDelivery:
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
     fleet = PushFleet("wide", tuple(one.server for one in sites))
-    plan, pool = plan_chunks(read.tensors, 1024), SenderPool()
-    return MachinesDelivery(
-        {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool) for node in NODES}
-    )
+    plan = plan_chunks(read.tensors, 1024)
+    parts = {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool) for node in NODES}
+    return MachinesDelivery(parts, **named)
+
+
+@pytest.fixture
+def delivery(tmp_path: Path, sites: list[Site]) -> MachinesDelivery:
+    return made(tmp_path, sites, SenderPool())
 
 
 async def carry(delivery: MachinesDelivery, sites: list[Site], done: Callable[[int], None]) -> None:
@@ -157,6 +163,67 @@ async def test_what_fails_on_one_machine_waits_for_no_other(
     async with asyncio.timeout(30):
         with pytest.raises(SenderFailed, match="me@b"):
             await carry(delivery, sites, lambda _: None)
+
+
+async def test_one_machine_reads_for_all_in_a_group_that_lasts_as_long_as_its_senders(
+    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+) -> None:
+    pool = SenderPool()
+
+    async def carried(those: list[Site]) -> None:
+        await carry(made(tmp_path, sites, pool, one_reader=True), those, lambda _: None)
+
+    for _ in range(2):
+        await carried(sites)
+    assert senders[A].relays == [(0, 2, ""), (0, 0, "")]
+    assert senders[B].relays == [(1, 2, "group 1"), (1, 0, "")]
+    assert {one.weights for one in sites} == {Weights.NEW}
+    await carried(sites[1:2])  # alone, it reads by itself
+    assert senders[B].relay_ranks == [1, 1, None]
+    senders[B].healthy = False  # type: ignore[misc]
+    senders[B] = Sender(B)
+    await carried(sites)
+    assert senders[A].relays[2:] == [(0, 2, "")]
+    assert senders[B].relays == [(1, 2, "group 3")]
+    await pool.close()
+
+
+@pytest.mark.parametrize("fails_at", ["opened", "relayed", "filled"])
+async def test_a_machine_that_dies_while_one_reads_for_all_fails_the_push_untouched(
+    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path, fails_at: str
+) -> None:
+    """The others would wait in a broadcast for it: nothing of that is left to the freeze."""
+    senders[B].fails_at = fails_at
+    pool = SenderPool()
+    with pytest.raises(SenderFailed, match="the sender on me@b failed") as caught:
+        await carry(made(tmp_path, sites, pool, one_reader=True), sites, lambda _: None)
+    assert ("readers to all" in caught.value.hint) == (fails_at == "relayed")
+    assert {one.weights for one in sites} == {Weights.OLD}
+    assert all(sender.closed for sender in senders.values())
+
+
+async def test_what_does_not_fit_as_a_whole_is_not_passed_on(
+    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+) -> None:
+    async def streams(**_: Any) -> Opened:
+        return Opened({}, staged_whole=False)
+
+    senders[B].opened = streams  # type: ignore[method-assign]
+    with pytest.raises(PreflightError, match="does not fit as a whole"):
+        await carry(made(tmp_path, sites, SenderPool(), one_reader=True), sites, lambda _: None)
+    assert {one.weights for one in sites} == {Weights.OLD}
+
+
+async def test_one_reader_needs_gpus(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, 2)
+    there = zip(stubs.fleet.servers, NODES, strict=True)
+    servers = tuple(replace(server, node=node) for server, node in there)
+    fleet = replace(stubs.fleet, servers=servers, one_reader=True)
+    request = PushRequest(str(stubs.new), transport="shm")
+    async with stubs.client() as client:
+        with pytest.raises(PreflightError, match="transport shm does not use"):
+            await push(request, fleet, client=client, observer=Recorder())
+    assert all(engine.log == [] for engine in stubs.engines)
 
 
 async def test_one_sender_of_a_group_is_beside_the_first_of_its_servers(

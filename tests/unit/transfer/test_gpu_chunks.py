@@ -90,6 +90,45 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
     assert mirrored == [chunk % slots for chunk in seen]
 
 
+def test_one_reader_passes_on_what_it_has_read_and_checked(tmp_path: Path) -> None:
+    plan, files, chunks = prepared(tmp_path / "c", 300)
+    size = plan.slot_bytes
+    passed: list[torch.Tensor] = []
+
+    def reader(*, files: ShardFiles, reads: bool, pass_on: Callable[[Any], None]) -> Any:
+        device = MemoryReader(len(chunks) * size)
+        return device, DeviceChunkReader(
+            files,
+            chunks,
+            [slot * size for slot in range(len(chunks))],
+            device,  # type: ignore[arg-type]
+            pace=Pace(),
+            after_fill=lambda slot: None,
+            bytes_of=device.slot_of(size),
+            reads=reads,
+            pass_on=pass_on,
+        )
+
+    def receive(octets: torch.Tensor) -> None:
+        octets.copy_(passed[len(received)])
+
+    received: list[Filled] = []
+    first, reads = reader(files=files, reads=True, pass_on=lambda octets: passed.append(octets))
+    second, receives = reader(files=ShardFiles([]), reads=False, pass_on=receive)
+    reads.run(lambda filled: None)
+    receives.run(received.append)
+    assert [filled.chunk for filled in received] == list(range(len(chunks)))
+    assert any(first.memory) and first.memory == second.memory
+
+    dtype, bad = BAD[0]
+    tensors = {"bad": (dtype, (1,), bad)}
+    _, files, chunks = prepared(tmp_path / "bad", 300, tensors)
+    passed.clear()
+    with pytest.raises(NotFinite):
+        reader(files=files, reads=True, pass_on=passed.append)[1].run(lambda filled: None)
+    assert not passed
+
+
 def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) -> None:
     plan, files, chunks = prepared(tmp_path / "c", 300)
     device = MemoryReader(2 * plan.slot_bytes)

@@ -79,7 +79,7 @@ async def test_processes_of_which_nobody_knows_whether_they_are_the_same_may_tak
 def test_a_sender_leaves_room_for_its_own_numbering_at_every_push() -> None:
     one = Program("layout", (), (Copy(0, 0, 4, 10, 0, 20, 8, 16),))
     delivery: Any = ChunkDelivery.__new__(ChunkDelivery)
-    delivery._transport, delivery._distinct = Ipc(), [one]
+    delivery._transport, delivery._distinct, delivery.one_reader = Ipc(), [one], None
     delivery._filling = lambda sites: "the same"
     lease: Any = SimpleNamespace(filled="the same")
     assert delivery._reserve_bytes([], lease) == 8 + 3 * 16 + 10 + BATCH_BYTES

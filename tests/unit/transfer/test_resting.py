@@ -64,6 +64,7 @@ def test_slots_are_freed_once_nobody_reads_into_them(
         "shown": False,
         "exports": False,
         "elsewhere": False,
+        "relay_rank": None,
         "bytes_per_s": 1,  # what reads at a pace does not keep it waiting either
     }
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
@@ -75,3 +76,38 @@ def test_slots_are_freed_once_nobody_reads_into_them(
     assert [event for event in events if event != "filled"] == [
         *("warmed", "opened", "rested", "opened", "rested")
     ]
+
+
+class Relays(Slots):
+    """Notes the groups that it is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[tuple[int, int, str]] = []
+        self.relay = self
+
+    def form(self, rank: int, world_size: int, unique_id: str) -> None:
+        self.groups.append((rank, world_size, unique_id))
+
+    def stand(self) -> None:
+        self.groups.append(self.groups[-1])
+
+
+def test_rank_0_says_the_id_of_a_group_before_it_waits_for_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from skyctl.transfer.gpu import relay
+
+    monkeypatch.setattr(relay, "new_group", lambda: "id")
+    told = io.StringIO()
+    sender = Sender(Channel(told))
+    sender._carrier = carrier = Relays()
+    sender.obey({"op": "relay", "rank": 0, "world_size": 2, "id": ""})
+    sender.obey({"op": "relay", "rank": 0, "world_size": 0, "id": ""})
+    assert carrier.groups == [(0, 2, "id"), (0, 2, "id")]
+    events = [json.loads(line) for line in told.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["relaying", "relayed", "relayed"]
+    assert events[0]["id"] == "id"
+    sender._carrier = other = Relays()
+    sender.obey({"op": "relay", "rank": 1, "world_size": 2, "id": "id"})
+    assert other.groups == [(1, 2, "id")]
