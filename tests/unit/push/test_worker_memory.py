@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from math import prod
 
 import pytest
 
 from benchmarks.checkpoints import SHAPES, tensor_shapes
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.engines.vllm.inside.layout_wire import (
+    Copy,
+    LayoutReport,
+    ParameterLayout,
+    Part,
+    Program,
+)
+from skyctl.push.forecast import SENDER_CONTEXT
 from skyctl.push.worker_memory import (
     MIB,
     NCCL_GROUP_BYTES,
@@ -17,18 +26,27 @@ from skyctl.push.worker_memory import (
     worker_bytes,
 )
 from skyctl.transfer.gpu.carrier import BATCH_BYTES
-from skyctl.transfer.plan import ChunkPlan, module_of, plan_chunks
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    module_of,
+    order_for_runtime,
+    plan_chunks,
+    program_for,
+)
 
 GIB = 1 << 30
 
 
-def plan_of(shape: str, chunk_size: int, transport: str) -> ChunkPlan:
-    tensors = [
+def tensors_of(shape: str) -> list[Tensor]:
+    return [
         Tensor(name, "BF16", size, 0, 0, 2 * prod(size))
         for name, size in tensor_shapes(SHAPES[shape])
     ]
+
+
+def plan_of(shape: str, chunk_size: int, transport: str) -> ChunkPlan:
     packing = "overflow" if transport == "nccl" else "fit"
-    return plan_chunks(tensors, chunk_size, packing=packing, alignment=1)
+    return plan_chunks(tensors_of(shape), chunk_size, packing=packing, alignment=1)
 
 
 @pytest.mark.parametrize(
@@ -90,3 +108,40 @@ def test_parameters_that_lie_in_no_chunk_as_a_whole_are_built_beside_the_slots()
     assert taken([whole]) == 0
     assert taken([whole, *parts]) == 1200 * MIB
     assert taken(small) == 7 * MIB + BATCH_BYTES
+
+
+def fused(tensors: Sequence[Tensor]) -> LayoutReport:
+    """A server of these tensors, whose q, k and v, and gate and up, are one parameter each."""
+    parts: dict[str, list[Part]] = {}
+    for tensor in tensors:
+        name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", tensor.name)
+        name = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
+        made, size = parts.setdefault(name, []), prod(tensor.shape)
+        run = (1, size, 0, size, sum(part.row for part in made), size)
+        made.append(Part(tensor.name, tensor.shape, *run))
+    return LayoutReport(
+        0,
+        parameters=tuple(
+            ParameterLayout(name, "bfloat16", (sum(part.row for part in made),), tuple(made))
+            for name, made in parts.items()
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("transport", "slots", "measured_mib"),
+    # the peak of a sender's GPU when it pushed qwen3-8b in chunks of 1 GiB (H200, vLLM 0.32)
+    [("ipc", 0, 16760), ("ipc", 2, 3510), ("nccl", 0, 17091), ("nccl", 2, 3552)],
+)
+def test_a_sender_is_within_a_tenth_of_what_was_measured(
+    transport: str, slots: int, measured_mib: int
+) -> None:
+    tensors = tensors_of("qwen3-8b")
+    report = fused(tensors)
+    packing = "overflow" if transport == "nccl" else "fit"
+    plan = plan_chunks(
+        order_for_runtime([report], tensors), GIB, packing=packing, alignment=1, order=list
+    )
+    told = numbering_bytes([program_for(report, plan)]) + SENDER_CONTEXT[transport]
+    told += slots * plan.slot_bytes if slots else sum(chunk.size for chunk in plan.chunks)
+    assert 0.9 < measured_mib * MIB / told < 1.1, told / MIB
