@@ -112,7 +112,7 @@ def compare(
     worker, host = forecast["worker_gpu_bytes"], forecast["host_bytes"]
     if not first:  # workers keep what the first push made them take, but for copies of the chunks
         worker = worker if result["layout_share"] and gpus > 1 else 0
-        host -= WORKER_HOST[plan["transport"]]
+        host -= 0 if worker else WORKER_HOST[plan["transport"]]
     predicted = [worker, *([0] * (gpus - 1)), host]
     predicted[gpus - 1] += forecast["sender_gpu_bytes"]
     return {

@@ -31,6 +31,8 @@ group. Measured on H200 (the driver's choice, so it differs slightly between GPU
 """
 _SENDER_PROCESS = {"ipc": 475 * _MIB, "nccl": 860 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
+_GROUP_GPU, _GROUP_HOST = 780 * _MIB, 230 * _MIB
+"""What NCCL has of both where the sender is in a group with its servers."""
 _DRIVER_PER_GPU = 50 * _MIB
 """Host memory that the driver takes for a process, for each GPU of the machine."""
 WORKER_HOST = {"ipc": 80 * _MIB, "nccl": 340 * _MIB}
@@ -81,6 +83,8 @@ class Subject:
     `numbering_bytes` what the sender takes beside its slots. `gpus` is the number of GPUs in the
     machine. `has_context`: a sender is alive, and its CUDA context is already excluded from what is
     free. `copied`: servers copy the weights into their parameters instead of loading them.
+    `grouped`: an `nccl` sender broadcasts to them; otherwise it stages on their GPUs what it stages
+    as a whole.
     """
 
     transport: str
@@ -93,6 +97,16 @@ class Subject:
     gpus: int = 0
     has_context: bool = False
     copied: bool = False
+    grouped: bool = True
+
+    def has_group(self, stage: str) -> bool:
+        """Whether the sender is in a group with the servers, where its transport has one."""
+        return self.grouped or stage != "gpu"
+
+    def context_bytes(self, stage: str) -> int:
+        """GPU memory of the sender without slots."""
+        context = SENDER_CONTEXT.get(self.transport, 0)
+        return context if self.has_group(stage) else context - _GROUP_GPU
 
 
 def waiting_bytes(transport: str) -> tuple[int, int]:
@@ -131,7 +145,7 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     free = subject.free_gpu_bytes
     taken = subject.reserve_bytes + subject.numbering_bytes
     if not subject.has_context:
-        taken += SENDER_CONTEXT.get(subject.transport, 0)
+        taken += subject.context_bytes("gpu")
     found = []
     for stage in stages:
         problem = ""
@@ -183,10 +197,13 @@ def _forecast(
     host_bytes = slot_bytes + subject.workers * largest
     sender_gpu_bytes = 0
     if on_gpu:
-        sender_gpu_bytes = slot_bytes + subject.numbering_bytes + SENDER_CONTEXT[subject.transport]
+        sender_gpu_bytes = slot_bytes + subject.numbering_bytes + subject.context_bytes(stage)
         host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
         host_bytes += subject.gpus * _DRIVER_PER_GPU
-        host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
+        if subject.has_group(stage):
+            host_bytes += subject.workers * WORKER_HOST[subject.transport]
+        else:
+            host_bytes -= _GROUP_HOST
     return Forecast(
         stage=stage,
         chosen=False,

@@ -18,6 +18,7 @@ from skyctl.launch.remote.session import ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.worker_memory import (
+    broadcast_bytes,
     bytes_beside,
     copier_bytes,
     numbering_bytes,
@@ -177,6 +178,7 @@ async def subject_of(
         gpus=len(free),
         has_context=idle is not None,
         copied=copied,
+        grouped=shares or not copied or taken == broadcast_bytes(plan),
     )
 
 

@@ -58,6 +58,11 @@ def copier_bytes(
     known = all(server_gpus) and used <= free.keys()
     if known and all(fits_whole(size, free[gpu] - SENDER_CONTEXT_BYTES, 0) for gpu in used):
         return size + SENDER_CONTEXT_BYTES
+    return broadcast_bytes(plan)
+
+
+def broadcast_bytes(plan: ChunkPlan) -> int:
+    """Bytes of the buffers that chunks are broadcast into where they cannot be staged."""
     return _STREAMS * plan.slot_bytes
 
 

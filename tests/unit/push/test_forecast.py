@@ -51,6 +51,11 @@ def test_memory_follows_from_the_slots() -> None:
     assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
     assert ipc["gpu"].host_bytes == PINNED_BYTES + ((475 + 4 * 50 + 2 * 80) << 20)
     assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((860 + 4 * 50 + 2 * 340) << 20)
+    copies = Subject("nccl", CHUNKS, workers=2, gpus=4, copied=True, grouped=False)
+    staged, streamed = forecast(copies, "auto", KNOWN)
+    assert staged.sender_gpu_bytes == 16 * GB + context
+    assert staged.host_bytes == PINNED_BYTES + ((630 + 4 * 50) << 20)
+    assert streamed.sender_gpu_bytes == 8 * GB + (1466 << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
