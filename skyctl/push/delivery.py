@@ -199,9 +199,8 @@ class ChunkDelivery:
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
         if self.one_reader is not None:
-            lease.lead_s = lease.load_s_per_byte = (
-                0.0  # no machine may wait for another in a freeze
-            )
+            # all is read before the freeze: no machine may wait for another in it
+            lease.lead_s = lease.load_s_per_byte = 0.0
             await self.one_reader.join(lease, opened, timeout_s=self._fleet.rendezvous_timeout_s)
         chunks = len(self._plan.chunks)
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)

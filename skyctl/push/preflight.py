@@ -213,7 +213,8 @@ async def preflight(
         raise PreflightError(
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
         )
-    relays = fleet.one_reader and len(nodes) > 1
+    machines = len({server.node for server in fleet.servers})
+    relays = fleet.one_reader and machines > 1
     if relays and choice.name != "ipc":
         raise PreflightError(
             "weight_transfer.readers: one: a reader passes weights on from GPU to GPU, which "
@@ -239,6 +240,8 @@ async def preflight(
         sender_node, sender_gpu = await free_gpu(fleet.servers)
     if relays:  # the senders' group, too, goes by what `env:` says
         nccl_settings = common_nccl_settings(facts)
+        reader = fleet.servers[0].name
+        notes.append(f"readers: one: the sender beside {reader} reads for {machines} machines")
     if transport is None:
         refuse_dummy(facts)
     # without a sender nobody else looks at the bytes
