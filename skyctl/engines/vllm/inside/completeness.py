@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+try:
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+except ImportError:  # vLLM 0.26
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    def is_deferred_attention_layer(layer: Any) -> bool:
+        return isinstance(layer, (Attention, MLAAttention))
 
 
 def half_open(model: Any) -> bool:

@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+
+try:
+    from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+except ImportError:  # vLLM 0.26, which does not check
+    from contextlib import nullcontext as disable_mtp_completeness_check
 
 from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
 from skyctl.engines.vllm.inside.experts import pack_after_updates, update_problem
@@ -124,6 +128,11 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
                 f"{', '.join(missing[:_SHOWN])}"
             )
         self.shutdown()
+
+    @staticmethod
+    def trainer_send_weights(*_: Any, **__: Any) -> None:
+        """Abstract in vLLM 0.26: what a trainer would call, and skyctl's senders do not."""
+        raise NotImplementedError
 
     def shutdown(self) -> None:
         """Release the sender and free buffers."""

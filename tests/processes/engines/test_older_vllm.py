@@ -1,0 +1,33 @@
+"""What runs inside vLLM's workers, without what vLLM 0.26 does not have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+OLDER = """
+import sys
+import vllm.model_executor.layers.attention as attention
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+
+del attention.is_deferred_attention_layer
+sys.modules["vllm.model_executor.model_loader.mtp_validation"] = None
+WeightTransferEngine.__abstractmethods__ |= {"trainer_send_weights"}
+
+from skyctl.engines.vllm.inside import completeness, engine, layout_load
+
+assert completeness.is_deferred_attention_layer.__module__ == completeness.__name__
+assert not engine.SkyctlWeightTransferEngine.__abstractmethods__
+with engine.disable_mtp_completeness_check():
+    print("fits")
+"""
+
+
+def test_workers_of_an_older_vllm_find_all_they_need() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run(
+        [sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.endswith("fits\n"), done.stderr[-2000:]
