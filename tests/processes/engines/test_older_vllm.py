@@ -10,6 +10,7 @@ import pytest
 OLDER = """
 import sys
 import vllm.model_executor.layers.attention as attention
+import vllm.model_executor.model_loader.reload
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 del attention.is_deferred_attention_layer
