@@ -33,6 +33,7 @@ from benchmarks.checkpoints import SHAPES, two_checkpoints
 from benchmarks.native_sender import free_port, post, send_token_with_every_request
 from benchmarks.push import (
     COMMAND_TIMEOUT_S,
+    ONE_SERVER,
     Fleet,
     answer,
     control_token,
@@ -196,8 +197,7 @@ def main() -> None:
     import torch
     import vllm
 
-    options.transport, options.servers, options.gpus = "ipc", 1, [0]
-    options.tensor_parallel_size, options.memory = 1, 0.3
+    options = argparse.Namespace(**ONE_SERVER, **vars(options), transport="ipc")
     checkpoints = two_checkpoints(options.scratch, options.shape)
     result = {
         "benchmark": "checkpoint-engine",

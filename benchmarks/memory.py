@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.checkpoints import SHAPES, two_checkpoints
-from benchmarks.push import Fleet, save, settings
+from benchmarks.push import ONE_SERVER, Fleet, save, settings
 from skyctl.push.forecast import WORKER_HOST
 
 MIB = 1 << 20
@@ -137,9 +137,7 @@ def main() -> None:
     parser.add_argument("--pushes", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
-    options = parser.parse_args()
-    options.servers, options.tensor_parallel_size, options.gpus = 1, 1, [0]
-    options.memory, options.cuda_graphs, options.warm = 0.3, False, "false"
+    options = argparse.Namespace(**ONE_SERVER, **vars(parser.parse_args()))
 
     checkpoints = two_checkpoints(options.scratch, options.shape)
     fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))

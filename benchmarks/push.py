@@ -72,6 +72,17 @@ class Fleet:
         return list(self.data("urls")["servers"].values())
 
 
+ONE_SERVER: dict[str, Any] = {
+    "servers": 1,
+    "tensor_parallel_size": 1,
+    "gpus": [0],
+    "memory": 0.3,
+    "cuda_graphs": False,
+    "warm": "false",
+}
+"""Options of other benchmarks' fleets, beside `transport` and `chunk_size`."""
+
+
 def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     """The fleet file of this run."""
     gpus = options.gpus or list(range(options.servers))
