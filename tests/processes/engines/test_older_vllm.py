@@ -13,7 +13,7 @@ import vllm.model_executor.layers.attention as attention
 import vllm.model_executor.model_loader.reload
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-del attention.is_deferred_attention_layer
+vars(attention).pop("is_deferred_attention_layer", None)
 sys.modules["vllm.model_executor.model_loader.mtp_validation"] = None
 WeightTransferEngine.__abstractmethods__ |= {"trainer_send_weights"}
 
