@@ -159,7 +159,8 @@ class VLLMServer(HttpServer):
         answer = await self._call("POST", "/wake_up", params=params)
         if isinstance(answer, dict) and "status" in answer:
             return bool(answer["status"] == "awake")
-        return not tags
+        # an older one (0.26) does not say; it is asleep, or paused, until all of it is awake
+        return not tags or not await self.is_sleeping()
 
     async def prepare_reload(self) -> None:
         """A no-op: held requests can release their KV at any time."""

@@ -99,6 +99,19 @@ def test_models_without_experts_and_experts_on_devices_have_no_problem() -> None
     assert update_problem(model_of(layer)) == ""
 
 
+def test_layers_that_take_adapters_must_look_into_what_they_wrap() -> None:
+    class Wraps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = torch.nn.Linear(1, 1)
+
+    class Looks(Wraps):
+        def load_weights(self, weights: Any) -> None: ...
+
+    assert update_problem(model_of(Wraps())).startswith("mlp: this vLLM loads no weights into")
+    assert update_problem(model_of(Looks())) == ""
+
+
 def test_the_installed_vllm_has_the_method_that_is_completed() -> None:
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts

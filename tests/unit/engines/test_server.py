@@ -87,6 +87,19 @@ async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:
     ]
 
 
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_an_older_server_does_not_say_what_is_awake_and_is_asked(asleep: bool) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/wake_up":
+            return httpx.Response(200)
+        return httpx.Response(200, json={"is_sleeping": asleep})
+
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
+        server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
+        assert await server.wake(["kv_cache"]) is not asleep
+        assert await server.wake() is True
+
+
 @pytest.mark.parametrize("body", [[], {"something": "else"}])
 async def test_an_answer_of_another_shape_is_a_server_error(body: object) -> None:
     transport = ThroughHttpx(httpx.MockTransport(lambda _: httpx.Response(200, json=body)))

@@ -70,11 +70,14 @@ def _watched(experts: Any) -> Callable[[], bool]:
 
 
 def update_problem(model: Any) -> str:
-    """Why an update would leave this model with wrong experts; "" if it would not.
+    """Why an update would fail, or leave this model with wrong experts; "" if it would not.
 
-    On accelerators vLLM keeps experts in a form that its updates restore.
+    On accelerators vLLM keeps experts in a form that its updates restore. Layers that take adapters
+    wrap those that the checkpoint names, which vLLM 0.26 does not look into.
     """
     for name, layer in model.named_modules():
+        if "base_layer" in layer._modules and not hasattr(type(layer), "load_weights"):
+            return f"{name}: this vLLM loads no weights into layers that take LoRA adapters"
         weight = layer._parameters.get("w13_weight")
         if weight is None or weight.device.type != "cpu":
             continue
