@@ -111,14 +111,14 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
 
 
-_makes: dict[str, ProcessFacts] = {}
-"""By `PushServer.instance`: a trainer pushes to the same processes repeatedly, and the
-configuration alone costs vLLM longer than all other questions together.
+_makes: dict[tuple[str, bool], ProcessFacts] = {}
+"""By `PushServer.instance`, and whether its NCCL settings were asked for: a trainer pushes to the
+same processes repeatedly, and the configuration alone costs vLLM longer than all other questions.
 """
 
 
 async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessFacts:
-    known = _makes.get(pushed.instance)
+    known = _makes.get((pushed.instance, relays))
     if known is not None:
         return known
     ranks = await server.ranks()  # the questions to its workers need these
@@ -144,7 +144,7 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
     if pushed.instance:
         if len(_makes) >= _MOST:
             _makes.clear()
-        _makes[pushed.instance] = made
+        _makes[pushed.instance, relays] = made
     return made
 
 

@@ -49,6 +49,17 @@ async def test_a_restarted_or_unknown_process_is_asked_again(stubs: Stubs) -> No
     assert await asked_twice(stubs, "", "") == 4
 
 
+async def test_a_fleet_that_now_has_one_reader_asks_known_servers_for_their_nccl_settings(
+    stubs: Stubs,
+) -> None:
+    made_of(stubs, "41@1.5")
+    stubs.engines[0].nccl_settings = {"NCCL_SOCKET_IFNAME": "eth1"}
+    async with stubs.client() as client:
+        assert (await ask_servers(stubs.fleet, client=client))[0].nccl_settings is None
+        (fact,) = await ask_servers(replace(stubs.fleet, one_reader=True), client=client)
+    assert fact.nccl_settings == {"NCCL_SOCKET_IFNAME": "eth1"}
+
+
 async def test_whether_it_is_paused_is_asked_each_time(stubs: Stubs) -> None:
     made_of(stubs, "41@1.5")
     async with stubs.client() as client:

@@ -1,4 +1,4 @@
-"""Experts of MoE models on CPU, which vLLM does not pack in updates.
+"""Models that vLLM's updates would leave wrong: above all experts on CPU, which it does not pack.
 
 vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel.
 An update finds the kernel in place and copies what arrived, unpacked, to where the packed copy is
