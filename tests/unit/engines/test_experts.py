@@ -110,17 +110,3 @@ def test_layers_that_take_adapters_must_look_into_what_they_wrap() -> None:
 
     assert update_problem(model_of(Wraps())).startswith("mlp: this vLLM loads no weights into")
     assert update_problem(model_of(Looks())) == ""
-
-
-def test_the_installed_vllm_has_the_method_that_is_completed() -> None:
-    pytest.importorskip("vllm")
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-        UnquantizedFusedMoEMethod,
-    )
-
-    from skyctl.engines.vllm.inside.experts import pack_after_updates
-
-    pack_after_updates()
-    assert UnquantizedFusedMoEMethod.process_weights_after_loading.packs_after_updates
-    assert callable(CPUUnquantizedExperts.process_weights_after_loading)

@@ -1,4 +1,6 @@
-"""What runs inside vLLM's workers, without what vLLM 0.26 does not have."""
+"""What runs inside vLLM's workers, beside the vLLM that is installed and without what 0.26 does not
+have.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,17 @@ def test_workers_of_an_older_vllm_find_all_they_need() -> None:
         [sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.endswith("fits\n"), done.stderr[-2000:]
+
+
+def test_the_installed_vllm_has_the_method_that_is_completed() -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+
+    from skyctl.engines.vllm.inside.experts import pack_after_updates
+
+    pack_after_updates()
+    assert UnquantizedFusedMoEMethod.process_weights_after_loading.packs_after_updates
+    assert callable(CPUUnquantizedExperts.process_weights_after_loading)
