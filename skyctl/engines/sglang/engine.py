@@ -12,7 +12,7 @@ from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.sglang.tensors import dialect_for
 from skyctl.engines.vllm.command import RESERVED as VLLM_RESERVED
 from skyctl.engines.vllm.command import router_flags
-from skyctl.engines.vllm.engine import VLLM_ROUTER
+from skyctl.engines.vllm.router import VLLM_ROUTER
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
 from skyctl.units import finite_or

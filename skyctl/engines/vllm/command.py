@@ -1,4 +1,4 @@
-"""The command lines of vLLM and its router, and what a fleet file must leave to skyctl. Pure."""
+"""The command line of vLLM, and what a fleet file must leave to skyctl. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from skyctl.engines.base import (
     Device,
     HandOver,
     Reserved,
-    RouterLaunch,
     ServerLaunch,
     Sizes,
     Span,
@@ -38,7 +37,6 @@ _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "skyctl.engines.vllm.inside.serve"
 _SERVER_MODULE_ALONE = "vllm.entrypoints.openai.api_server"  # for an interpreter without skyctl
 _HEADLESS_MODULE = "skyctl.engines.vllm.inside.headless"
-_ROUTER_MODULE = "vllm_router.launch_router"
 _CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
@@ -99,14 +97,6 @@ RESERVED = Reserved(
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
     },
 )
-
-# It answers nobody before all its servers have answered, and by default asks again after 30 s. One
-# that has died since may never answer.
-_PAIRING = {
-    "vllm-pd-disaggregation": True,
-    "worker-startup-timeout-secs": 30,
-    "worker-startup-check-interval": 1,
-}
 
 # The router's argparse takes one value per occurrence of these (action="append").
 _ONE_VALUE_PER_FLAG = frozenset(
@@ -244,29 +234,6 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
         # CUDA IPC handles travel pickled in the body of /update_weights
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return env | guard_environment(launch, env, KEY_VARIABLE)
-
-
-def router_command(launch: RouterLaunch) -> tuple[str, ...]:
-    """The router, but for its workers."""
-    arguments = {
-        "host": launch.host,
-        "port": launch.port,
-        "policy": launch.policy,
-        "prometheus-host": launch.host,
-        "prometheus-port": launch.metrics_port,
-        "health-check-interval-secs": launch.health_interval_s,
-        "request-timeout-secs": launch.request_timeout_s,
-        **(_PAIRING if launch.pairs else {}),
-        **launch.args,
-    }
-    return (launch.python, "-m", _ROUTER_MODULE, *router_flags(arguments))
-
-
-def router_workers(urls: Mapping[str, Sequence[str]]) -> list[str]:
-    """Its workers on that command line, by role."""
-    if "" in urls:
-        return ["--worker-urls", *urls[""]]
-    return router_flags({role: list(of) for role, of in urls.items()})
 
 
 def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:

@@ -1,17 +1,54 @@
-"""The routes of vllm-router 0.1.17. Control calls to servers never go through it."""
+"""vllm-router 0.1.17 as a `Routing`: its command line, its routes and its metrics. Control calls to
+servers never go through it. Every command loads this module with the fleet file; few call a router.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from skyctl.engines.base import RouterMetrics
-from skyctl.engines.vllm.metrics import parse_router_metrics
+from skyctl.engines.base import RouterLaunch, RouterMetrics, Routing
+from skyctl.engines.vllm.command import router_flags
 from skyctl.errors import DeadlineExceeded, ServerError
-from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
+if TYPE_CHECKING:
+    from skyctl.http.client import ControlClient
+
+_MODULE = "vllm_router.launch_router"
 _POLL_S = 0.05
+
+# It answers nobody before all its servers have answered, and by default asks again after 30 s. One
+# that has died since may never answer.
+_PAIRING = {
+    "vllm-pd-disaggregation": True,
+    "worker-startup-timeout-secs": 30,
+    "worker-startup-check-interval": 1,
+}
+
+
+def router_command(launch: RouterLaunch) -> tuple[str, ...]:
+    """The router, but for its workers."""
+    arguments = {
+        "host": launch.host,
+        "port": launch.port,
+        "policy": launch.policy,
+        "prometheus-host": launch.host,
+        "prometheus-port": launch.metrics_port,
+        "health-check-interval-secs": launch.health_interval_s,
+        "request-timeout-secs": launch.request_timeout_s,
+        **(_PAIRING if launch.pairs else {}),
+        **launch.args,
+    }
+    return (launch.python, "-m", _MODULE, *router_flags(arguments))
+
+
+def router_workers(urls: Mapping[str, Sequence[str]]) -> list[str]:
+    """Its workers on that command line, by role."""
+    if "" in urls:
+        return ["--worker-urls", *urls[""]]
+    return router_flags({role: list(of) for role, of in urls.items()})
 
 
 class RouterClient:
@@ -46,6 +83,8 @@ class RouterClient:
         await self._change("/remove_worker", url, listed=False)
 
     async def _change(self, path: str, url: str, *, listed: bool) -> None:
+        import asyncio
+
         url = url.rstrip("/")
         ends = time.monotonic() + self._timeout_s
         if (url in await self._workers(self._timeout_s)) is listed:
@@ -69,6 +108,8 @@ class RouterClient:
 
 async def router_metrics(client: ControlClient, url: str, timeout_s: float) -> RouterMetrics:
     """Ask the router's metrics port, at `url`. Raises as every call does."""
+    from skyctl.engines.vllm.metrics import parse_router_metrics
+
     page = await client.text(ServerTarget("router", url), "/metrics", timeout_s=timeout_s)
     return parse_router_metrics(page)
 
@@ -76,3 +117,12 @@ async def router_metrics(client: ControlClient, url: str, timeout_s: float) -> R
 def _left(ends: float) -> float:
     """Seconds until `ends` on the monotonic clock, never zero."""
     return max(ends - time.monotonic(), 0.001)
+
+
+VLLM_ROUTER = Routing(
+    command=router_command,
+    workers=router_workers,
+    client=RouterClient,
+    metrics=router_metrics,
+    removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
+)

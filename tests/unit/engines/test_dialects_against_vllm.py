@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
-from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
-from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.engines.vllm.engine import VLLMDialect as Dialect
+from skyctl.engines.vllm.engine import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles
 
 TENSORS = TensorHeaders(["a"], ["float32"], [(4,)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.engines.vllm.engine import dialect_for
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.request import PushServer

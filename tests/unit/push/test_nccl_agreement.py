@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.engines.vllm.engine import dialect_for
 from skyctl.errors import PreflightError
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
