@@ -17,7 +17,7 @@ import threading
 import pytest
 
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.sglang.tensors import dialect_for
+from skyctl.engines.sglang.engine import dialect_for
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session

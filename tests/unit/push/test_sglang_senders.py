@@ -18,7 +18,7 @@ import torch
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.base import Placement, TensorHeaders
-from skyctl.engines.sglang.tensors import bucket, dialect_for
+from skyctl.engines.sglang.engine import bucket, dialect_for
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
