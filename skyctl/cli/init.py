@@ -1,14 +1,27 @@
-"""`skyctl init`: write a first fleet file."""
+"""`skyctl init`: write a first fleet file, and tiny checkpoints to try it with."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from skyctl.checkpoints.tiny import TINY_SEEDS, make_tiny_checkpoint
 from skyctl.cli import complete
 from skyctl.cli.options import JsonOption
+from skyctl.errors import ConflictError, SkyctlError, UsageError
+
+FLEET_FILE = "fleet.yaml"
+TINY_MODEL = "./checkpoints/a"
+# starts like a word or a path, so that YAML reads it as neither number nor date
+_PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)(?:[A-Za-z0-9./_:-]*[A-Za-z0-9./_-])?")
+_YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
 
 
 def init(
@@ -57,8 +70,6 @@ def init(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.core.scaffold import ScaffoldRequest, scaffold
-    from skyctl.errors import UsageError
 
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
     if servers is not None and not urls:  # a variable that is not set: no fleet to start
@@ -84,3 +95,192 @@ def _next_commands(directory: Path, *, tiny: bool, attached: bool) -> list[str]:
     if tiny:
         commands.append("skyctl sync-weights checkpoints/b")
     return commands
+
+
+@dataclass(frozen=True)
+class ScaffoldRequest:
+    """What `skyctl init` was asked for. `servers` makes the file of an attached fleet."""
+
+    directory: Path
+    name: str | None = None
+    model: str | None = None
+    replicas: int = 2
+    servers: tuple[str, ...] = ()
+    tiny: bool = False
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class ScaffoldResult:
+    """What was written. `kept` are checkpoints that already existed."""
+
+    name: str
+    file: Path
+    made: tuple[Path, ...] = ()
+    kept: tuple[Path, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "file": str(self.file),
+            "made": [str(path) for path in self.made],
+            "kept": [str(path) for path in self.kept],
+        }
+
+
+def scaffold(
+    request: ScaffoldRequest, *, note: Callable[[str], None] = lambda line: None
+) -> ScaffoldResult:
+    """Write the fleet file, after the checkpoints it names. `note` receives what takes a while.
+
+    Raises:
+        UsageError: options that exclude each other, or an invalid name or URL.
+        ConflictError: there is already a fleet file, and `force` is not set.
+        SkyctlError: the directory cannot be written, or torch is missing for `tiny`.
+    """
+    from skyctl.fleetfile.load import parse_fleet
+
+    if request.servers and (request.tiny or request.model):
+        raise UsageError(
+            "--servers is for servers that already run: it excludes --tiny and --model"
+        )
+    if request.tiny and request.model:
+        raise UsageError("--tiny makes its own checkpoints: it excludes --model")
+    file = request.directory / FLEET_FILE
+    if file.exists() and not request.force:
+        raise ConflictError(f"{file} exists already", hint="overwrite it with --force")
+    name = request.name or name_for(request.directory)
+    text = fleet_file_text(request, name)
+    parse_fleet(text, file)  # a requested name or URL may be invalid
+    made: list[Path] = []
+    kept: list[Path] = []
+    try:
+        request.directory.mkdir(parents=True, exist_ok=True)
+        for checkpoint, seed in TINY_SEEDS.items() if request.tiny else ():
+            directory = request.directory / "checkpoints" / checkpoint
+            (made if _make_whole(directory, seed, note) else kept).append(directory)
+        _write(file.resolve(), text)
+    except OSError as error:
+        raise SkyctlError(f"cannot write {file}: {error.strerror or error}") from error
+    return ScaffoldResult(name, file, tuple(made), tuple(kept))
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file as a whole: a full disk leaves the old one."""
+    beside = file.with_name(f".{file.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _make_whole(directory: Path, seed: int, note: Callable[[str], None]) -> bool:
+    """Make a tiny checkpoint completely or not at all; False if it already exists."""
+    if (directory / "config.json").exists():
+        return False
+    note(f"making {directory} …")
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_tiny_checkpoint(partial, seed=seed)
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def name_for(directory: Path) -> str:
+    """A valid fleet name from a directory's name: `My Fleet` → `my-fleet`."""
+    words = re.findall(r"[a-z0-9]+", directory.absolute().name.lower())
+    return "-".join(words)[:40].strip("-") or "fleet"
+
+
+def fleet_file_text(request: ScaffoldRequest, name: str) -> str:
+    """The text of the fleet file, with comments that say what can be changed."""
+    header = (
+        "# A fleet of vLLM servers, run by skyctl.\n"
+        "# check it: skyctl validate    see what it starts: skyctl plan    start it: skyctl up\n"
+        "# every key, with its default: skyctl schema\n\n"
+    )
+    if request.servers:
+        return header + _attached(name, request.servers)
+    if request.tiny:
+        return header + _tiny(name, request.replicas)
+    return header + _started(name, request.model or "Qwen/Qwen3-0.6B", request.replicas)
+
+
+def _attached(name: str, servers: Sequence[str]) -> str:
+    lines = "\n".join(f"  - {_scalar(url)}" for url in servers)
+    return f"""\
+name: {_scalar(name)}
+
+# Servers that skyctl did not start: every verb but up, down, restart and scale works on them.
+# Control calls need VLLM_SERVER_DEV_MODE=1 in the servers' environment.
+servers:
+{lines}
+
+# router: http://127.0.0.1:30000       # a running router in front of them, for `skyctl generate`
+# api_key_env: MY_API_KEY              # the environment variable that holds the servers' key
+# control_token_env: MY_CONTROL_TOKEN  # and their control token, where another skyctl runs them
+"""
+
+
+def _started(name: str, model: str, replicas: int) -> str:
+    return f"""\
+name: {_scalar(name)}
+model: {_scalar(model)}
+                    # a checkpoint directory (relative to this file) or a hub model id
+replicas: {replicas}
+device: auto        # cuda where there is a GPU, else cpu
+
+# gpus: [0, 1]              # GPUs the fleet may use; all by default
+# tensor_parallel_size: 1   # GPUs per replica
+# ports: [8000, 8001]       # one per replica; free ones by default
+
+# Any vLLM argument: dashes or underscores; true is a bare flag, false is --no-flag.
+args:
+  max-model-len: 4096
+  # enable-scale-out: true    # for trainers that roll out by token ids, such as SkyRL
+
+# Environment of every server. ${{VAR:-default}} is expanded anywhere in this file.
+env: {{}}
+
+router:
+  policy: cache_aware       # round_robin, power_of_two, consistent_hash, sticky_least_loaded, …
+  # port: 30000
+
+weight_transfer:
+  transport: auto           # how `skyctl sync-weights` moves tensors
+  chunk_size: 256MiB
+
+auth: all                   # every route asks for a token; `skyctl urls` says where clients find it
+# api_key_env: MY_API_KEY   # the environment variable that holds the servers' key
+"""
+
+
+def _tiny(name: str, replicas: int) -> str:
+    return f"""\
+name: {_scalar(name)}
+model: {TINY_MODEL}      # made by `skyctl init --tiny`; ./checkpoints/b has other weights
+replicas: {replicas}
+device: cpu
+
+args:
+  max-model-len: 2048
+  enforce-eager: true       # no compilation: ready in under a minute
+  max-num-seqs: 16
+
+router:
+  policy: round_robin       # so that every replica is seen to answer
+
+weight_transfer:
+  transport: auto           # shm on CPU; gloo and disk work too
+  chunk_size: 1MiB          # about two chunks for this model, so that a push shows its steps
+"""
+
+
+def _scalar(text: str) -> str:
+    """`text` as a YAML scalar that the loader reads back unchanged."""
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS
+    return text if plain else json.dumps(text.replace("${", "$${"))

@@ -1,15 +1,27 @@
-"""`skyctl wait`: block until the fleet reaches a state."""
+"""`skyctl wait`: block until a fleet is in a state from which a script can go on."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption
+from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+
+if TYPE_CHECKING:
+    from skyctl.core.status import FleetStatus, ReplicaStatus
+    from skyctl.service import FleetService
+
+POLL_S = 0.25
+CONDITIONS = ("ready", "paused", "awake", "version=X")
+# States a server does not leave by itself: a push or a recovery that goes on may take it out.
+_STUCK = ("failed", "dead", "quarantined")
 
 
 def wait(
@@ -43,7 +55,6 @@ def wait(
     """
     from skyctl import output
     from skyctl.cli.asking import ask_fleet
-    from skyctl.service.waiting import Condition, wait_for
 
     wanted, said = Condition.parse(condition), ""
 
@@ -64,3 +75,124 @@ def wait(
     seconds = time.perf_counter() - began
     data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
     output.emit(data, f"fleet {status.name} is {wanted} (waited {seconds:.1f} s)")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition to wait for: `kind` is ready, paused, awake or version (`version` says which)."""
+
+    kind: str
+    version: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """`ready`, `paused`, `awake` or `version=step-200`.
+
+        Raises:
+            UsageError: anything else.
+        """
+        kind, _, version = text.partition("=")
+        if (kind in ("ready", "paused", "awake") and "=" not in text) or (
+            kind == "version" and version
+        ):
+            return cls(kind, version)
+        raise UsageError(
+            f"--for {text!r}: nothing to wait for",
+            hint=f"wait for one of: {', '.join(CONDITIONS)}",
+        )
+
+    def __str__(self) -> str:
+        return f"at version {self.version}" if self.kind == "version" else self.kind
+
+    def met_by(self, replica: ReplicaStatus) -> bool:
+        """Whether one server meets it. `base` is the version of weights that nobody pushed."""
+        from skyctl.core.status import INTENDED_STATES
+        from skyctl.push.versions import means
+
+        if self.kind == "ready":
+            return replica.state == "ready" and replica.routed is not False
+        if self.kind == "paused":
+            return replica.state == "paused"
+        if self.kind == "awake":
+            return replica.state in INTENDED_STATES and replica.state != "asleep"
+        return means(self.version, replica.weight_version or "base")
+
+    def pending(self, status: FleetStatus, names: Sequence[str] = ()) -> list[str]:
+        """`tiny-1 is starting` for each server that does not meet it yet; [] once all do."""
+        chosen = [r for r in status.replicas if not names or r.name in names]
+        if not chosen:
+            return [f"fleet {status.name} is {status.health}"]
+        waiting = [
+            f"{r.name} has {r.weight_version or 'base'}"
+            if self.kind == "version"
+            else f"{r.name} is {r.state}" + (", not routed" if r.state == "ready" else "")
+            for r in chosen
+            if not self.met_by(r)
+        ]
+        if self.kind == "ready" and not names:
+            for name, front in status.fronts.items():
+                if front.state != "ready":
+                    waiting.append(f"{name} is {front.state}")
+        return waiting
+
+
+async def wait_for(
+    fleet: FleetService,
+    condition: Condition,
+    *,
+    timeout_s: float,
+    names: Sequence[str] = (),
+    on_pending: Callable[[Sequence[str]], None] = lambda pending: None,
+) -> FleetStatus:
+    """Poll until all servers (or `names`) meet the condition; `on_pending` receives those that do
+    not.
+
+    A fleet that is down is waited for, too: somebody may be starting it.
+
+    Raises:
+        DeadlineExceeded: they do not, after `timeout_s` seconds.
+        SkyctlError: a server is given up or quarantined, and nobody is repairing it.
+        NotFoundError: a running fleet has no server of one of these names.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status = await fleet.status()
+        _refuse_unknown(status, names)
+        pending = condition.pending(status, names)
+        if not pending:
+            return status
+        on_pending(pending)
+        _refuse_stuck(status, condition, names)
+        if time.monotonic() >= deadline:
+            raise DeadlineExceeded(
+                f"fleet {status.name} is not {condition} after {timeout_s:g} s: "
+                + "; ".join(pending),
+                hint="look: skyctl status",
+                details={"pending": pending, "status": status.to_json()},
+            )
+        await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+
+
+def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
+    known = [replica.name for replica in status.replicas]
+    for name in names:
+        if known and name not in known:
+            raise NotFoundError(
+                f"fleet {status.name} has no server {name!r}",
+                hint=f"its servers are: {', '.join(known)}",
+            )
+
+
+def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:
+    operation = status.operation
+    if status.job or (operation and operation.kind == "recover" and operation.ended_at is None):
+        return
+    for replica in status.replicas:
+        stuck = replica.state in _STUCK and not condition.met_by(replica)
+        if stuck and (not names or replica.name in names):
+            detail = f": {replica.reason}" if replica.reason else ""
+            raise SkyctlError(
+                f"{replica.name} is {replica.state} and will not be {condition}{detail}",
+                hint=f"skyctl logs {replica.name}; then: skyctl restart {replica.name}",
+                details={"status": status.to_json()},
+            )

@@ -23,7 +23,7 @@ ENGINES_WORDS = re.compile(
     re.VERBOSE,
 )
 ADVICE = {
-    "core/scaffold.py": "the fleet files that `init` writes",
+    "cli/init.py": "the fleet files that `init` writes",
     "doctor/fleet_file.py": "what to change in them",
     "launch/local/segments.py": "what a killed server leaves in /dev/shm",
     "push/server_facts.py": "variables of NCCL's that vLLM reads too",

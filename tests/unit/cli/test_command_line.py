@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
+from skyctl.cli.app import command_name, explain, flowing, given, options_first
 
 GROUPS = {"jobs": {"show", "wait"}, "weights": {"verify"}}
 

@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from skyctl.cli.top_live import Keyboard, parse_keys
+from skyctl.cli.top import Keyboard, parse_keys
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from skyctl.cli import wait as waiting
+from skyctl.cli.wait import Condition, wait_for
 from skyctl.core.status import FleetStatus, FrontStatus, Operation, ReplicaStatus, RouterStatus
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
-from skyctl.service import waiting
-from skyctl.service.waiting import Condition, wait_for
 
 
 def replica(name: str, **fields: Any) -> ReplicaStatus:

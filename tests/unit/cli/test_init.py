@@ -12,8 +12,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from skyctl.core import scaffold as scaffold_module
-from skyctl.core.scaffold import ScaffoldRequest, fleet_file_text, name_for, scaffold
+from skyctl.cli import init as scaffold_module
+from skyctl.cli.init import ScaffoldRequest, fleet_file_text, name_for, scaffold
 from skyctl.errors import ConflictError, FleetFileError, SkyctlError, UsageError
 from skyctl.fleetfile.load import load_fleet, parse_fleet
 from skyctl.fleetfile.schema import (
