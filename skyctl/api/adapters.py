@@ -7,7 +7,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter, write_adapter
+from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
+from skyctl.adapters.peft import write_adapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor
 from skyctl.checkpoints.staging import staged
 from skyctl.store.adapters import AdapterVersion

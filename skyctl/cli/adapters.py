@@ -11,7 +11,7 @@ from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
 
 if TYPE_CHECKING:
-    from skyctl.adapters import AdapterChange
+    from skyctl.adapters.change import AdapterChange
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
@@ -119,7 +119,7 @@ def unload(
     \b
     skyctl adapters unload math
     """
-    from skyctl.adapters import UnloadAdapter
+    from skyctl.adapters.change import UnloadAdapter
 
     asked = UnloadAdapter(name=name, timeout_s=timeout)
     _report(ask_fleet(*chosen(context, file, fleet), lambda running: running.unload_adapter(asked)))
@@ -134,7 +134,7 @@ def _change(
     any_base: bool,
     timeout_s: float | None,
 ) -> None:
-    from skyctl.adapters import LoadAdapter
+    from skyctl.adapters.change import LoadAdapter
     from skyctl.core.registry import FleetRef, find
     from skyctl.store.paths import expanded
 

@@ -26,7 +26,7 @@ from skyctl.push.trainer import Rendezvous, SendTarget
 from skyctl.store.identity import ProcessIdentity
 
 if TYPE_CHECKING:
-    from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
+    from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
@@ -411,7 +411,7 @@ class FleetService:
         return await self._ask("adapters", None, tuple[AdapterVersion, ...])
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
+        """Serve a LoRA adapter on every server (see `skyctl.adapters.change.load`)."""
         return await self._change_adapter("load_adapter", asked)
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
@@ -419,7 +419,7 @@ class FleetService:
         return await self._change_adapter("unload_adapter", asked)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters import AdapterChange
+        from skyctl.adapters.change import AdapterChange
 
         patience_s = 4 * (asked.timeout_s or _ASK_S) + _VERB_GRACE_S
         return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)

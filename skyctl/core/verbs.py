@@ -201,7 +201,7 @@ async def _quarantined_behind(
     """Give servers that woke the adapters they slept through. Those that do not take them are
     quarantined; returns why, by name.
     """
-    from skyctl.adapters import catch_up  # too heavy to import for a pause
+    from skyctl.adapters.change import catch_up  # too heavy to import for a pause
 
     awake = {o.server for o in outcomes if o.ok and o.value is not False}
     behind = [t for t in targets if t.name in awake and not is_current(state, t.name)]

@@ -40,7 +40,7 @@ from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
-    from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+    from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.request import PushRequest
@@ -223,7 +223,7 @@ class AttachedFleet(RecordedFleet):
         return await verify_servers(await self._located(), self._client, self.state)
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        from skyctl.adapters import load, retire
+        from skyctl.adapters.change import load, retire
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
             fleet = await self._adapter_fleet()
@@ -232,7 +232,7 @@ class AttachedFleet(RecordedFleet):
         return change
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters import retire, unload
+        from skyctl.adapters.change import retire, unload
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
             fleet = await self._adapter_fleet()
@@ -241,7 +241,7 @@ class AttachedFleet(RecordedFleet):
         return change
 
     async def _adapter_fleet(self) -> AdapterFleet:
-        from skyctl.adapters import AdapterFleet
+        from skyctl.adapters.change import AdapterFleet
 
         def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
             rows = {row.name: row for row in self.state.servers()}

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from skyctl import engines
-from skyctl.adapters import catch_up
+from skyctl.adapters.change import catch_up
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl import adapters
-from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters import change
+from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import Act
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError, UsageError
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 async def load(running: RunningFleet, asked: LoadAdapter) -> AdapterChange:
-    """Serve an adapter on every server; see `adapters.load`."""
+    """Serve an adapter on every server; see `change.load`."""
     fleet = _fleet(running, running.require_plan())
     with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await adapters.load(fleet, asked)
+        return await change.load(fleet, asked)
 
 
 async def unload(running: RunningFleet, asked: UnloadAdapter) -> AdapterChange:
-    """Stop serving an adapter; see `adapters.unload`."""
+    """Stop serving an adapter; see `change.unload`."""
     fleet = _fleet(running, running.require_plan())
     with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await adapters.unload(fleet, asked)
+        return await change.unload(fleet, asked)
 
 
 async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
@@ -50,13 +50,13 @@ async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
     for one in store.served(running.state).values():
         if not await asyncio.to_thread(Path(one.path).exists):
             try:
-                await adapters.restore(fleet, one)
+                await change.restore(fleet, one)
             except SkyctlError as error:
                 running.state.add_event("adapters", f"{one.served_as} is lost: {error.message}")
     for name, path in plan.config.lora.adapters.items():
         if name not in store.served(running.state):
             directory = resolve_relative(path, plan.base_dir)
-            await adapters.enter(fleet, LoadAdapter(name=name, directory=directory))
+            await change.enter(fleet, LoadAdapter(name=name, directory=directory))
     behind = [r for r in _able(running) if not store.is_current(running.state, r.name)]
     for replica in behind:
         await admit(running, replica)
@@ -69,8 +69,8 @@ async def admit(running: RunningFleet, replica: Replica) -> None:
         return
     fleet = _fleet(running, plan)
     try:
-        async with adapters.changing(fleet):
-            outcomes = await adapters.catch_up(
+        async with change.changing(fleet):
+            outcomes = await change.catch_up(
                 running.state, running.client, [replica.target], fleet.timeout_s
             )
         why = "" if outcomes[0].ok else outcomes[0].detail
@@ -90,7 +90,7 @@ def is_current(running: RunningFleet, replica: Replica) -> bool:
 async def retire(running: RunningFleet) -> None:
     """Remove the files of versions that nobody uses any more."""
     if running.plan is not None and running.plan.config.lora is not None:
-        await adapters.retire(_fleet(running, running.plan))
+        await change.retire(_fleet(running, running.plan))
 
 
 def _able(running: RunningFleet) -> list[Replica]:

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyctl import adapters
+from skyctl.adapters import change
 from skyctl.core import service
 from skyctl.core.arbiter import caller, hung_up
 from skyctl.core.service import FleetService
@@ -42,7 +42,7 @@ from skyctl.supervisor.wire import (
 
 _CALLER_LENGTH = 200
 _TOKEN_HINT = "give a copy of the fleet's supervisor.token: skyctl --token-file FILE"
-_NAMES = vars(adapters) | vars(service) | vars(interface)
+_NAMES = vars(change) | vars(service) | vars(interface)
 _OF_CLIENTS = ("control", "job", "wait_job")  # composed of other verbs
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
+from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen

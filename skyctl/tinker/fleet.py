@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyctl.adapters import LoadAdapter, UnloadAdapter
+from skyctl.adapters.change import LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from skyctl import adapters
-from skyctl.adapters import AdapterFleet, LoadAdapter, UnloadAdapter, change
+from skyctl.adapters import change
+from skyctl.adapters import change as adapters
+from skyctl.adapters.change import AdapterFleet, LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     NotFoundError,
