@@ -73,7 +73,7 @@ def doctor(
 
 def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool) -> list[Finding]:
     from skyctl import output
-    from skyctl.doctor.examine import examine, examine_machine
+    from skyctl.doctor import examine, examine_machine
     from skyctl.doctor.finding import Finding, Severity
 
     if ref is not None:

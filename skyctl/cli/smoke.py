@@ -79,7 +79,7 @@ def smoke(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
-    from skyctl.smoke.run import smoke as run_smoke
+    from skyctl.smoke import smoke as run_smoke
     from skyctl.smoke.steps import SmokeOptions
 
     options = SmokeOptions(_absolute(checkpoint), reuse, timeout, keep_logs)

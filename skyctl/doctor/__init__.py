@@ -1,5 +1,191 @@
 """Checks of the machine, the fleet file and the running fleet, each with its fix.
 
-`examine.py` gathers facts (those of the machine by `machine.py`) and runs the checks; the checks in
-`machine.py`, `fleet_file.py` and `running.py` are pure.
+Here facts are gathered (those of the machine in `machine.py`) and every check is run, which takes
+seconds and changes nothing. The checks in `machine.py`, `fleet_file.py` and `running.py` are pure.
 """
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyctl import engines
+from skyctl.core.urls import access, api_key, control_token
+from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
+from skyctl.doctor.machine import MachineFacts, Needs, check_machine, gather
+from skyctl.doctor.running import RunningFacts, check_running
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import fan_out
+from skyctl.http.target import ServerTarget
+from skyctl.store.paths import state_root
+
+if TYPE_CHECKING:
+    from skyctl.core.plan import FleetPlan
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
+
+ASK_TIMEOUT_S = 5.0
+
+
+def examine_machine() -> list[Finding]:
+    """The machine alone, if there is no fleet."""
+    return check_machine(gather(None, state_root()), Needs())
+
+
+async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
+    """Machine, fleet file and running fleet. `verify` has every server digest its weights now."""
+    if ref.config.attached:
+        return await _examine_running(ref, None, verify)
+    from skyctl.service.supervised import SupervisedFleet
+
+    async with SupervisedFleet(ref) as fleet:
+        ports = await fleet.held_ports()
+    plan, refusal = await asyncio.to_thread(_planned, ref, ports)
+    python = plan.python if plan is not None else ref.config.python
+    facts = await asyncio.to_thread(gather, python, state_root())
+    found = check_machine(facts, _needs(ref, plan))
+    if plan is None:
+        assert refusal is not None  # one of the two
+        message, fix = refusal.message, refusal.hint
+        found.append(Finding("fleet-file", "plan", Severity.ERROR, message, fix))
+    else:
+        found += await asyncio.to_thread(_examine_file, ref, plan, facts, ports)
+    return found + await _examine_running(ref, plan, verify)
+
+
+def _planned(
+    ref: FleetRef, ports: Mapping[str, int]
+) -> tuple[FleetPlan | None, SkyctlError | None]:
+    from skyctl.core.planning import planned
+
+    try:
+        return planned(ref.config, ref.base_dir, ports), None
+    except SkyctlError as error:
+        return None, error
+
+
+def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:
+    if plan is None:
+        return Needs(cuda=ref.config.device == "cuda")
+    return Needs(
+        cuda=plan.device == "cuda",
+        router=plan.router is not None,
+        largest_world_size=max(server.world_size for server in plan.servers),
+    )
+
+
+def _examine_file(
+    ref: FleetRef, plan: FleetPlan, facts: MachineFacts, ports: Mapping[str, int]
+) -> list[Finding]:
+    from skyctl.core.check import check_plan
+    from skyctl.core.registry import supervisor_running
+
+    running = bool(ports) or supervisor_running(ref.paths)
+    problems = check_plan(plan, own_ports=ports.values(), file=ref.file)
+    return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
+
+
+def _model(path: str) -> ModelFacts | None:
+    """The model's sizes; None for one that is not on this disk (its own check reports that)."""
+    from skyctl.checkpoints.checkpoint import read_checkpoint
+
+    if not Path(path).is_dir():
+        return None
+    try:
+        checkpoint = read_checkpoint(path)
+    except SkyctlError:
+        return None  # not safetensors: the engine may load it all the same
+    largest = max(checkpoint.tensors, key=lambda tensor: tensor.nbytes)
+    return ModelFacts(checkpoint.total_bytes, largest.name, largest.nbytes)
+
+
+async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
+    from skyctl.service.connect import connect
+    from skyctl.service.drift import find_drift
+
+    async with connect(ref) as fleet:
+        status = await fleet.status()
+        if status.health == "down" and not status.replicas:
+            return check_running(RunningFacts(status))
+        weights, keys = await fleet.weights(), access(ref.config, ref.paths)
+        up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
+        engine = ref.config.engine
+        token, key = control_token(keys), api_key(keys)
+        targets = [ServerTarget(r.name, r.url, token, engine, key) for r in up]
+        async with ControlClient() as client:
+            (vllm, versions), workers, asks_token = await asyncio.gather(
+                _ask_servers(client, targets),
+                _workers(client, engine, status),
+                _ask_token(client, targets),
+            )
+        verification: Mapping[str, Any] | None = None
+        if verify:
+            verification = (await fleet.verify_weights()).to_json()
+        drift = []
+        if plan is not None or ref.config.attached:
+            drift = await find_drift(ref, fleet, status)
+        return check_running(
+            RunningFacts(
+                status,
+                drift,
+                weights.servers,
+                weights.pushes,
+                vllm,
+                versions,
+                workers,
+                verification,
+                asks_token,
+                engine,
+            )
+        )
+
+
+async def _ask_servers(
+    client: ControlClient, targets: list[ServerTarget]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The engine's version and the weight version of each server that answers."""
+
+    async def ask(target: ServerTarget) -> tuple[str, str | None]:
+        server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
+        return await server.version(), await server.weight_version()
+
+    answers = {
+        outcome.server: outcome.value
+        for outcome in await fan_out(targets, ask, timeout_s=ASK_TIMEOUT_S)
+        if outcome.value is not None
+    }
+    return (
+        {name: vllm for name, (vllm, _) in answers.items()},
+        {name: version for name, (_, version) in answers.items() if version is not None},
+    )
+
+
+async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict[str, bool]:
+    """Whether a control route refuses requests without a token, for each server that answers."""
+
+    async def refuses(target: ServerTarget) -> bool | None:
+        keyless = replace(target, api_key=None, inference_key=None)
+        stranger = engines.server(client, keyless, timeout_s=ASK_TIMEOUT_S)
+        try:
+            await stranger.is_paused()
+        except ServerError as error:
+            return True if error.status in (401, 403) else None
+        return False
+
+    outcomes = await fan_out(targets, refuses, timeout_s=ASK_TIMEOUT_S)
+    return {o.server: o.value for o in outcomes if o.value is not None}
+
+
+async def _workers(client: ControlClient, engine: str, status: FleetStatus) -> list[str] | None:
+    if status.router is None or status.router.state != "ready":
+        return None
+    try:
+        url = status.router.url
+        return await engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S).workers()
+    except SkyctlError:
+        return None  # the router's state has its own check

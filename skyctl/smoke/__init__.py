@@ -1,1 +1,150 @@
-"""The CI test of a whole fleet: one pass through everything a fleet is for."""
+"""The CI test of a whole fleet: one pass through everything a fleet is for.
+
+Its steps (`steps.py`) run within their deadline; logs are kept, and the fleet is always taken down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.engines.logs import tail
+from skyctl.errors import ConflictError, SkyctlError, UsageError
+from skyctl.smoke.report import SmokeReport, StepResult, StepStatus
+from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, down, steps_for
+
+DOWN_TIMEOUT_S = 180.0
+_LOG_LINES = 40
+
+
+async def smoke(
+    ref: FleetRef,
+    options: SmokeOptions,
+    *,
+    on_begin: Callable[[str], None] = lambda name: None,
+    on_end: Callable[[StepResult], None] = lambda result: None,
+    steps: Sequence[Step] | None = None,
+    last: Step = Step("down", down),
+) -> SmokeReport:
+    """Run every step; after a failed one the rest are skipped, and the fleet is taken down.
+
+    `steps` are those the options ask for; `last` always runs, except on a reused fleet.
+
+    Raises:
+        ConflictError: the fleet is already running (unless it is to be reused).
+        UsageError: the fleet is attached, and so cannot be started.
+    """
+    _refuse(ref, options)
+    run = FleetUnderTest(ref, options)
+    began_at, began = time.time(), time.monotonic()
+    results: list[StepResult] = []
+    logs: dict[str, list[str]] = {}
+    kept: Path | None = None
+
+    async def take(step: Step, timeout_s: float) -> StepResult:
+        on_begin(step.name)
+        result = await _one(step, run, timeout_s)
+        results.append(result)
+        on_end(result)
+        return result
+
+    try:
+        failed = False
+        for step in steps_for(options) if steps is None else steps:
+            if failed:
+                results.append(StepResult(step.name, StepStatus.SKIPPED, 0.0, "not tried"))
+                continue
+            left = options.timeout_s - (time.monotonic() - began)
+            failed = not (await take(step, left)).ok
+            if failed:
+                logs = _log_ends(ref)
+                kept = await _keep(ref, options)
+    finally:
+        if not options.reuse:
+            # also after Ctrl-C: nothing of ours keeps running
+            result = await take(last, DOWN_TIMEOUT_S)
+            if not result.ok and not logs:
+                logs = _log_ends(ref)
+                kept = await _keep(ref, options)
+    return SmokeReport(
+        fleet=ref.name,
+        steps=tuple(results),
+        began_at=began_at,
+        seconds=time.monotonic() - began,
+        logs=logs,
+        kept=str(kept) if kept else None,
+    )
+
+
+def _refuse(ref: FleetRef, options: SmokeOptions) -> None:
+    if options.reuse:
+        return
+    if ref.config.attached:
+        raise UsageError(
+            f"fleet {ref.name} is attached: skyctl cannot start its servers",
+            hint="test it as it is: skyctl smoke --reuse",
+        )
+    if supervisor_running(ref.paths):
+        raise ConflictError(
+            f"fleet {ref.name} is running, and smoke would start it and take it down",
+            hint="test it as it is and leave it up: skyctl smoke --reuse; or first: skyctl down",
+        )
+
+
+async def _one(step: Step, run: FleetUnderTest, timeout_s: float) -> StepResult:
+    began = time.monotonic()
+
+    def ended(status: StepStatus, detail: str, hint: str = "") -> StepResult:
+        return StepResult(step.name, status, time.monotonic() - began, detail, hint)
+
+    try:
+        async with asyncio.timeout(max(timeout_s, 0.0)):
+            return ended(StepStatus.PASSED, await step.run(run))
+    except Skipped as reason:
+        return ended(StepStatus.SKIPPED, str(reason))
+    except SkyctlError as error:
+        return ended(StepStatus.FAILED, error.message, error.hint)
+    except TimeoutError:
+        detail = f"not done after {timeout_s:.0f} s, which is all the time there was left"
+        return ended(StepStatus.FAILED, detail, "give it more: --timeout SECONDS")
+    except Exception as error:
+        return ended(StepStatus.ERROR, f"{type(error).__name__}: {error}")
+
+
+def _log_ends(ref: FleetRef) -> dict[str, list[str]]:
+    """The end of every process's log."""
+    return {path.stem: tail(path, _LOG_LINES) for path in sorted(ref.paths.logs.glob("*.log"))}
+
+
+async def _keep(ref: FleetRef, options: SmokeOptions) -> Path | None:
+    """Copy every log, the fleet file and the status to where the user wants them."""
+    directory = options.keep_logs
+    if directory is None:
+        return None
+    await asyncio.to_thread(
+        _copy, [*ref.paths.logs.glob("*.log*"), ref.paths.fleet_file], directory
+    )
+    (directory / "status.json").write_text(json.dumps(await _status(ref), indent=2) + "\n")
+    return directory
+
+
+def _copy(files: Sequence[Path], directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        if file.exists():
+            shutil.copyfile(file, directory / file.name)
+
+
+async def _status(ref: FleetRef) -> dict[str, object]:
+    from skyctl.service.connect import connect
+
+    try:
+        async with asyncio.timeout(10.0), connect(ref) as fleet:
+            return (await fleet.status()).to_json()
+    except (SkyctlError, TimeoutError) as error:
+        return {"error": str(error)}

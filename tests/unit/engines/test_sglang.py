@@ -16,7 +16,7 @@ import skyctl.engines.sglang.inside.serve as serve
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.core import actions
 from skyctl.core.service import Pause, Resume, Sleep
-from skyctl.doctor.examine import examine
+from skyctl.doctor import examine
 from skyctl.engines.inside import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
 from skyctl.engines.sglang.engine import SGLANG

@@ -11,7 +11,7 @@ import pytest
 from skyctl.core.registry import FleetRef
 from skyctl.errors import SkyctlError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.smoke.run import smoke
+from skyctl.smoke import smoke
 from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, steps_for
 from skyctl.store.paths import FleetPaths
 
