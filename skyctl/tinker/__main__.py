@@ -29,13 +29,12 @@ from skyctl.store.paths import create_private_file, fleet_paths, private_directo
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker import records
 from skyctl.tinker.api import Api, Offer
-from skyctl.tinker.fleet import connected
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.sampling import Sampling, Servers
 from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Worker, WorkerSettings
 from skyctl.tinker.waiting import Doorbell
-from skyctl.tinker.weights import ServedWeights
+from skyctl.tinker.weights import ServedWeights, connected
 
 _LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
