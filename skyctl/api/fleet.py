@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from skyctl.api.adapters import Adapters
-from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult
+from skyctl.api.session import GeneratingFleet
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors

@@ -1,20 +1,37 @@
-"""The connections of one fleet in one event loop: opened on first use, closed together."""
+"""The connections of one fleet in one event loop: opened on first use, closed together; and the
+data plane over them: prompts in, answers out, through the router.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, overload
 from weakref import WeakKeyDictionary
 
 from skyctl.core.registry import FleetRef, RemoteRef
-from skyctl.generate.requests import GenerationClient
+from skyctl.errors import ServerError, UsageError
+from skyctl.generate.prompts import GenerationRequest, check_session, parse_request
+from skyctl.generate.requests import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    TOKENIZE,
+    GenerationClient,
+    GenerationResult,
+    failure,
+)
 from skyctl.service import FleetService, connect
 from skyctl.service.endpoint import find_endpoint
 
-if TYPE_CHECKING:
-    from skyctl.service import FleetService
+CALL_TIMEOUT_S = 60.0
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with the keys of a prompts file's line (`prompt`, `messages` or
+`prompt_token_ids`, `id`, `session_id`, and any sampling parameter)."""
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class Session:
@@ -95,3 +112,166 @@ class SessionHolder:
     async def _connected(self) -> AsyncIterator[FleetService]:
         async with self._session() as session:
             yield await session.connected()
+
+
+class GeneratingFleet(SessionHolder):
+    """The part of `Fleet` that sends requests."""
+
+    @overload
+    async def generate(self, prompts: str, **options: Any) -> GenerationResult: ...
+
+    @overload
+    async def generate(
+        self, prompts: Sequence[Prompt], **options: Any
+    ) -> list[GenerationResult]: ...
+
+    async def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        *,
+        chat: bool = False,
+        session_id: str | None = None,
+        server: str | None = None,
+        concurrency: int = 32,
+        n: int = 1,
+        timeout_s: float | None = None,
+        on_done: Callable[[GenerationResult], None] | None = None,
+        check: bool = True,
+        **sampling: Any,
+    ) -> GenerationResult | list[GenerationResult]:
+        """Generate from one text, or from a list of prompts; results in their order.
+
+        Requests frozen by a pause or a push simply wait. A request that was cut off (aborted, its
+        server died) continues with the tokens it has. `sampling` are vLLM's parameters (max_tokens,
+        temperature, top_p, stop, seed, …) for prompts that do not set their own; with logprobs=0
+        each result has the log probability of every token it sampled.
+
+        Args:
+            prompts: see `Prompt`. `chat` sends texts as a user's message.
+            session_id: sticky routing policies keep requests of one session on one server.
+            server: straight to this server instead of through the router.
+            n: answers to each prompt that does not set its own number, one after the other in the
+                result. For a single text, pass a list of it.
+            timeout_s: deadline of each request, waits included; None waits forever.
+            on_done: receives each result as it finishes.
+
+        Raises:
+            UsageError: a prompt is invalid, or `n` is used with a single text.
+            PartialFailure: with `check`, some requests were given up; `outcomes` has the results.
+            ServerError, DeadlineExceeded: with `check`, all of them were.
+        """
+        one = isinstance(prompts, str)
+        if one and n != 1:
+            raise UsageError("several answers are a list", hint="generate([prompt], n=…)")
+        requests = _requests(
+            [prompts] if isinstance(prompts, str) else prompts,
+            {"n": n, **sampling},
+            chat=chat,
+            session_id=session_id,
+        )
+        async with self._session() as session:
+            client = await session.generation(server)
+            results = [
+                result
+                async for result in client.generate_many(
+                    requests, concurrency=concurrency, timeout_s=timeout_s, on_done=on_done
+                )
+            ]
+            error = failure(results)
+            if error is not None:
+                session.forget_endpoints()
+                if check:
+                    raise error
+        return results[0] if one else results
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: Any,
+    ) -> dict[str, Any]:
+        """One chat completion: OpenAI's request parameters in, the answer's JSON out.
+
+        It waits while the fleet is frozen, and is sent again from the start if it was cut off.
+        """
+        body = {"messages": list(messages), **parameters}
+        return await self._ask(CHAT, body, session_id, timeout_s)
+
+    async def completion(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        **parameters: Any,
+    ) -> dict[str, Any]:
+        """One completion of a text or of token ids; otherwise as `chat`."""
+        text = prompt if isinstance(prompt, str) else list(prompt)
+        return await self._ask(COMPLETIONS, {"prompt": text, **parameters}, session_id, timeout_s)
+
+    async def tokenize(
+        self, prompt: str | Messages, *, timeout_s: float = CALL_TIMEOUT_S, **parameters: Any
+    ) -> list[int]:
+        """Token ids of a text, or of messages under the model's chat template.
+
+        `parameters` are vLLM's, such as add_special_tokens or add_generation_prompt.
+        """
+        body = {"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)}
+        answer = await self._ask(TOKENIZE, {**body, **parameters}, None, timeout_s)
+        try:
+            return [int(token) for token in answer["tokens"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerError(f"{TOKENIZE} answered without tokens") from error
+
+    async def detokenize(self, tokens: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
+        """The text of token ids."""
+        answer = await self._ask(DETOKENIZE, {"tokens": list(tokens)}, None, timeout_s)
+        if not isinstance(answer.get("prompt"), str):
+            raise ServerError(f"{DETOKENIZE} answered without a text")
+        return str(answer["prompt"])
+
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], session_id: str | None, timeout_s: float | None
+    ) -> dict[str, Any]:
+        if body.get("stream"):
+            raise UsageError("an answer comes in one piece here", hint="take it out: stream")
+        check_session(session_id, path)
+        async with self._session() as session:
+            client = await session.generation()
+            try:
+                return await client.ask(path, body, session_id=session_id, timeout_s=timeout_s)
+            except ServerError:
+                session.forget_endpoints()
+                raise
+
+
+def _requests(
+    prompts: Sequence[Prompt],
+    defaults: Mapping[str, Any],
+    *,
+    chat: bool,
+    session_id: str | None,
+) -> list[GenerationRequest]:
+    """One request per answer. Raises UsageError for an invalid prompt."""
+    requests: list[GenerationRequest] = []
+    for number, prompt in enumerate(prompts):
+        line = {"session_id": session_id, **_line(prompt, number)}
+        requests += parse_request(
+            line, f"prompt {number}", number=number, defaults=defaults, chat=chat
+        )
+    return requests
+
+
+def _line(prompt: Prompt, number: int) -> Mapping[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        return prompt
+    if isinstance(prompt, Sequence):
+        return {"prompt_token_ids": list(prompt)}
+    raise UsageError(
+        f"prompt {number} is of type {type(prompt).__name__}",
+        hint="a prompt is text, a list of token ids, or a mapping; give a list of prompts",
+    )
