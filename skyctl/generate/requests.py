@@ -22,9 +22,8 @@ from typing import Any, Self
 import httpx
 
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
-from skyctl.generate.progress import Cut, Progress, read_pieces
-from skyctl.generate.progress import GenerationResult as GenerationResult
-from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.prompts import Cut, GenerationRequest, Progress, read_pieces
+from skyctl.generate.prompts import GenerationResult as GenerationResult
 from skyctl.http.client import error_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -26,7 +26,7 @@ from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import FleetFileError, SkyctlError
 from skyctl.fleetfile.load import parse_fleet
-from skyctl.generate.progress import Cut, read_pieces
+from skyctl.generate.prompts import Cut, read_pieces
 from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
