@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from skyctl.cli.top_screen import Action
     from skyctl.core.registry import FleetRef
     from skyctl.core.service import Outcomes
-    from skyctl.monitoring.sample import FleetSample
-    from skyctl.monitoring.sampler import Sampler
+    from skyctl.monitoring.sampler import FleetSample, Sampler
     from skyctl.service import FleetService
 
 _NO_LOG = ["nothing yet (skyctl has the logs of servers that it started itself)"]

@@ -16,7 +16,7 @@ from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.cli.top_screen import TopScreen
-    from skyctl.monitoring.sample import (
+    from skyctl.monitoring.sampler import (
         FleetSample,
         JobSample,
         ReplicaSample,
