@@ -76,8 +76,8 @@ def urls(
 
     from skyctl import output
     from skyctl.core.registry import find, select
+    from skyctl.core.urls import FORMATS, notes, refused_rollouts, tinker_place
     from skyctl.errors import UsageError
-    from skyctl.service.formats import FORMATS, notes, refused_rollouts, tinker_place
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -164,7 +164,7 @@ def _lines(found: FleetUrls) -> str:
 def _write(found: FleetUrls, path: Path) -> str:
     """Write the service discovery file and say so; returns its absolute path."""
     from skyctl import output
-    from skyctl.service.formats import write_targets
+    from skyctl.core.urls import write_targets
 
     count = write_targets(found, path)
     output.note(f"{count} targets in {path}")

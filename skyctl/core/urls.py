@@ -1,20 +1,46 @@
-"""Where a fleet is reached: the router for generation, every server for control and metrics; and
-the keys they require.
+"""Where a fleet is reached: the router for generation, every server for control and metrics; the
+keys they require; and all of it in the formats of other programs: trainers, clients of OpenAI's and
+Tinker's APIs, a shell, Prometheus.
+
+Key names come from these projects' own sources; each function cites its source. `notes` says what a
+trainer's weight sync needs beyond URLs.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from skyctl.errors import UsageError
 from skyctl.store.credentials import read_secret
 
 if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
     from skyctl.fleetfile.schema import FleetConfig
     from skyctl.store.paths import FleetPaths
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
+"""Stands for the key that skyctl made, where a format can only name a variable."""
+NO_KEY = "EMPTY"
+"""What vLLM's own examples pass as a key where none is required."""
+SKYRL_ARGS = ("enable-scale-out",)
+"""vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
+_NOTES = {
+    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
+    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
+    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
+    "reward function that asks a judge",
+    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
+    "evaluate here, push with skyctl",
+}
+_TARGETS_MODE = 0o644  # Prometheus runs as another user, and the file holds no secret
 
 
 @dataclass(frozen=True)
@@ -92,3 +118,225 @@ def _secret(variable: str | None, file: str | None) -> str | None:
     if variable:
         return os.environ.get(variable)
     return read_secret(Path(file)) if file else None
+
+
+def as_skyrl(urls: FleetUrls) -> str:
+    """SkyRL: command-line overrides, one per line, for `$(skyctl urls --format skyrl)`.
+
+    Source: NovaSky-AI/SkyRL a956457, skyrl/train/config/config.py (InferenceEngineConfig) and
+    docs/content/docs/examples/remote_server.mdx. Overrides are parsed by OmegaConf.from_cli, as
+    YAML values. External servers exclude `colocate_all`.
+    """
+    engine = "generator.inference_engine"
+    lines = [f"{engine}.run_engines_locally=false"]
+    if urls.router:
+        lines.append(f"{engine}.external_proxy_url={urls.router}")
+    # no spaces: the shell splits the substituted text there; the quotes are YAML's, for IPv6
+    # addresses
+    servers = ",".join(f"'{url}'" for url in urls.servers.values())
+    lines.append(f"{engine}.external_server_urls=[{servers}]")
+    if urls.model:
+        lines.append(f"{engine}.served_model_name={urls.model}")
+    lines.append("trainer.placement.colocate_all=false")
+    return "\n".join(lines)
+
+
+def as_verl(urls: FleetUrls) -> str:
+    """verl: overrides that give the fleet to a custom reward function (a judge), one per line.
+
+    verl starts its rollout servers itself, as Ray actors, and has no key for others. What it can
+    use of a fleet is an endpoint for rewards: `reward_kwargs` become keyword arguments of the
+    function at `reward.custom_reward_function.path`. Source: verl-project/verl 1dda039,
+    verl/workers/rollout/replica.py (RolloutReplica), verl/trainer/ppo/reward.py
+    (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml (Hydra; `reward_kwargs` is not in
+    it, hence the `+`).
+    """
+    prefix = "+reward.custom_reward_function.reward_kwargs"
+    lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
+    if urls.model:
+        lines.append(f"{prefix}.model={urls.model}")
+    if urls.access.api_key_file:
+        lines.append(f"{prefix}.api_key_file={urls.access.api_key_file}")
+    elif urls.access.api_key_env:
+        lines.append(f"{prefix}.api_key_env={urls.access.api_key_env}")
+    return "\n".join(lines)
+
+
+def as_prime_rl(urls: FleetUrls) -> str:
+    """prime-rl: the TOML table of the policy's client, for an `rl` config without `[inference]`.
+
+    Source: PrimeIntellect-ai/prime-rl 559b447, packages/prime-rl-configs/src/prime_rl/configs:
+    shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig), which forbid
+    extra keys. `[model] name` is the trainer's model as well.
+    """
+    lines = []
+    if urls.model:
+        lines += ["[model]", f"name = {json.dumps(urls.model)}", ""]
+    lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{_entry(urls)}/v1')}"]
+    admin = [f"{url}/v1" for url in urls.servers.values()]
+    lines.append(f"admin_base_url = {json.dumps(admin)}")
+    if variable := _variable(urls):
+        lines.append(f"api_key_var = {json.dumps(variable)}")
+    return "\n".join(lines)
+
+
+def as_openai(urls: FleetUrls) -> str:
+    """OpenAI clients: an env file with the variables they read, for `--env-file` and .env.
+
+    The client refuses to start without a key, so one is always set; a real one is referenced, never
+    printed. The model goes into each request: its variable is for programs that ask for one.
+    Source: openai-python, src/openai/_client.py (OPENAI_BASE_URL, OPENAI_API_KEY).
+    """
+    variables = {"OPENAI_BASE_URL": f"{_entry(urls)}/v1", KEY_VARIABLE: NO_KEY}
+    if variable := _variable(urls):
+        variables[KEY_VARIABLE] = f"${{{variable}}}"
+    if urls.model:
+        variables["OPENAI_MODEL"] = urls.model
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
+
+
+def as_env(urls: FleetUrls) -> str:
+    """Lines for a POSIX shell. Without a router, OPENAI_BASE_URL is the first server's."""
+    variables: dict[str, str] = {}
+    if urls.router:
+        variables["SKYCTL_ROUTER_URL"] = urls.router
+    variables["OPENAI_BASE_URL"] = f"{_entry(urls)}/v1"
+    variables["SKYCTL_SERVER_URLS"] = ",".join(urls.servers.values())
+    if urls.model:
+        variables["SKYCTL_MODEL"] = urls.model
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    # by reference: the key itself is not printed
+    if urls.access.api_key_file:
+        lines.append(f'export {KEY_VARIABLE}="$(cat {shlex.quote(urls.access.api_key_file)})"')
+    elif urls.access.api_key_env is None:
+        lines.append(f"export {KEY_VARIABLE}={NO_KEY}")
+    elif urls.access.api_key_env != KEY_VARIABLE:
+        lines.append(f'export {KEY_VARIABLE}="${urls.access.api_key_env}"')
+    return "\n".join(lines)
+
+
+FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
+    "skyrl": as_skyrl,
+    "verl": as_verl,
+    "prime-rl": as_prime_rl,
+    "openai": as_openai,
+    "env": as_env,
+}
+
+
+def refused_rollouts(servers: Sequence[str]) -> str:
+    """The warning for SkyRL about servers that were started without its route; "" if there are
+    none.
+    """
+    if not servers:
+        return ""
+    wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
+    refuse = "refuse" if len(servers) > 1 else "refuses"
+    return (
+        f"SkyRL's rollouts will fail: {', '.join(servers)} {refuse} "
+        f"/inference/v1/generate; write `{wanted}` under `args:` of the fleet file, then: skyctl up"
+    )
+
+
+def notes(name: str, urls: FleetUrls) -> list[str]:
+    """What to know before using a format's output."""
+    found = [_NOTES[name]] if name in _NOTES else []
+    if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
+        found.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
+    return found
+
+
+def _variable(urls: FleetUrls) -> str | None:
+    """The variable that holds the inference key, or is to hold it; None if no key is required."""
+    own = OWN_KEY_VARIABLE if urls.access.api_key_file else None
+    return urls.access.api_key_env or own
+
+
+def _entry(urls: FleetUrls) -> str:
+    if urls.entry is None:
+        raise UsageError(f"fleet {urls.name} has neither a router nor a server")
+    return urls.entry
+
+
+@dataclass(frozen=True)
+class TinkerPlace:
+    """Where clients find the Tinker API: its URL, and the file (mode 0600) with their key."""
+
+    url: str
+    key_file: Path
+
+    def as_env(self) -> str:
+        """Lines for a POSIX shell; the key itself is not printed."""
+        return "\n".join(
+            (
+                f"export TINKER_BASE_URL={shlex.quote(self.url)}",
+                f'export TINKER_API_KEY="$(cat {shlex.quote(str(self.key_file))})"',
+            )
+        )
+
+
+def tinker_place(ref: FleetRef) -> TinkerPlace:
+    """Where the Tinker API of this fleet is, or will be.
+
+    Raises:
+        UsageError: its fleet file has no section `tinker:`.
+    """
+    from skyctl.core.plan import local_url
+
+    section = ref.config.tinker
+    if section is None:
+        raise UsageError(
+            f"fleet {ref.name} has no Tinker API",
+            hint="write `tinker: {base_model: ORG/NAME}` and `lora: {max_rank: 32}` into its "
+            "fleet file; then: skyctl up",
+        )
+    return TinkerPlace(local_url(section.host, section.port), ref.paths.tinker_key)
+
+
+def target_groups(urls: FleetUrls) -> list[dict[str, Any]]:
+    """One group per server and one for the router, with labels fleet, server, role and model.
+
+    Source: prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+    """
+    groups = [_group(urls, name, "server", url) for name, url in urls.servers.items()]
+    if urls.router_metrics:
+        groups.append(_group(urls, "router", "router", urls.router_metrics))
+    return groups
+
+
+def write_targets(urls: FleetUrls, path: Path) -> int:
+    """Write the groups to a .json file, whole or not at all; returns how many there are.
+
+    Raises:
+        UsageError: it cannot be written, or Prometheus would not read it.
+    """
+    if path.suffix != ".json":
+        raise UsageError(
+            f"{path}: Prometheus reads file_sd files only when they end in .json, .yml or .yaml",
+            hint=f"name it {path.with_suffix('.json')}",
+        )
+    groups = target_groups(urls)
+    # same directory: a rename is atomic within a file system; Prometheus watches no such suffix
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _TARGETS_MODE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, _TARGETS_MODE)  # regardless of the umask
+            file.write(json.dumps(groups, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return len(groups)
+
+
+def _group(urls: FleetUrls, name: str, role: str, url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    labels = {"fleet": urls.name, "server": name, "role": role}
+    if urls.model:
+        labels["model"] = urls.model
+    if parts.scheme != "http":
+        labels["__scheme__"] = parts.scheme
+    return {"targets": [parts.netloc], "labels": labels}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import typing_extensions
 
-from skyctl.service.formats import SKYRL_ARGS
+from skyctl.core.urls import SKYRL_ARGS
 from tests.integration.conftest import NEEDS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.unit.service.test_formats import overrides
+from tests.unit.core.test_formats import overrides
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]
 

@@ -28,7 +28,7 @@ ADVICE = {
     "launch/local/segments.py": "what a killed server leaves in /dev/shm",
     "push/server_facts.py": "variables of NCCL's that vLLM reads too",
     "push/verify.py": "how to start a server that can digest",
-    "service/formats.py": "what other programs want of servers",
+    "core/urls.py": "what other programs want of servers",
     "transfer/transports/nccl.py": "loads vLLM's NCCL into the sender",
 }
 """Sentences for people that name an engine's settings, and why there."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.urls import Access, FleetUrls
-from skyctl.service.formats import FORMATS, notes
-from tests.unit.service.test_formats import BARE, URLS
+from skyctl.core.urls import FORMATS, Access, FleetUrls, notes
+from tests.unit.core.test_formats import BARE, URLS
 
 
 @pytest.mark.parametrize("urls", [URLS, BARE])

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.urls import FleetUrls
-from skyctl.service.formats import target_groups
+from skyctl.core.urls import FleetUrls, target_groups
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
 # what Prometheus clients add to the name that is in the source

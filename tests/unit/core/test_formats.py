@@ -19,11 +19,18 @@ import typing_extensions
 import yaml
 
 from skyctl.core.service import FleetService
-from skyctl.core.urls import Access, FleetUrls
+from skyctl.core.urls import (
+    FORMATS,
+    Access,
+    FleetUrls,
+    notes,
+    refused_rollouts,
+    target_groups,
+    write_targets,
+)
 from skyctl.errors import UsageError
 from skyctl.http.client import ControlClient
 from skyctl.service.endpoint import without_token_route
-from skyctl.service.formats import FORMATS, notes, refused_rollouts, target_groups, write_targets
 from tests.stub.through_httpx import ThroughHttpx
 
 URLS = FleetUrls(

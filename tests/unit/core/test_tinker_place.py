@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyctl.core.registry import FleetRef
+from skyctl.core.urls import tinker_place
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.service.formats import tinker_place
 from skyctl.store.paths import FleetPaths
 
 
