@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from skyctl.errors import SkyctlError, StateUnwritable
-from skyctl.tinker import bodies, records, training, wire
+from skyctl.tinker import records, training, wire
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.records import Missing
 from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
@@ -173,7 +173,7 @@ class Api:
                 return await handle(request)
             except (ValidationError, Missing, ValueError) as error:
                 try:
-                    place = bodies.Place.model_validate_json(body)
+                    place = wire.Place.model_validate_json(body)
                 except ValidationError:
                     raise error from None
                 text = _readable(error) if isinstance(error, ValidationError) else str(error)
@@ -206,7 +206,7 @@ class Api:
         return JSONResponse({"supported_models": [model]})
 
     async def _create_session(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.CreateSession)
+        asked = await self._json(request, wire.CreateSession)
         session, now = secrets.token_hex(8), time.time()
         await self._ledger.write(
             "INSERT INTO sessions (id, created, seen, tags, metadata, display_name, project) "
@@ -222,7 +222,7 @@ class Api:
         return JSONResponse({"session_id": session, "type": "create_session"})
 
     async def _heartbeat(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.InSession)
+        asked = await self._json(request, wire.InSession)
         known = await self._ledger.write(
             "UPDATE sessions SET seen = ? WHERE id = ?", time.time(), asked.session_id
         )
@@ -231,7 +231,7 @@ class Api:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish_session(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.FinishSession)
+        asked = await self._json(request, wire.FinishSession)
         await self._ledger.write(
             "UPDATE sessions SET finished = ? WHERE id = ?",
             json.dumps({"reason": asked.reason, "detail": asked.detail}),
@@ -253,10 +253,10 @@ class Api:
     # --- training ------------------------------------------------------------------------------
 
     async def _create_model(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.CreateModel)
+        asked = await self._json(request, wire.CreateModel)
         self._check_base(asked.base_model)
         self._check_optimizer(asked.optimizer_config)
-        lora = (asked.lora_config or bodies.Lora(rank=0)).model_dump()
+        lora = (asked.lora_config or wire.Lora(rank=0)).model_dump()
         self._check_rank(lora["rank"])
         if lora["seed"] is None:
             lora["seed"] = secrets.randbelow(2**31)
@@ -274,7 +274,7 @@ class Api:
         return await self._accept(model, 0, commit)
 
     async def _get_info(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.OfModel)
+        asked = await self._json(request, wire.OfModel)
         row = await self._ledger.run(lambda c: records.model(c, asked.model_id))
         config = json.loads(row["config"])
         return JSONResponse(
@@ -302,14 +302,14 @@ class Api:
         return await self._of_model(message.model_id, message.seq_id, kind, body=body)
 
     async def _optim_step(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.OptimStep)
+        asked = await self._json(request, wire.OptimStep)
         if asked.optimizer_params is not None or asked.adam_params is None:
             raise ValueError("only AdamW is offered here: give AdamParams")
         extra = {"params": asked.adam_params}
         return await self._of_model(asked.model_id, asked.seq_id, training.OPTIM_STEP, extra)
 
     async def _save_weights(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.SaveWeights)
+        asked = await self._json(request, wire.SaveWeights)
         name = asked.path or f"{asked.seq_id:06d}"
         extra = {
             "path": f"tinker://{asked.model_id}/weights/{name}",
@@ -320,7 +320,7 @@ class Api:
         return await self._of_model(asked.model_id, asked.seq_id, training.SAVE, extra)
 
     async def _save_for_sampler(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.SaveForSampler)
+        asked = await self._json(request, wire.SaveForSampler)
         name = asked.path or f"{asked.seq_id:06d}.unnamed"
         extra: dict[str, Any] = {
             "path": f"tinker://{asked.model_id}/sampler_weights/{name}",
@@ -336,7 +336,7 @@ class Api:
         return await self._of_model(asked.model_id, asked.seq_id, training.SAVE_SAMPLER, extra)
 
     async def _load_weights(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.LoadWeights)
+        asked = await self._json(request, wire.LoadWeights)
         if asked.base_model is not None:
             self._check_base(asked.base_model)
         if asked.optimizer_config is not None:
@@ -404,7 +404,7 @@ class Api:
     # --- sampling ------------------------------------------------------------------------------
 
     async def _create_sampler(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.CreateSampler)
+        asked = await self._json(request, wire.CreateSampler)
         if asked.model_path is None:
             if asked.base_model is None:
                 raise ValueError("give a base_model or a model_path")
@@ -430,7 +430,7 @@ class Api:
         return JSONResponse({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
     async def _join_sampler(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.JoinSampler)
+        asked = await self._json(request, wire.JoinSampler)
 
         def commit(connection: sqlite3.Connection) -> int:
             session = records.sampler(connection, asked.sampling_session_id)["session"]
@@ -449,7 +449,7 @@ class Api:
 
     async def _sample(self, request: Request) -> Response:
         body = await self._body(request)
-        asked = bodies.Sample.model_validate_json(body)
+        asked = wire.Sample.model_validate_json(body)
         try:
             question(json.loads(body))  # refuse here, once, what is not offered
         except (TypeError, AttributeError, LookupError) as error:
@@ -475,7 +475,7 @@ class Api:
     # --- futures -------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.Future)
+        asked = await self._json(request, wire.Future)
         with self._bell.listen(asked.request_id) as listening:
             row = await self._future(asked.request_id)
             if row["state"] == "accepted":
@@ -500,7 +500,7 @@ class Api:
         return row
 
     async def _retrieve_many(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.Futures)
+        asked = await self._json(request, wire.Futures)
         sampler, clone = asked.target.sampling_session_id, asked.target.cloned_sampler_id
         timeout_s = min(POLL_S if asked.timeout is None else asked.timeout, POLL_S)
         if asked.retrieved_request_ids:
@@ -531,7 +531,7 @@ class Api:
         return JSONResponse({"completions": completions, "cursor": cursor})
 
     async def _cancel(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.Cancel)
+        asked = await self._json(request, wire.Cancel)
         for name in asked.request_ids or [asked.request_id or ""]:
             self._sampling.cancel(name)
         return JSONResponse({})
@@ -556,7 +556,7 @@ class Api:
         )
 
     async def _weights_info(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.TinkerPath)
+        asked = await self._json(request, wire.TinkerPath)
         row = await self._ledger.run(lambda c: records.checkpoint(c, asked.tinker_path))
         config = json.loads(row["config"])
         lora = config["lora"]
@@ -574,7 +574,7 @@ class Api:
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
-        asked = await self._json(request, bodies.SetTtl)
+        asked = await self._json(request, wire.SetTtl)
         expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         await self._set_checkpoint(request, "expires", expires)
         return Response(status_code=204)
@@ -636,7 +636,7 @@ class Api:
                 "(`tinker: max_rank` in the fleet file)"
             )
 
-    def _check_optimizer(self, optimizer: bodies.Optimizer) -> None:
+    def _check_optimizer(self, optimizer: wire.Optimizer) -> None:
         if optimizer.type != "adamw":
             raise ValueError(f"optimizer {optimizer.type} is not offered here: adamw is")
 
