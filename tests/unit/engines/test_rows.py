@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 from vllm.model_executor.parameter import ModelWeightParameter  # noqa: E402
 
-from skyctl.engines.vllm.inside.rows import _bytes, answer_rows  # noqa: E402
+from skyctl.engines.vllm.inside.digest import _bytes, answer_rows  # noqa: E402
 from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number  # noqa: E402
 from tests.unit.engines.test_digest import Packed  # noqa: E402
 

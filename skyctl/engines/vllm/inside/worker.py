@@ -42,14 +42,18 @@ class SkyctlWorkerExtension:
         """Digest of the weights this worker computes with; see `digest.py`.
 
         `arrangement` says with which servers' it can be compared (`arrangement`), if they have
-        the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
-        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are returned. With
-        `finite`, `not_finite` names a parameter that holds NaN or infinity, "" if none does.
-        `shares_out`: data-parallel ranks hold different experts, or parts of them, and the same of
-        everything else.
+        the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order.
+        `numbered` names parameters by rank, whose `numbers` are returned. With `finite`,
+        `not_finite` names a parameter that holds NaN or infinity, "" if none does. `shares_out`:
+        data-parallel ranks hold different experts, or parts of them, and the same of everything
+        else.
         """
-        from skyctl.engines.vllm.inside.digest import arrangement, digest_model, not_finite
-        from skyctl.engines.vllm.inside.rows import answer_rows
+        from skyctl.engines.vllm.inside.digest import (
+            answer_rows,
+            arrangement,
+            digest_model,
+            not_finite,
+        )
 
         model = self.model_runner.get_model()
         parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
