@@ -21,7 +21,7 @@ from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterSt
 from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.monitoring.gpus import GpuUsage, gpu_reader
+from skyctl.launch.local.devices import GpuUsage, gpu_reader
 from skyctl.store.journal import Job
 from skyctl.store.state import Event
 

@@ -1,36 +1,32 @@
-"""The GPUs, CPU cores and network interfaces of this machine."""
+"""The GPUs, CPU cores and network interfaces of this machine, and how busy its GPUs are."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from typing import Any
 
 from skyctl.launch.base import Cpu, Gpu
 
-_QUERY = [
-    "nvidia-smi",
-    "--query-gpu=index,uuid,name,memory.total",
-    "--format=csv,noheader,nounits",
-]
+
+def _query(fields: str) -> list[str]:
+    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+
+
+_QUERY = _query("index,uuid,name,memory.total")
+_FREE_QUERY = _query("index,uuid,name,memory.free")
+_USAGE_QUERY = _query("index,utilization.gpu,memory.used,memory.total")
 
 
 def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -> list[Gpu]:
     """The machine's NVIDIA GPUs in index order; [] without a driver or if it does not answer."""
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=True
-        )
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return []
-    gpus = [gpu for line in result.stdout.splitlines() if (gpu := _parse_gpu(line)) is not None]
+    gpus = [_gpu(fields) for fields in _rows(command, timeout_s) if len(fields) >= 4]
     return sorted(gpus, key=lambda gpu: gpu.index)
-
-
-_FREE_QUERY = [word.replace("memory.total", "memory.free") for word in _QUERY]
 
 
 def free_gpu_memory() -> dict[int, int]:
@@ -38,10 +34,19 @@ def free_gpu_memory() -> dict[int, int]:
     return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=_FREE_QUERY)}
 
 
-def _parse_gpu(line: str) -> Gpu | None:
-    fields = [field.strip() for field in line.split(",")]
-    if len(fields) < 4 or not fields[0].isdigit():
-        return None
+def _rows(command: Sequence[str], timeout_s: float) -> list[list[str]]:
+    """What nvidia-smi says of each GPU, its index first; [] if it does not answer."""
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return []
+    rows = [[field.strip() for field in line.split(",")] for line in result.stdout.splitlines()]
+    return [row for row in rows if row[0].isdigit()]
+
+
+def _gpu(fields: list[str]) -> Gpu:
     # some machines with unified memory report "[N/A]"
     mebibytes = int(fields[-1]) if fields[-1].isdigit() else 0
     return Gpu(int(fields[0]), fields[1], ",".join(fields[2:-1]), mebibytes * 1024**2)
@@ -66,6 +71,63 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
 
 def _names_uuid(entry: str, uuid: str) -> bool:
     return entry.startswith("GPU-") and uuid.startswith(entry)
+
+
+@dataclass(frozen=True)
+class GpuUsage:
+    """One GPU now. `index` is nvidia-smi's; `utilization` is 0..1, None if not reported."""
+
+    index: int
+    utilization: float | None
+    memory_used_bytes: int
+    memory_bytes: int
+
+
+def gpu_reader() -> Callable[[], dict[int, GpuUsage]]:
+    """A function that reads all GPUs by index, and returns {} if there are none: from NVML if its
+    Python package is installed, else from nvidia-smi.
+    """
+    try:
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+        pynvml.nvmlInit()
+    except Exception:  # not installed, or no driver: NVML has its own error classes
+        return read_nvidia_smi
+    return lambda: _read_nvml(pynvml)
+
+
+def read_nvidia_smi(
+    timeout_s: float = 5.0, *, command: Sequence[str] = _USAGE_QUERY
+) -> dict[int, GpuUsage]:
+    """All GPUs by index, as nvidia-smi shows them; {} if it does not answer."""
+    found = [_usage(fields) for fields in _rows(command, timeout_s) if len(fields) == 4]
+    return {usage.index: usage for usage in found}
+
+
+def _usage(fields: list[str]) -> GpuUsage:
+    # some machines report "[N/A]"
+    index, busy, used, total = (int(f) if f.isdigit() else None for f in fields)
+    return GpuUsage(
+        index or 0,
+        None if busy is None else busy / 100,
+        (used or 0) * 1024**2,
+        (total or 0) * 1024**2,
+    )
+
+
+def _read_nvml(nvml: Any) -> dict[int, GpuUsage]:
+    found = {}
+    # the second version leaves out what the driver reserves, as nvidia-smi does
+    memory_version = {"version": nvml.nvmlMemory_v2} if hasattr(nvml, "nvmlMemory_v2") else {}
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, **memory_version)
+            busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+            found[index] = GpuUsage(index, busy / 100, int(memory.used), int(memory.total))
+    except nvml.NVMLError:
+        return found
+    return found
 
 
 def discover_cpus(*, topology: Path = Path("/sys/devices/system/cpu")) -> list[Cpu]:

@@ -9,7 +9,7 @@ import httpx
 
 from skyctl.core.status import FrontStatus, ReplicaStatus
 from skyctl.http.client import ControlClient
-from skyctl.monitoring.gpus import GpuUsage
+from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.sampler import Sampler, TinkerSample
 from skyctl.store.journal import Job
 from tests.stub.through_httpx import ThroughHttpx

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from skyctl.monitoring.gpus import GpuUsage, read_nvidia_smi
+from skyctl.launch.local.devices import GpuUsage, read_nvidia_smi
 
 
 def answering(text: str, code: int = 0) -> list[str]:
