@@ -236,7 +236,7 @@ class VLLMServer(HttpServer):
         """Call a method of skyctl's worker extension on every worker of every data-parallel rank.
 
         Returns each worker's answer, by data-parallel rank, then by rank within it. /collective_rpc
-        alone would return only the first data-parallel rank's (`engines/vllm/inside/ranks.py`).
+        alone would return only the first data-parallel rank's (`engines/vllm/inside/wire.py`).
 
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
@@ -371,7 +371,7 @@ class VLLMServer(HttpServer):
         return await self.collective_rpc(_NCCL_METHOD, timeout_s=timeout_s)
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
-        """vLLM's reload leaves tied weights out on CPU (`inside/tied.py`)."""
+        """vLLM's reload leaves tied weights out on CPU (`inside/experts.py`)."""
         try:
             await self.collective_rpc(
                 "reload_weights", kwargs={"weights_path": path}, timeout_s=timeout_s

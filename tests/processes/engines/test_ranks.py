@@ -7,12 +7,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from skyctl.engines.vllm.inside.ranks import collect, leave
+from skyctl.engines.vllm.inside.wire import collect, leave
 
 NONCE = "0123456789abcdef"
 OTHER = """
 import sys
-from skyctl.engines.vllm.inside.ranks import leave
+from skyctl.engines.vllm.inside.wire import leave
 leave(sys.argv[1], (1, 0), {"digest": "bb"})
 print("left", flush=True)
 sys.stdin.read()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.engines.vllm.inside.ranks import collect, leave
+from skyctl.engines.vllm.inside.wire import collect, leave
 
 
 def test_a_worker_keeps_its_last_answer_only() -> None:

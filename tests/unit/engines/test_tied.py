@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from skyctl.engines.vllm.inside.tied import repack_tied_layers, tied_layers  # noqa: E402
+from skyctl.engines.vllm.inside.experts import repack_tied_layers, tied_layers  # noqa: E402
 
 
 class Packing:

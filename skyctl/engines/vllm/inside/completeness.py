@@ -29,7 +29,7 @@ def missing_parameters(
     Layers that received everything were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
-    use what another one loads (`engines/vllm/inside/tied.py`). With `partial`, a layer that
+    use what another one loads (`engines/vllm/inside/experts.py`). With `partial`, a layer that
     received nothing is not missing: it gets its previous weights back.
     """
     missing = []

@@ -24,10 +24,14 @@ except ImportError:  # vLLM 0.26, which does not check
     from contextlib import nullcontext as disable_mtp_completeness_check
 
 from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
-from skyctl.engines.vllm.inside.experts import pack_after_updates, update_problem
+from skyctl.engines.vllm.inside.experts import (
+    pack_after_updates,
+    repack_tied_layers,
+    tied_layers,
+    update_problem,
+)
 from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.receivers import Receiver, open_receiver
-from skyctl.engines.vllm.inside.tied import repack_tied_layers, tied_layers
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 
 _SHOWN = 3

@@ -1,14 +1,19 @@
-"""Models that vLLM's updates would leave wrong: above all experts on CPU, which it does not pack.
+"""Models that vLLM's updates would leave wrong: experts on CPU, and layers with another's weight.
 
 vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel.
 An update finds the kernel in place and copies what arrived, unpacked, to where the packed copy is
 (vLLM 0.32, `unquantized_fused_moe_method.py`, `_setup_kernel`): tokens are wrong from then on, and
 no error is raised. This applies to every update, vLLM's own `reload_weights` included.
+
+Of an output layer that shares the embeddings' weight (`tie_word_embeddings`), a checkpoint has that
+weight once, under the embeddings' name, so nothing arrives for the output layer. On a GPU there is
+nothing to do: both layers read the same memory. On CPU vLLM computes with a packed copy made when
+the model was loaded, and keeps using the old one after a reload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
@@ -90,3 +95,24 @@ def update_problem(model: Any) -> str:
         if not hasattr(getattr(method.moe_kernel, "fused_experts", None), _PACKING):
             return f"{name}: this vLLM packs experts on CPU in a way that skyctl does not know"
     return ""
+
+
+def tied_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """Layers whose weight is an earlier layer's, with their names. Not during a reload: layers have
+    weights of their own then.
+    """
+    seen: set[int] = set()
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        if id(weight) in seen:
+            yield name, layer
+        seen.add(id(weight))
+
+
+def repack_tied_layers(model: Any) -> None:
+    """Renew packed copies of weights that were loaded under another layer's name."""
+    for _, layer in tied_layers(model):
+        if callable(getattr(layer, "cpu_linear", None)):
+            layer.quant_method.process_weights_after_loading(layer)

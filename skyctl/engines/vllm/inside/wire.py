@@ -3,14 +3,26 @@
 `ReceiverInit` travels as init_info of /init_weight_transfer_engine, once per push and server;
 `ChunkUpdate` as update_info of /update_weights, once per chunk, the same for every server.
 `RowQuestion` and `RowAnswer` are arguments and results of /collective_rpc.
+
+That calls a method on all data-parallel ranks, waits for all of them, and answers with the results
+of the first (vLLM 0.32, `v1/engine/core_client.py`, `DPLBAsyncMPClient.call_utility_async`). So a
+question to all takes two calls: in the first, each worker leaves its answer in anonymous memory
+that is named by the caller's nonce; in the second, the first rank collects what all others left, as
+/proc/<pid>/fd/<n>. Nothing is written to a file system, and nothing outlives the workers. Ranks on
+other machines are not seen.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from array import array
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -31,6 +43,8 @@ and a multiplier of splitmix64.
 _STEP = 1000003
 
 _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
+_ANSWER = "skyctl-answer-"
+_held: list[int] = []  # the descriptor of this worker's last answer
 
 
 def following_factor(factor: int) -> int:
@@ -192,3 +206,36 @@ def row_number(data: bytes, dtype: str) -> int:
         words = array(code, data)
         data = array(code, [word if word & mask else 0 for word in words]).tobytes()
     return crc32(data)
+
+
+def leave(nonce: str, rank: tuple[int, int], answer: Any) -> None:
+    """Keep this worker's answer until the next one. `rank`: in data parallelism, then within it."""
+    while _held:
+        os.close(_held.pop())
+    descriptor = os.memfd_create(f"{_ANSWER}{nonce}", os.MFD_CLOEXEC)
+    _held.append(descriptor)
+    os.write(descriptor, json.dumps({"rank": rank, "answer": answer}).encode())
+
+
+def collect(nonce: str) -> list[dict[str, Any]]:
+    """What this server's workers left under `nonce`: `rank` and `answer` of each, in any order.
+    One may be there twice: every rank collects at the same time, and has open what it reads.
+    """
+    found = []
+    for path in _memories(f"/memfd:{_ANSWER}{nonce} "):
+        with suppress(OSError):  # another rank has read it, and closed it again
+            found.append(json.loads(path.read_bytes()))
+    return found
+
+
+def _memories(name: str) -> Iterator[Path]:
+    """Memory of this name that processes of this session hold; vLLM's are all in one."""
+    session = os.getsid(0)
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if os.getsid(int(process.name)) != session:
+                continue
+            for descriptor in (process / "fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    if str(descriptor.readlink()).startswith(name):
+                        yield descriptor

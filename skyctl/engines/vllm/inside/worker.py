@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.vllm.inside.experts import pack_after_updates
-from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion
+from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion, collect, leave
 
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.layout_load import LayoutLoader
@@ -73,13 +73,11 @@ class SkyctlWorkerExtension:
         }
 
     def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
-        """Call another of these methods and keep its answer for `skyctl_answers` (`ranks.py`).
+        """Call another of these methods and keep its answer for `skyctl_answers` (`wire.py`).
 
         Raises:
             RuntimeError: the method failed; the message names this worker's rank.
         """
-        from skyctl.engines.vllm.inside.ranks import leave
-
         parallel = self.vllm_config.parallel_config
         rank = (parallel.data_parallel_index, parallel.rank)
         if not method.startswith("skyctl_"):
@@ -92,18 +90,15 @@ class SkyctlWorkerExtension:
 
     def skyctl_answers(self, nonce: str) -> list[dict[str, Any]]:
         """What the workers of all data-parallel ranks left under `nonce`."""
-        from skyctl.engines.vllm.inside.ranks import collect
-
         return collect(nonce)
 
     def skyctl_repack_tied(self) -> None:
-        """Complete a `reload_weights`; see `tied.py`.
+        """Complete a `reload_weights`; see `experts.py`.
 
         Raises:
             RuntimeError: the reload has left a part of the model wrong (`experts.py`).
         """
-        from skyctl.engines.vllm.inside.experts import update_problem
-        from skyctl.engines.vllm.inside.tied import repack_tied_layers
+        from skyctl.engines.vllm.inside.experts import repack_tied_layers, update_problem
 
         model = self.model_runner.get_model()
         if problem := update_problem(model):
