@@ -1,25 +1,43 @@
 """The end of a push: servers are checked, then labelled, and the outcome says how each was left.
 
-They must hold what was sent, and all the same; only then it gets its version.
+They must hold what was sent, and all the same; only then it gets its version. With a canary they
+answer its prompts before, and the push is undone when an answer is not as expected:
+
+    verify ─► canary: resume engine ─► prompt … ─► pause engine ─┬─ all as expected ─► publish
+              (out of the router)                                └─ one is not ─► push back the
+                 committed checkpoint; where that cannot be had: the servers are quarantined
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from skyctl.errors import PushError, ServerError, SkyctlError
+from skyctl.errors import (
+    CanaryFailed,
+    DeadlineExceeded,
+    PushError,
+    ServerError,
+    ServerUnreachable,
+    SkyctlError,
+)
 from skyctl.kill_points import reached
 from skyctl.push.arrangement import comparable
+from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import agreed, expected_of, names_of, unexpected
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
-from skyctl.push.request import PushResult
-from skyctl.push.run import Run
+from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.rotation import abort_stragglers
+from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, weights_digest
 from skyctl.store.expected import BrokenReload
+
+Transaction = Callable[[Run], Awaitable[PushResult]]
 
 
 async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
@@ -45,9 +63,9 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
                 finite=run.fleet.trainer is not None,
             )
         finally:
-            failed = [one for one in await meanwhile if isinstance(one, BaseException)]
-            if failed:
-                raise failed[0]
+            errors = [one for one in await meanwhile if isinstance(one, BaseException)]
+            if errors:
+                raise errors[0]
         site.digest, site.compared = found.digest, found.compared
         if site.expected:
             said = await settle_parameters(
@@ -140,6 +158,146 @@ def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequenc
             )
 
 
+def _outvote(sites: Sequence[Site]) -> None:
+    """Fail servers whose digest differs from that of the majority in the same arrangement."""
+    for group in comparable(sites, lambda site: site.digest):
+        digests = [site.digest for site in group]
+        most = max(set(digests), key=digests.count)
+        sure = digests.count(most) * 2 > len(digests)
+        for site in group:
+            if not (sure and site.digest == most):
+                site.failure = f"verify: its weights differ from the others' (digest {site.digest})"
+
+
+async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
+    """Run every prompt on every server that holds new weights, one prompt at a time on each.
+
+    Servers generate only while their prompts run, and are paused again afterwards.
+    """
+    canary = parse_canary(run.request.canary)
+    loaded = alive([site for site in sites if site.weights is Weights.NEW])
+    results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
+
+    async def call(site: Site) -> None:
+        run.observer.server(site.name, "trying")
+        await abort_stragglers(site)
+        await site.vllm.resume()
+        reached("push.canary.call")
+        try:
+            await _ask_all(site, canary, results[site.name])
+        finally:
+            await site.vllm.pause("abort", clear_cache=False)
+
+    timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
+    await each(loaded, call, timeout_s=timeout_s, what="canary")
+    reached("push.canary.done")
+    for site in loaded:
+        if site.failure and not failed(results[site.name]):
+            # it did not answer, or could not be paused again: its verdict is unknown
+            results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
+    return [result for site in loaded for result in results[site.name]]
+
+
+async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
+    if not (models := await site.vllm.models()):
+        raise ServerError(f"{site.name} names no model to ask")
+    model = models[0]
+    for number, prompt in enumerate(canary.prompts):
+        name = canary.name_of(number)
+        try:
+            data = await site.vllm.complete(
+                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
+            )
+            results.append(
+                judge(site.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
+            )
+        except (SkyctlError, ValueError) as error:
+            why = error.message if isinstance(error, SkyctlError) else str(error)
+            results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
+            if isinstance(error, ServerUnreachable | DeadlineExceeded):
+                return  # the remaining prompts would wait as long
+
+
+async def refuse_commit(
+    run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
+) -> CanaryFailed:
+    """Push the committed weights back, or leave the servers paused; returns the error to raise."""
+    bad = failed(results)
+    first = bad[0]
+    where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
+    why = f"canary: {where}: {first.problem}"
+    returned, problem = await _push_back(run, sites, transaction)
+    for site in sites:
+        if site.weights is Weights.NEW:
+            site.failure = site.failure or why
+    rows = [_row(site, returned.get(site.name)) for site in sites]
+    left = [row.server for row in rows if row.state == "quarantined"]
+    if left:
+        end = f"{', '.join(left)} quarantined"
+        end += f": the version before could not be pushed back ({problem})" if problem else ""
+    else:
+        end = f"{_version_before(run)} was pushed back"
+    for row in rows:
+        if row.state == "quarantined":
+            run.observer.server(row.server, "quarantined", row.detail)
+    asked = len({result.prompt for result in results})
+    return CanaryFailed(
+        f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
+        f"{asked} prompts)",
+        hint="skyctl recover" if left else "see the answers: skyctl jobs show --json",
+        details={
+            "servers": [row.to_json() for row in rows],
+            "canary": [result.to_json() for result in results],
+        },
+    )
+
+
+def _row(site: Site, returned: dict[str, Any] | None) -> ServerPush:
+    return ServerPush(**returned) if returned is not None else site.report()
+
+
+def _version_before(run: Run) -> str:
+    committed = run.fleet.committed
+    return (committed and committed.version) or "the checkpoint before"
+
+
+async def _push_back(
+    run: Run, sites: Sequence[Site], transaction: Transaction
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """How the push of the committed weights left each server, by name; and what failed."""
+    committed = run.fleet.committed
+    loaded = [site for site in sites if site.weights is Weights.NEW]
+    if committed is None or committed.checkpoint is None:
+        return {}, "nothing is known of it"
+    run.note(f"the canary failed; {_version_before(run)} is pushed back")
+    request = PushRequest(
+        checkpoint=committed.checkpoint,
+        transport=committed.transport,
+        chunk_size=run.request.chunk_size,
+        weight_version=committed.version or loaded[0].old_version or "default",
+        pause_mode="abort",
+        verify=run.request.verify,
+        scan_nan=False,  # they were accepted when they were pushed
+        allow_unproven_reload=run.request.allow_unproven_reload,
+        expected_digest=committed.checkpoint_digest,
+    )
+    # half updated: what they hold was never accepted, so only a whole push may free them
+    servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
+    again = replace(
+        run,
+        request=request,
+        fleet=replace(run.fleet, servers=servers),
+        cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
+    )
+    try:
+        result = await transaction(again)
+    except SkyctlError as error:
+        rows = error.details.get("servers", [])
+        return {row["server"]: row for row in rows}, error.message
+    run.thawed_at = again.thawed_at
+    return {row.server: row.to_json() for row in result.servers}, ""
+
+
 async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     """Label the servers that hold the new weights with their version; then they may serve."""
 
@@ -153,17 +311,6 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     loaded = alive([site for site in sites if site.weights is Weights.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
-
-
-def _outvote(sites: Sequence[Site]) -> None:
-    """Fail servers whose digest differs from that of the majority in the same arrangement."""
-    for group in comparable(sites, lambda site: site.digest):
-        digests = [site.digest for site in group]
-        most = max(set(digests), key=digests.count)
-        sure = digests.count(most) * 2 > len(digests)
-        for site in group:
-            if not (sure and site.digest == most):
-                site.failure = f"verify: its weights differ from the others' (digest {site.digest})"
 
 
 def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
@@ -188,21 +335,21 @@ def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseExce
 def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> PushResult:
     """The result; raises PushError if a server is not at the new version and thawed."""
     result = result_of(run, prepared, label, delivery)
-    failed = [server for server in result.servers if not server.ok]
+    behind = [server for server in result.servers if not server.ok]
     if run.observer.failures:
         result.notes.append(f"progress could not be recorded: {run.observer.failures[0]!r}")
-    if not failed:
+    if not behind:
         return result
-    for server in failed:
+    for server in behind:
         if server.state == "quarantined":
             run.observer.server(server.server, "quarantined", server.detail)
     updated = [server.server for server in result.servers if server.ok]
     done = f"{', '.join(updated)} at {label}; " if updated else ""
-    stay = ", ".join(f"{server.server} {server.state}" for server in failed)
+    stay = ", ".join(f"{server.server} {server.state}" for server in behind)
     raise PushError(
-        f"the push failed on {len(failed)} of {len(result.servers)} servers: {done}{stay} "
-        f"({failed[0].detail})",
-        hint=f"skyctl restart {failed[0].server}",
+        f"the push failed on {len(behind)} of {len(result.servers)} servers: {done}{stay} "
+        f"({behind[0].detail})",
+        hint=f"skyctl restart {behind[0].server}",
         details={**result.to_json(), "learned": result.learned},
     )
 

@@ -22,8 +22,15 @@ from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.canary import failed
-from skyctl.push.canary_stage import refuse_commit, try_canary
-from skyctl.push.commit import cut_short, publish, result_of, settle, verify
+from skyctl.push.commit import (
+    cut_short,
+    publish,
+    refuse_commit,
+    result_of,
+    settle,
+    try_canary,
+    verify,
+)
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
