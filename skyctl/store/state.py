@@ -14,12 +14,11 @@ from typing import Any, Literal
 from skyctl.store.database import Database, Retention, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
-from skyctl.store.journal import Journal
+from skyctl.store.journal import Journal, prune, prune_events
 from skyctl.store.locks import Locks
 from skyctl.store.news import News
 from skyctl.store.opening import Connect, connect
 from skyctl.store.processes import ProcessRow, live_processes
-from skyctl.store.retention import prune, prune_events
 from skyctl.store.unrecorded import Unrecorded
 
 _PRUNE_EVERY_EVENTS = 500

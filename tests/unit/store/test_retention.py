@@ -12,9 +12,8 @@ import pytest
 from skyctl.fleetfile.schema import HistorySection
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import InDoubt, doubt
-from skyctl.store.journal import Told
+from skyctl.store.journal import RECENT, Told
 from skyctl.store.kept_weights import KeptWeights, remember
-from skyctl.store.retention import RECENT
 from skyctl.store.state import FleetState, FleetWeights
 
 RESULT = {"servers": [{"server": f"a-{n}", "padding": "x" * 700} for n in range(8)]}
