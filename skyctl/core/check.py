@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from skyctl.checkpoints.mistaken import mistaken_for
+from skyctl.checkpoints.checkpoint import mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
