@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -282,5 +281,7 @@ weight_transfer:
 
 def _scalar(text: str) -> str:
     """`text` as a YAML scalar that the loader reads back unchanged."""
+    import json
+
     plain = _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS
     return text if plain else json.dumps(text.replace("${", "$${"))
