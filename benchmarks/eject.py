@@ -34,7 +34,7 @@ import httpx
 from skyctl.core.registry import FleetRef, select
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import api_key
-from skyctl.service.connect import connect
+from skyctl.service import connect
 from tests.faults.stub_fleet import StubFleet
 
 RESULT = Path(__file__).parent / "results" / "eject.json"

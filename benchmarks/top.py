@@ -29,7 +29,7 @@ from skyctl.core.registry import select
 from skyctl.core.urls import api_key
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
-from skyctl.service.connect import connect
+from skyctl.service import connect
 
 INTERVAL_S = 1.0
 TOKENS = 64

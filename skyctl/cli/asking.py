@@ -37,7 +37,7 @@ def ask_fleet(
 
 def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
     """Make one call to a fleet, in an event loop of its own."""
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     async def run() -> T:
         async with connect(ref) as running:

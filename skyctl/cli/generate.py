@@ -175,7 +175,7 @@ async def _generate(
     from skyctl import output
     from skyctl.errors import UsageError
     from skyctl.generate.requests import GenerationClient
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
     from skyctl.service.endpoint import find_endpoint
 
     async with connect(ref) as fleet:

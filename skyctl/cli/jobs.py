@@ -140,7 +140,7 @@ def wait(
     """
     from skyctl.cli.job_view import emit_job, follow_job, run_following
     from skyctl.core.registry import find
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     ref = find(*chosen(context, file, fleet))
 

@@ -63,7 +63,7 @@ def status(
 async def _status(
     ref: FleetRef | RemoteRef, with_drift: bool
 ) -> tuple[FleetStatus, list[Drift] | None]:
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
     from skyctl.service.drift import find_drift
 
     async with connect(ref) as running:
@@ -74,7 +74,7 @@ async def _status(
 async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     async with connect(ref) as running:
         latest = await running.status()

@@ -232,7 +232,7 @@ def sync_weights(
     from skyctl.core.registry import FleetRef, find
     from skyctl.errors import UsageError
     from skyctl.push.request import PushRequest, usual_mode
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
     from skyctl.units import parse_bytes
 
     if not checkpoint and not back:

@@ -67,7 +67,7 @@ def top(
 
 async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:
     from skyctl.monitoring.sampler import Sampler
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         sample = await sampler.sample()
@@ -147,7 +147,7 @@ async def watch(ref: FleetRef, interval_s: float) -> None:
     """
     from skyctl import output
     from skyctl.monitoring.sampler import Sampler
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         top = LiveTop(ref, running, sampler, await sampler.sample())

@@ -75,8 +75,8 @@ def _bring_up(
     from skyctl import output
     from skyctl.cli.asking import follow
     from skyctl.errors import DeadlineExceeded, SkyctlError
+    from skyctl.service import connect
     from skyctl.service.bring_up import begin_up, undo
-    from skyctl.service.connect import connect
 
     mine = True
 

@@ -116,7 +116,7 @@ def urls(
 async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
     """Where the fleet is, and with `rollouts` the servers that would refuse SkyRL's."""
     from skyctl.http.client import ControlClient
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
     from skyctl.service.endpoint import without_token_route
 
     async with connect(ref) as fleet:

@@ -105,7 +105,7 @@ def _model(path: str) -> ModelFacts | None:
 
 
 async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
     from skyctl.service.drift import find_drift
 
     async with connect(ref) as fleet:

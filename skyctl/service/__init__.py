@@ -1,6 +1,41 @@
 """A fleet as its users see it: `connect()` returns a FleetService, whatever runs the fleet."""
 
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
 from skyctl.core.service import FleetService
-from skyctl.service.connect import connect
+
+if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef, RemoteRef
 
 __all__ = ["FleetService", "connect"]
+
+
+@asynccontextmanager
+async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
+    """The fleet of `ref`; connections are closed when the block ends.
+
+    async with connect(ref) as fleet:
+        outcomes = await fleet.pause(Pause(mode="keep"))
+    """
+    # only the one that is needed is imported: `status` must be fast
+    from skyctl.core.registry import RemoteRef
+
+    if isinstance(ref, RemoteRef):
+        from skyctl.supervisor.client import NetworkFleet
+
+        async with NetworkFleet(ref) as remote:
+            yield remote
+    elif ref.attached:
+        from skyctl.service.attached import AttachedFleet
+
+        async with AttachedFleet(ref) as attached:
+            yield attached
+    else:
+        from skyctl.service.supervised import SupervisedFleet
+
+        async with SupervisedFleet(ref) as supervised:
+            yield supervised

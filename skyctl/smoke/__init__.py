@@ -141,7 +141,7 @@ def _copy(files: Sequence[Path], directory: Path) -> None:
 
 
 async def _status(ref: FleetRef) -> dict[str, object]:
-    from skyctl.service.connect import connect
+    from skyctl.service import connect
 
     try:
         async with asyncio.timeout(10.0), connect(ref) as fleet:

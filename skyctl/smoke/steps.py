@@ -22,9 +22,9 @@ from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResul
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
+from skyctl.service import connect
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import begin_up, follow_operation
-from skyctl.service.connect import connect
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.push import server_facts
 from skyctl.push.request import PushRequest
-from skyctl.service.connect import connect
+from skyctl.service import connect
 from skyctl.store.paths import FleetPaths
 from tests.simulation import checks, people, seams
 from tests.simulation.disk import Checkpoints, Disk
