@@ -16,7 +16,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from skyctl.smoke.report import SmokeReport, StepResult
+    from skyctl.smoke import SmokeReport, StepResult
 
 _SIGNS = {
     "passed": ("✓ ", "green"),
@@ -129,7 +129,7 @@ def _absolute(checkpoint: str | None) -> str | None:
 
 def _write(report: SmokeReport, junit: Path | None, summary: Path | None) -> None:
     from skyctl.errors import SkyctlError
-    from skyctl.smoke.report import junit_xml, markdown
+    from skyctl.smoke import junit_xml, markdown
 
     try:
         if junit is not None:

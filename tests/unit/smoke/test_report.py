@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from skyctl.smoke.report import SmokeReport, StepResult, StepStatus, junit_xml, markdown
+from skyctl.smoke import SmokeReport, StepResult, StepStatus, junit_xml, markdown
 
 PASSED = StepResult("up", StepStatus.PASSED, 45.25, "2 replicas ready")
 SKIPPED = StepResult("verify", StepStatus.SKIPPED, 0.0, "not tried")
