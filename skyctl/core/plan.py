@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import InstanceOf
 
 from skyctl.core.placement import Place, Replica, expand_replicas, place_replicas
-from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.core.spanning import followers, leading, master_of
 from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, require, routing
@@ -26,7 +25,7 @@ from skyctl.engines.base import (
     Span,
 )
 from skyctl.errors import FleetFileError, UsageError
-from skyctl.fleetfile.arguments import merge_arguments, refusals
+from skyctl.fleetfile.arguments import PlanWarning, merge_arguments, plan_warnings, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
 from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Follower, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus

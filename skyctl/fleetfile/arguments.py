@@ -1,12 +1,19 @@
-"""Arguments of servers and router in the fleet file, and which of them skyctl keeps."""
+"""What a fleet file sets for servers and router: arguments, which of them skyctl keeps, and settings
+that it may have but that are probably not meant.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyctl.engines import ENGINES
-from skyctl.fleetfile.schema import FleetConfig, RouterSection
+from skyctl.engines.base import ServerLaunch
+from skyctl.fleetfile.schema import FleetConfig, RouterSection, is_loopback
+
+_SHORT_REQUEST_S = 300
+_LONG_INTERVAL_S = 30
+_HEALTH_FAILURES = 3  # the router's default before it drops a worker
 
 
 def flag_name(key: str) -> str:
@@ -72,3 +79,147 @@ def _refused_env(
             yield (*where, key), f"variable {key!r} is set by skyctl: {reserved[key]}"
         elif not key or "=" in key or "\0" in key + value:
             yield (*where, key), f"{key!r} is not the name of an environment variable"
+
+
+class PlanWarning(str):
+    """One warning line; `fix` is what to change in the fleet file."""
+
+    fix: str
+
+    def __new__(cls, message: str, fix: str = "") -> PlanWarning:
+        warning = super().__new__(cls, message)
+        warning.fix = fix
+        return warning
+
+
+def plan_warnings(
+    config: FleetConfig,
+    launches: Sequence[ServerLaunch],
+    cpu_count: int,
+    trainer_gpu: int | None = None,
+) -> tuple[PlanWarning, ...]:
+    """One warning per finding, in the order of the fleet file. `cpu_count` 0 is unknown."""
+    engine = ENGINES[config.engine]
+    return (
+        *_server_warnings(config, launches[0].device, launches[0].backend),
+        *_port_warnings(config, len(launches)),
+        *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
+        *_core_warnings(launches, cpu_count),
+        *_router_warnings(config),
+        *_tinker_warnings(config, launches, trainer_gpu),
+    )
+
+
+def _tinker_warnings(
+    config: FleetConfig, launches: Sequence[ServerLaunch], trainer_gpu: int | None
+) -> Iterator[PlanWarning]:
+    tinker = config.tinker
+    if tinker is not None and not is_loopback(tinker.host):
+        yield PlanWarning(
+            f"tinker.host {tinker.host}: its key and the training data cross the network "
+            "unencrypted; whoever reads the key can train, sample and delete checkpoints",
+            "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
+        )
+    if tinker is not None and any(trainer_gpu in launch.gpus for launch in launches):
+        yield PlanWarning(
+            f"tinker.device {tinker.device}: servers use that GPU, too",
+            "lower their `gpu-memory-utilization`, and run `skyctl sleep` before each training "
+            "step and `skyctl wake` after it; or name another GPU",
+        )
+
+
+def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
+    warnings = []
+    danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
+    open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+    if config.launcher in ("ssh", "ray"):
+        warnings.append(
+            PlanWarning(
+                f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
+                f"the control token can replace the servers' weights{danger}{open_too}",
+                "let nobody else into the network between the machines",
+            )
+        )
+    elif not is_loopback(config.host):
+        warnings.append(
+            PlanWarning(
+                f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
+                f"control token can replace the servers' weights{danger}{open_too}",
+                "leave `host` out (127.0.0.1), and let only the router be reached from outside",
+            )
+        )
+    if config.auth == "none":
+        warnings.append(
+            PlanWarning(
+                "auth none: every user of this machine can pause the servers and replace their "
+                "weights",
+                "leave `auth` out, and hand clients the token: skyctl urls",
+            )
+        )
+        if device == "cuda" and backend == "" and config.weight_transfer.transport == "auto":
+            warnings.append(
+                PlanWarning(
+                    "auth none: weights go by disk, since servers of the ipc transport unpickle "
+                    "what anybody sends them",
+                    "leave `auth` out, or leave a GPU free for nccl",
+                )
+            )
+    return warnings
+
+
+def _inference_is_open(config: FleetConfig) -> bool:
+    return config.auth != "all" and config.api_key_env is None
+
+
+def _port_warnings(config: FleetConfig, replicas: int) -> list[PlanWarning]:
+    if config.ports is None or len(config.ports) == replicas:
+        return []
+    few = len(config.ports) < replicas
+    rest = "the rest get free ones" if few else "the last ones are not used"
+    return [
+        PlanWarning(
+            f"ports: {len(config.ports)} for {replicas} replicas; {rest}",
+            "name one port per replica, or leave `ports` out",
+        )
+    ]
+
+
+def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> list[PlanWarning]:
+    workers = sum(launch.world_size for launch in launches)
+    if launches[0].device != "cpu" or not 0 < cpu_count < workers:
+        return []
+    return [PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")]
+
+
+def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
+    router = config.router
+    if not isinstance(router, RouterSection) or not router.enabled:
+        return []
+    warnings = []
+    if not is_loopback(router.host):
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+        warnings.append(
+            PlanWarning(
+                f"router.host {router.host}: the router's own routes ask for nothing; whoever "
+                f"reaches it can take servers out and put others in{open_too}",
+                "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
+                "through",
+            )
+        )
+    if router.request_timeout_s < _SHORT_REQUEST_S:
+        warnings.append(
+            PlanWarning(
+                f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
+                "and time frozen by `pause --mode keep` counts",
+                "leave it out (1800), or raise it to 300 or more",
+            )
+        )
+    if router.health_interval_s > _LONG_INTERVAL_S:
+        warnings.append(
+            PlanWarning(
+                f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
+                f"requests for {_HEALTH_FAILURES * router.health_interval_s} s",
+                "leave it out (5)",
+            )
+        )
+    return warnings

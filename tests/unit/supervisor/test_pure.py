@@ -9,8 +9,8 @@ import pytest
 
 from skyctl.core.health import routable
 from skyctl.core.plan import FrontSpec
-from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
+from skyctl.fleetfile.arguments import PlanWarning
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
 from skyctl.supervisor import wire
