@@ -1,5 +1,5 @@
-"""What a fleet file sets for servers and router: arguments, which of them skyctl keeps, and settings
-that it may have but that are probably not meant.
+"""What a fleet file sets for servers and router: arguments, which of them skyctl keeps, and
+settings that it may have but that are probably not meant.
 """
 
 from __future__ import annotations
