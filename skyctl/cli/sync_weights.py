@@ -219,6 +219,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
     skyctl sync-weights --rollback               to the previous version
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
+    skyctl sync-weights --rollback base          to what the servers were started with
 
     --canary takes the servers out of the router and drains them first (--mode wait lets requests
     finish, abort ends them). Meanwhile the router has no server and answers 503. When an answer is
@@ -312,15 +313,15 @@ async def _looked_up(
     """The request as the history makes it: another one for a rollback, or with a warning."""
     if not back and not request.weight_version:
         return request
-    pushes = (await running.weights()).pushes
+    state = await running.weights()
     if back:
         from skyctl.push.versions import rollback
 
         kept = [one.kept for one in await running.kept_versions()]
-        return rollback(request, pushes, kept, version)
+        return rollback(request, state.pushes, kept, version, state.base)
     from skyctl import output
     from skyctl.push.versions import reused_label
 
-    if warning := reused_label(request, pushes):
+    if warning := reused_label(request, state.pushes):
         output.warn(warning)
     return request

@@ -15,10 +15,13 @@ from skyctl.store.state import ServerRow
 
 @dataclass(frozen=True)
 class WeightsState:
-    """What each server carries, as the last push recorded it, and the pushes, newest first."""
+    """What each server carries, as the last push recorded it, and the pushes, newest first.
+    `base` is the directory that servers are started with, None if that is not known.
+    """
 
     servers: tuple[ServerRow, ...]
     pushes: tuple[PushRecord, ...]
+    base: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from skyctl.push.request import PushRequest
 from skyctl.store.journal import PushRecord
 from skyctl.store.kept_weights import KeptWeights
 
+BASE = "base"
+"""What servers are started with, in place of a label."""
+
 
 def reused_label(request: PushRequest, pushes: Sequence[PushRecord]) -> str:
     """A warning if the request's label has stood for another checkpoint until now, else "".
@@ -56,9 +59,11 @@ def rollback(
     pushes: Sequence[PushRecord],
     kept: Sequence[KeptWeights] = (),
     version: str | None = None,
+    base: str | None = None,
 ) -> PushRequest:
     """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
-    newest first. A kept copy takes precedence over the directory that was pushed then.
+    newest first. A kept copy takes precedence over the directory that was pushed then. Before the
+    first push comes `base`, the directory that servers are started with.
 
     Two rollbacks return a fleet to where it was: the version it left is then the previous one.
 
@@ -82,6 +87,8 @@ def rollback(
             expected_digest=copy.checkpoint_digest,
         )
     before = next((push for push in had if push.version == wanted), None)
+    if before is None and base and current not in (None, BASE) and version in (None, BASE):
+        return replace(request, checkpoint=base, weight_version=BASE)
     if before is None and version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",

@@ -81,9 +81,17 @@ def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
     """
     if weights.version is not None:
         return weights if weights.checkpoint else None
+    base = started_with(plan)
+    return FleetWeights(checkpoint=base) if base else None
+
+
+def started_with(plan: FleetPlan) -> str | None:
+    """The model that servers are started with, None if its weights are in no file that a push
+    reads.
+    """
     directory = locate(plan.model_path)
-    started_with_files = directory is not None and any(directory.glob("*.safetensors"))
-    return FleetWeights(checkpoint=plan.model_path) if started_with_files else None
+    found = directory is not None and any(directory.glob("*.safetensors"))
+    return plan.model_path if found else None
 
 
 async def bring_to_weights(

@@ -29,6 +29,7 @@ from skyctl.core.keeping import place_copies
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
+from skyctl.core.results import WeightsState
 from skyctl.core.service import (
     SETTLE_WAIT_S,
     CloseUpdate,
@@ -237,6 +238,10 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def model_path(self) -> str | None:
         return self.state.weights().checkpoint or self.require_plan().model_path
+
+    async def weights(self) -> WeightsState:
+        base = admission.started_with(self.plan) if self.plan is not None else None
+        return replace(await super().weights(), base=base)
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase == "up"]

@@ -18,6 +18,7 @@ import pytest
 from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet, until_said
 from tests.pids import gone, kill
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
 @pytest.fixture
@@ -105,6 +106,21 @@ def test_a_replica_that_exits_at_start_fails_up_with_the_end_of_its_log(fleet: S
     # the file is mended: up tries again
     fleet.write(replicas=1)
     fleet.run("up")
+
+
+def test_a_rollback_of_the_first_push_brings_back_what_servers_were_started_with(
+    fleet: StubFleet,
+) -> None:
+    base = write_checkpoint(fleet.directory / "model", tiny_tensors(1))
+    new = write_checkpoint(fleet.directory / "new", tiny_tensors(2))
+    fleet.run("up")
+    fleet.json("sync-weights", "--rollback", expect=4)
+    fleet.run("sync-weights", str(new), "--weight-version", "next")
+    back = fleet.json("sync-weights", "--rollback")["data"]["job"]["result"]
+    assert (back["version"], back["checkpoint"]) == ("base", str(base))
+    assert {row["weight_version"] for row in fleet.replicas().values()} == {"base"}
+    again = fleet.json("sync-weights", "--rollback")["data"]["job"]["result"]
+    assert again["version"] == "next"
 
 
 def test_a_failed_up_with_rollback_leaves_nothing(fleet: StubFleet) -> None:

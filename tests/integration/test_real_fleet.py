@@ -234,7 +234,9 @@ def test_a_rollback_brings_the_version_before_and_another_one_the_last_back(
     again = real_fleet.data("sync-weights", "--rollback")["job"]["result"]
     assert again["version"] == "to-leave"
     assert endpoints.one_answer() != answer_a
-    push(real_fleet, "a")
+    first = real_fleet.data("sync-weights", "--rollback", "base")["job"]["result"]
+    assert Path(first["checkpoint"]).name == "a"
+    assert endpoints.one_answer() == answer_a
 
 
 def test_sleep_and_wake(real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]) -> None:

@@ -39,6 +39,21 @@ def test_rolled_back_twice_it_is_where_it_was() -> None:
     assert rollback(PushRequest(""), [pushed("1"), pushed("2"), pushed("1")]).weight_version == "2"
 
 
+@pytest.mark.parametrize(("pushes", "version"), [([pushed("1")], None), ([pushed("2")], "base")])
+def test_before_the_first_push_comes_what_servers_are_started_with(
+    pushes: list[PushRecord], version: str | None
+) -> None:
+    back = rollback(PushRequest(""), pushes, version=version, base="/models/a")
+    assert (back.checkpoint, back.weight_version) == ("/models/a", "base")
+    pushes.insert(0, replace(pushed("base"), checkpoint="/models/a"))
+    assert rollback(PushRequest(""), pushes, base="/models/a").weight_version != "base"
+
+
+def test_a_fleet_that_took_no_push_is_at_its_base() -> None:
+    with pytest.raises(NotFoundError, match="nothing to roll back to"):
+        rollback(PushRequest(""), [], base="/models/a")
+
+
 @pytest.mark.parametrize("pushes", [[], [pushed("1")], [pushed("2", ok=False), pushed("1")]])
 def test_without_another_version_it_says_so(pushes: list[PushRecord]) -> None:
     with pytest.raises(NotFoundError, match="nothing to roll back to"):
