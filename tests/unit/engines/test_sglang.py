@@ -295,3 +295,32 @@ async def test_a_pause_that_is_given_up_leaves_a_server_as_it_was(
     with pytest.raises(ServerError):
         await server.sleep(mode="keep")
     assert stub.engine.is_pause  # as it was before
+
+
+async def test_a_pause_that_is_cut_off_is_reported_as_what_the_server_then_is() -> None:
+    """Paused from the start of an abort on, whether or not what runs has ended: whoever is told
+    that records it."""
+    stub = SGLangStub()
+    stub.engine.requests.append(_Request())  # ends for nobody
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    client = ControlClient(transport=StubTransport([stub]))
+    (outcome,) = await actions.pause(client, [target], timeout_s=0.1)
+    assert (outcome.ok, outcome.detail.partition(";")[0]) == (True, "paused")
+    assert stub.engine.is_pause
+
+
+@pytest.mark.parametrize("path", [keeper.PAUSE, keeper.CONTINUE])
+async def test_a_call_whose_sender_has_gone_before_its_turn_changes_nothing(path: str) -> None:
+    """It has read the state since, and recorded it."""
+    engine, sent = SGLangEngine(), []
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    engine.is_pause = before = path == keeper.CONTINUE
+    await SGLangStub(engine).asgi(scope, gone, send)
+    assert (engine.is_pause, engine.log, sent) == (before, [], [])

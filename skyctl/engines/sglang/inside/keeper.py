@@ -130,6 +130,8 @@ class Keeper:
 
     async def _call(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await _body(receive)
+        if raw is None:
+            return  # it gave up waiting for its turn, and believes what the state says
         try:
             body = json.loads(raw or b"{}")
             if not isinstance(body, dict):
@@ -242,13 +244,14 @@ def _refusal(problem: str) -> dict[str, Any]:
     return {"success": False, "message": problem}
 
 
-async def _body(receive: Receive) -> bytes:
+async def _body(receive: Receive) -> bytes | None:
+    """None if its sender has gone: the server drops what it had sent."""
     parts = bytearray()
-    while True:
-        message = await receive()
+    while (message := await receive())["type"] == "http.request":
         parts += message.get("body", b"")
-        if message["type"] != "http.request" or not message.get("more_body"):
+        if not message.get("more_body"):
             return bytes(parts)
+    return None
 
 
 def _replay(raw: bytes, receive: Receive) -> Receive:
