@@ -95,7 +95,12 @@ async def updating(
     opened = await fleet.open_update(OpenUpdate(request, at, own_identity(), timeout_s))
 
     async def ended(failure: str = "") -> PushResult:
-        await fleet.close_update(CloseUpdate(opened.job, failure))
+        closing = asyncio.create_task(fleet.close_update(CloseUpdate(opened.job, failure)))
+        try:
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            await closing  # servers are frozen, and wait for this
+            raise
         job = await fleet.wait_job(opened.job, on_event)
         if error := job_error(job):
             raise error

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
+from skyctl.core.service import CloseUpdate
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.push.request import PushResult
 from skyctl.push.trainer import suggest
@@ -157,6 +158,38 @@ async def test_what_may_be_half_updated_stays_closed_until_the_next_update(
     rows = {row.name: row for row in (await trained.fleet.weights()).servers}
     assert [(row.weight_version, row.quarantine) for row in rows.values()] == [("step-2", None)] * 2
     trained.served_whole()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["twice", "as it is left"])
+async def test_a_cancelled_trainer_still_says_that_it_sends_nothing_more(
+    trained: Trained, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers would stay frozen until its time is over, and closed for as long as it lives."""
+    close, closes, reported = AttachedFleet.close_update, asyncio.Event(), asyncio.Event()
+
+    async def as_over_a_network(fleet: AttachedFleet, asked: CloseUpdate) -> None:
+        closes.set()
+        await asyncio.sleep(0.05)
+        await close(fleet, asked)
+        reported.set()
+
+    monkeypatch.setattr(AttachedFleet, "close_update", as_over_a_network)
+    opened = asyncio.Event()
+
+    async def update() -> None:
+        async with trained.fleet.update("step-1"):
+            opened.set()
+            await asyncio.sleep(60 if inside else 0)
+
+    updating = asyncio.create_task(update())
+    await opened.wait()
+    if inside:
+        updating.cancel()
+    await closes.wait()
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(updating, 20)
+    assert reported.is_set()
 
 
 async def test_a_dead_update_is_undone_by_recovery(trained: Trained) -> None:
