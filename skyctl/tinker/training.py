@@ -19,6 +19,7 @@ import sqlite3
 import time
 import uuid
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -442,21 +443,39 @@ class Training:
         for model, run in list(self._runs.items()):  # a model may be created meanwhile
             if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
                 continue
-            missing = run.next_seq
-            for seq in sorted(run.waiting):
-                row = await self._ledger.row(
-                    "SELECT * FROM requests WHERE id = ?", run.waiting[seq]
-                )
-                assert row is not None
-                run.next_seq = seq
-                outcome = _failed(f"request {missing} of this model never came", "user")
-                await self._record(model, run, row, outcome)
-            run.life = 0  # a failed step drops the gradients: so does rebuilding
+            skipped, broken = await self._ledger.insist(partial(_skip, model, run.next_seq))
+            if skipped:
+                run.next_seq, run.broken = skipped[-1]["seq"] + 1, broken
+                run.waiting = {n: name for n, name in run.waiting.items() if n >= run.next_seq}
+                run.life = 0  # a failed step drops the gradients: so does rebuilding
+                self._bell.ring(*(row["id"] for row in skipped))
 
     async def _model(self, model: str) -> sqlite3.Row:
         row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
         assert row is not None  # its requests are in the ledger, so it is too
         return row
+
+
+def _skip(
+    model: str, missing: int, connection: sqlite3.Connection
+) -> tuple[list[sqlite3.Row], bool]:
+    """Fail the requests after a missing one, none if it has come meanwhile: once this is committed
+    it is refused. Returns them, and whether the next step is broken.
+    """
+    sql = "SELECT * FROM requests WHERE owner = ? AND seq >= ? ORDER BY seq"
+    rows = connection.execute(sql, (model, missing)).fetchall()
+    if rows[0]["seq"] == missing:
+        return [], False
+    outcome = _failed(f"request {missing} of this model never came", "user")
+    broken, now = True, time.time()  # it may have been a forward_backward
+    for row in rows:
+        broken = row["kind"] == FORWARD_BACKWARD or (broken and row["kind"] != OPTIM_STEP)
+        record_outcome(connection, row, outcome, now)
+    connection.execute(
+        "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
+        (rows[-1]["seq"], broken, now, model),
+    )
+    return rows, broken
 
 
 def record_outcome(

@@ -267,3 +267,46 @@ async def test_a_gap_is_given_up_while_another_model_is_busy(
     task.cancel()
     [row] = await ledger.rows("SELECT result FROM requests WHERE owner = 'gap' AND seq = 2")
     assert b"request 1 of this model never came" in row[0]
+
+
+@pytest.mark.parametrize("late", ["is there", "is refused"])
+async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
+    ledger: Ledger, tmp_path: Path, late: str
+) -> None:
+    """It is on disk before the scheduler is told: one that was skipped then had no answer, ever."""
+    worker = Notes()
+    found = training_of(ledger, tmp_path, worker, gap_s=0.0)
+    await add(ledger, found, "m", training.CREATE)
+    await found._one("m")
+    await add(ledger, found, "m", training.OPTIM_STEP, first=2)
+    done: list[int] = []
+
+    def commit(connection: Any) -> None:
+        done.append(records.model(connection, "m")["done_seq"])
+        if done[0] < 1:  # as the API, which refuses it otherwise
+            records.add_request(connection, "m", 1, training.OPTIM_STEP, {"params": {}}, b"")
+
+    order = [ledger.run(commit), found._skip_gaps()]
+    await asyncio.gather(*(order if late == "is there" else reversed(order)))
+    if late == "is there":
+        found.accepted("m", 1, records.request_id("m", 1))
+    else:
+        assert done == [2]
+    task = asyncio.create_task(found.run())
+    states = ["done", "done", "done"] if late == "is there" else ["done", "failed"]
+    assert await until_ended(ledger, "m") == states
+    task.cancel()
+
+
+async def test_a_step_after_a_gap_does_not_apply_what_is_left_of_its_gradient(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    found = training_of(ledger, tmp_path, Notes(), gap_s=0.0)
+    await add(ledger, found, "m", training.CREATE)
+    await found._one("m")
+    await add(ledger, found, "m", training.FORWARD, first=2)
+    await found._skip_gaps()
+    await add(ledger, found, "m", training.OPTIM_STEP, training.OPTIM_STEP, first=3)
+    await found._one("m")
+    await found._one("m")
+    assert await until_ended(ledger, "m") == ["done", "failed", "failed", "done"]
