@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import CanaryFailed, PreflightError, PushError, SkyctlError, UsageError
 from skyctl.push.canary import Answer, Expectation, judge, parse_canary, read_answer, read_canary
 from skyctl.push.transaction import PushRequest, PushResult, push
@@ -235,6 +236,20 @@ async def test_a_server_that_cannot_answer_has_failed_its_canary(stubs: Stubs, k
     stubs.servers[1].asgi.faults["/v1/completions"] = Fault(kind)
     error = await refused(stubs, {**canary(), "timeout_s": 0.3})
     assert [one["ok"] for one in error.details["canary"]] == [True, False]
+    assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
+
+
+async def test_a_server_that_names_no_model_has_failed_its_canary(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none(server: VLLMServer) -> list[str]:
+        return []
+
+    remember(stubs)
+    monkeypatch.setattr(VLLMServer, "models", none)
+    error = await refused(stubs, canary())
+    assert "demo-0 names no model to ask" in error.message
+    assert [one["ok"] for one in error.details["canary"]] == [False, False]
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
 
 
