@@ -147,16 +147,30 @@ def load_everything() -> None:
 
 
 async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
-    """Wait until the supervisor's process has released the fleet.
+    """Wait until the supervisor's process has released the fleet, even if another has it then.
 
     Raises:
         SkyctlError: it has not, after `timeout_s` seconds.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, its_socket = time.monotonic() + timeout_s, _bound(paths)
     while supervisor_running(paths):
+        if (bound := _bound(paths)) is not None and bound != its_socket:
+            return
         if time.monotonic() > deadline:
-            raise SkyctlError(f"the supervisor of fleet {paths.name} does not end")
+            raise SkyctlError(
+                f"the supervisor of fleet {paths.name} does not end",
+                hint=f"its log is {paths.supervisor_log}",
+            )
         await asyncio.sleep(0.05)
+
+
+def _bound(paths: FleetPaths) -> tuple[int, int] | None:
+    """Tells a supervisor's socket from that of the next."""
+    try:
+        found = paths.socket.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def become_subreaper() -> None:
