@@ -18,7 +18,7 @@ HOSTS: Plugins[Host] = Plugins(
     {
         DEFAULT: "skyctl.launch.local.host:LOCAL",
         "ssh": "skyctl.launch.remote.host:SSH",
-        "ray": "skyctl.launch.remote.host:RAY",
+        "ray": "skyctl.launch.ray.host:RAY",
     },
 )
 """By the fleet file's `launcher:`. Other packages add theirs as `skyctl.launchers` entry points."""

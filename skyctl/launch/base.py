@@ -231,3 +231,5 @@ class Host:
     on: Callable[[Node, Sequence[Follower]], Host] | None = None
     """The same on another machine, with the followers of what is spawned on theirs; None for a
     launcher limited to this one."""
+    reap: Callable[[], None] = lambda: None
+    """Wait for its own helpers that have ended: a supervisor adopts what its children leave."""

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import psutil
 import uvicorn
 
 from skyctl.checkpoints.staging import sweep
@@ -31,7 +30,6 @@ from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.rotation import rotate
-from skyctl.launch.ray.client import DRIVERS_NAME
 from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
@@ -40,6 +38,7 @@ from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.rollout import host_of
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
@@ -287,7 +286,7 @@ async def keep_house(supervisor: Supervisor) -> None:
             if supervisor.plan is not None:
                 await look_after_logs(supervisor.paths, supervisor.plan.config)
             supervisor.state.complete()
-            reap_drivers()
+            host_of(supervisor.state).reap()
             await adapters.retire(supervisor)
             if time.monotonic() - pruned_at > _PRUNE_INTERVAL_S:
                 supervisor.state.prune()
@@ -295,19 +294,6 @@ async def keep_house(supervisor: Supervisor) -> None:
         except Exception:
             _LOG.exception("housekeeping")
         await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
-
-
-def reap_drivers() -> None:
-    """Wait for those drivers of Ray that are children of ours since their first client ended, and
-    have ended: while a cluster lets nobody in, there is one for each attempt.
-    """
-    with contextlib.suppress(ChildProcessError):
-        if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if child.name() == DRIVERS_NAME:
-                    os.waitpid(child.pid, os.WNOHANG)
 
 
 async def look_after_logs(paths: FleetPaths, config: FleetConfig) -> None:

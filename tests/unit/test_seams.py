@@ -73,6 +73,11 @@ def test_an_engines_words_stay_in_its_package() -> None:
     assert not found
 
 
+def test_what_ray_needs_stays_with_its_launcher() -> None:
+    known = [module.path for module in modules() if any("launch.ray" in m for m in module.imported)]
+    assert {path for path in known if not path.startswith("launch/ray/")} == set()
+
+
 @pytest.mark.parametrize(
     "text", ["/is_paused", "vllm:num_requests_running", "VLLM_API_KEY", "vllm.entrypoints.x"]
 )

@@ -227,4 +227,3 @@ def on(node: Node, followers: Sequence[Follower]) -> Host:
 
 
 SSH = replace(LOCAL, name="ssh", adopt=adopt, on=on)
-RAY = replace(SSH, name="ray")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN
-from skyctl.supervisor.daemon import reap_drivers
+from skyctl.launch.ray.host import reap_drivers
 
 NAME = f"skyctl-test-{secrets.token_hex(8)}"
 CLIENT = [sys.executable, "-P", "-m", "skyctl.launch.ray.client"]
