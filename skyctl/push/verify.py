@@ -192,9 +192,8 @@ def can_compare(target: ServerTarget) -> bool:
 async def _by_checksums(server: Server, *, timeout_s: float) -> WeightsDigest:
     checksums = await server.weight_checksums(timeout_s=timeout_s)
     if not checksums:
-        raise CannotDigest(
-            f"{server.target.name} has no way to digest its weights", hint=HOW_TO_DIGEST
-        )
+        hint = HOW_TO_DIGEST if can_compare(server.target) else "push with --no-verify"
+        raise CannotDigest(f"{server.target.name} has no way to digest its weights", hint=hint)
     title = engines.ENGINES[server.target.engine].title
     return WeightsDigest(_combined(sorted(checksums.items())), how=f"by {title}'s checksums")
 

@@ -160,6 +160,7 @@ class SGLangEngine:
     memory_saver: bool = True
     cpu_backup: bool = False
     tp_size: int = 1
+    pp_size: int = 1
     digest: str = ""
     weight_version: str = "default"
     is_pause: bool = False
@@ -534,7 +535,7 @@ class SGLangStub:
                 "model_path": self.engine.model,
                 "load_format": "auto",
                 "tp_size": self.engine.tp_size,
-                "pp_size": 1,
+                "pp_size": self.engine.pp_size,
                 "dp_size": 1,
                 "disable_radix_cache": not self.engine.radix_cache,
                 "hicache_storage_backend": self.engine.hicache_storage_backend,
@@ -647,12 +648,17 @@ class SGLangStub:
     async def _checker(self, _: Request) -> Response:
         if "weights" in self.engine.released:
             self.engine._die("memory that is released was read")
-        rank = {
-            "checksums": {"model.embed_tokens.weight": self.engine.digest},
-            "per_gpu_checksum": self.engine.digest,
-            "parallelism_info": {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0},
-        }
-        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+        size = self.engine.tp_size
+        sizes = {"tp_size": size, "pp_size": self.engine.pp_size, "dp_size": 1}
+        ranks = [
+            {
+                "checksums": {"model.embed_tokens.weight": self.engine.digest},
+                "per_gpu_checksum": self.engine.digest,
+                "parallelism_info": {"tp_rank": rank, "pp_rank": 0, "dp_rank": 0, **sizes},
+            }
+            for rank in range(size)  # of the first stage: others have no way to answer
+        ]
+        return JSONResponse({"success": True, "message": "Success.", "ranks": ranks})
 
     async def _flush(self, _: Request) -> Response:
         if self.engine.flush():

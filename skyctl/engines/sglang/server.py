@@ -331,7 +331,8 @@ class SGLangServer(HttpServer):
         return True
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
-        """Checksum per parameter of every rank: `tp1.pp0.NAME`.
+        """Checksum per parameter of every rank: `tp1.pp0.NAME`. None if a rank is missing: SGLang
+        asks its first pipeline stage alone.
 
         Raises:
             ServerError: data-parallel ranks differ, or it answers something else.
@@ -339,10 +340,13 @@ class SGLangServer(HttpServer):
         body = {"action": "checksum"}
         answer = await self._call("POST", "/weights_checker", json=body, timeout_s=timeout_s)
         ranks = self._mapping(answer, "/weights_checker").get("ranks")
-        return self._understood("/weights_checker", lambda: self._by_rank(ranks or ()))
+        return self._understood("/weights_checker", lambda: self._by_rank(ranks) if ranks else None)
 
-    def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+        places, found = [rank["parallelism_info"] for rank in ranks], dict[str, str]()
+        for kind in ("tp", "pp", "dp"):
+            if {at[f"{kind}_rank"] for at in places} != set(range(places[0][f"{kind}_size"])):
+                return None
         for rank in ranks:
             at = rank["parallelism_info"]
             for name, checksum in rank["checksums"].items():

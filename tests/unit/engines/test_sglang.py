@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from httpx import ASGITransport, AsyncClient
+from httpx import ASGITransport, AsyncClient, MockTransport, Response
 
 import skyctl.engines.sglang.inside.serve as serve
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
@@ -31,6 +31,7 @@ from tests.faults.attached_fleet import attached_fleet
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import GROUPS, SGLangEngine, SGLangStub, StubGroup, _Request
+from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.core.test_plan import PYTHON, gpus, plan
 
 IPC: dict[str, Any] = {"weight_transfer": {"transport": "ipc"}}
@@ -324,3 +325,36 @@ async def test_a_call_whose_sender_has_gone_before_its_turn_changes_nothing(path
     engine.is_pause = before = path == keeper.CONTINUE
     await SGLangStub(engine).asgi(scope, gone, send)
     assert (engine.is_pause, engine.log, sent) == (before, [], [])
+
+
+@pytest.mark.parametrize("missing", ["tp", "pp", "dp", "all"])
+async def test_checksums_in_which_a_rank_is_missing_prove_nothing(missing: str) -> None:
+    at = {
+        f"{kind}_{word}": int(word == "size")
+        for kind in ("tp", "pp", "dp")
+        for word in ("rank", "size")
+    }
+    ranks: list[dict[str, Any]] = [{"checksums": {"w": "1"}, "parallelism_info": at}]
+    answer = MockTransport(lambda request: Response(200, json={"ranks": ranks}))
+    client = ControlClient(transport=ThroughHttpx(answer))
+    server = SGLangServer(client, ServerTarget("s-0", "http://stub-0", engine="sglang"))
+    assert await server.weight_checksums() == {"tp0.pp0.w": "1"}
+    if missing == "all":
+        ranks.clear()
+    else:
+        at[f"{missing}_size"] = 2
+    assert await server.weight_checksums() is None
+
+
+async def test_a_push_that_could_verify_the_first_stage_alone_is_refused_before_it_touches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (str(make_tiny_checkpoint(tmp_path / n, seed=i)) for i, n in enumerate("ab"))
+    stub = SGLangStub(SGLangEngine(model=a, pp_size=2))
+    async with attached_fleet(tmp_path, monkeypatch, [stub], engine="sglang") as fleet:
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(b)))
+        assert job.error and "has no way to digest" in job.error["message"]
+        assert job.error["hint"] == "push with --no-verify"
+        assert stub.engine.log == []
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(b, verify=False)))
+        assert job.state == "succeeded", job
