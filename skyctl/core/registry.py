@@ -94,6 +94,10 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
         parts = urlsplit(name)
     except ValueError as error:
         raise UsageError(f"--fleet {name} is no URL: {error}", hint=_URL_HINT) from error
+    if "@" in parts.netloc:
+        raise UsageError(
+            "--fleet takes no user or password", hint="give the token in a file: --token-file"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise UsageError(f"--fleet {name} is no supervisor's URL", hint=_URL_HINT)
     if parts.scheme == "http" and not is_loopback(parts.hostname):

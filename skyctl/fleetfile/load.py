@@ -237,7 +237,8 @@ def _problem(
     location: Location, errors: Sequence[Mapping[str, Any]], source: YamlSource
 ) -> FileProblem:
     line = source.line(location)
-    error = errors[0]
+    # of a union's members, one that the value fits in kind says what is wrong with it
+    error = next((error for error in errors if error["type"] == "value_error"), errors[0])
     kind = error["type"]
     if kind == "extra_forbidden":
         return _unknown_key(line, location)

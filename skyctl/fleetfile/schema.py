@@ -62,7 +62,14 @@ def _url(text: str) -> str:
         raise ValueError(f"{text!r} is no URL: {error}") from error
     if not parts.hostname or port == 0:
         raise ValueError(f"{text!r} is no URL of a server: a host or a port is missing")
+    refuse_password(text)
     return text
+
+
+def refuse_password(url: str) -> None:
+    """Raise ValueError for a URL with one: nobody sends it, and it would be shown everywhere."""
+    if "@" in urlsplit(url).netloc:
+        raise ValueError("a URL takes no user or password: name a key with `api_key_env`")
 
 
 # The constraint stands before the validator: the other way round the JSON Schema loses it.

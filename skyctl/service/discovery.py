@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
+from skyctl.fleetfile.schema import refuse_password
 
 Located = tuple[str, str]
 """A server's name and URL."""
@@ -131,6 +132,7 @@ def _read(line: str) -> Located:
 
 def _name(url: str) -> str:
     """`http://10.0.0.3:8000` becomes `10-0-0-3-8000`. Raises ValueError for anything but a URL."""
+    refuse_password(url)
     found = urlsplit(url)
     port = f"-{found.port}" if found.port else ""
     name = re.sub(r"[^A-Za-z0-9]+", "-", found.hostname or "").strip("-")

@@ -118,9 +118,7 @@ class NetworkFleet(RemoteFleet):
     """A fleet on another machine: every path in a request is a path there."""
 
     def __init__(self, ref: RemoteRef) -> None:
-        token = None
-        if ref.token_file is not None and (token := read_secret(ref.token_file)) is None:
-            raise UsageError(f"--token-file {ref.token_file} does not exist")
+        token = None if ref.token_file is None else _copied(ref.token_file)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.host = urlsplit(ref.url).netloc
         transport = KeptConnections(tls=None if ref.ca is None else _trusting(ref.ca))
@@ -192,6 +190,20 @@ def _error(answer: Answer) -> SkyctlError:
         return ServerError(
             f"the supervisor answered {answer.status}", status=answer.status, hint=LOOK
         )
+
+
+def _copied(file: Path) -> str:
+    """The token in a copy of its file. Raises UsageError."""
+    try:
+        token = read_secret(file)
+    except SkyctlError as error:  # what it advises is for the file of a fleet here
+        raise UsageError(
+            f"--token-file {error.message}",
+            hint="copy the fleet's supervisor.token into a file of yours with mode 0600",
+        ) from error
+    if token is None:
+        raise UsageError(f"--token-file {file} does not exist")
+    return token
 
 
 def _refuse_local(checkpoint: str, host: str) -> None:

@@ -57,6 +57,7 @@ async def test_a_command_names_servers_relative_to_the_fleet_file(
         ("yes http://x:1 | head -n 5000", "5000 lines (at most 4096 servers)"),
         ("yes http://x:1 | head -n 200000", "it prints more than 1048576 bytes"),
         ("echo a http://x:99999", "Port out of range"),
+        ("echo a http://me:key@x:1", "no user or password"),
         ("echo http://_", "'http://_' has no host"),
     ],
 )

@@ -255,4 +255,9 @@ def test_a_url_names_a_fleet_of_another_machine(
 async def _refuses_a_missing_token(tmp_path: Path) -> bool:
     with pytest.raises(UsageError, match="does not exist"):
         NetworkFleet(RemoteRef("https://gpu7:7420", tmp_path / "absent"))
+    (tmp_path / "copy").write_text("0" * 64)
+    (tmp_path / "copy").chmod(0o644)
+    with pytest.raises(UsageError, match="can be read by others") as caught:
+        NetworkFleet(RemoteRef("https://gpu7:7420", tmp_path / "copy"))
+    assert "mode 0600" in caught.value.hint, "and no fleet of this machine is to go down"
     return True

@@ -175,3 +175,9 @@ def test_variables_are_not_expanded_in_the_copy(
 def test_a_fleets_url_that_cannot_be_parsed_is_a_wrong_argument() -> None:
     with pytest.raises(UsageError, match="is no URL"):
         find(None, "https://[::1")
+
+
+def test_a_password_in_a_fleets_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(UsageError) as caught:
+        find(None, "https://me:s3cret@h:1")
+    assert "--token-file" in caught.value.hint and "s3cret" not in caught.value.message

@@ -309,6 +309,13 @@ def test_a_url_that_no_command_could_use_is_refused(url: str, key: str) -> None:
     assert f"'{url}' is no URL" in line
 
 
+@pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(key: str) -> None:
+    """No server would be sent it, and every command would show it."""
+    [line] = refused(f"name: a\n{key.format('http://me:s3cret@h:1')}\n")
+    assert "no user or password" in line and "s3cret" not in line
+
+
 def test_a_key_written_where_its_variable_belongs_is_not_repeated() -> None:
     message = refused("name: a\nmodel: x\napi_key_env: sk-123\n")[0]
     assert "the name of an environment variable" in message
