@@ -26,6 +26,7 @@ def main() -> None:
     if not completing and (not arguments or _only_asks_for_help(arguments)):
         sys.stdout.write(_front_page())
         sys.exit(0 if arguments else 2)
+    startup.hold_interrupts(True)
     startup.hurry()
     from skyctl.cli.app import main as run
 

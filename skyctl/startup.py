@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 import threading
 
@@ -33,6 +34,12 @@ def hurry() -> None:
     if _PLUGINS not in os.environ:
         os.environ[_PLUGINS] = "__all__"
         _ours.add(_PLUGINS)
+
+
+def hold_interrupts(hold: bool) -> None:
+    """Have Ctrl-C wait, while nothing could answer it but a traceback; or answer it from now on."""
+    how = signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK
+    signal.pthread_sigmask(how, {signal.SIGINT})
 
 
 def leave() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperArgument, TyperOption
 
-from skyctl import __version__
+from skyctl import __version__, startup
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 from skyctl.printing import configure, let_stdout_go, mode
 from skyctl.sanitize import sanitized
@@ -105,6 +105,7 @@ _ELSEWHERE = {
 }
 _SAME = {word: command for command, words in _ELSEWHERE.items() for word in words.split()}
 
+_LOOKS = ("status", "top", "wait", "logs")
 _registered: list[Verb] = []
 
 app = typer.Typer(
@@ -302,9 +303,10 @@ def main() -> None:
 
 def _run(arguments: Sequence[str]) -> NoReturn:
     try:
+        startup.hold_interrupts(False)
         code = app(args=options_first(arguments), standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C
-            _fail(Interrupted("interrupted"))
+            _fail(_interrupted())
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
     except SkyctlError as error:
@@ -312,7 +314,7 @@ def _run(arguments: Sequence[str]) -> NoReturn:
             raise
         _fail(error)
     except (KeyboardInterrupt, typer.Abort):
-        _fail(Interrupted("interrupted"))
+        _fail(_interrupted())
     except OSError as error:
         if given("--debug", arguments) or not _of_the_disk(error):
             _fail_unexpectedly(error)
@@ -347,7 +349,16 @@ def _fail_on_disk(error: OSError) -> NoReturn:
         sys.exit(int(known.exit_code))
 
 
+def _interrupted() -> Interrupted:
+    """What a command has begun goes on in the supervisor."""
+    verb = mode.command.split()[0]
+    acts = any(one.name == verb and one.panel in (FLEET, FREEZE, WEIGHTS) for one in VERBS)
+    hint = "what it began may go on: skyctl status" if acts and verb not in _LOOKS else ""
+    return Interrupted("interrupted", hint=hint)
+
+
 def _fail(error: SkyctlError) -> NoReturn:
+    startup.hold_interrupts(True)
     from skyctl import output
 
     if isinstance(error, UsageError) and not error.hint:

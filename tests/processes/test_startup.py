@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -68,3 +69,40 @@ def test_a_closed_stream_changes_no_exit_code(tmp_path: Path, closed: str, argum
     ]
     assert whole.returncode == lacking.returncode
     assert b"Traceback" not in lacking.stderr
+
+
+_CTRL_C_DURING_IMPORT = """
+import signal, sys
+from importlib.abc import MetaPathFinder
+
+imported = sys.argv.pop(1)
+
+class CtrlC(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == imported:
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+from skyctl.__main__ import main
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "expect"), [("skyctl.cli.app", 130), ("typer", 130), ("skyctl.output", 2)]
+)
+def test_ctrl_c_amid_imports_shows_no_traceback(tmp_path: Path, imported: str, expect: int) -> None:
+    """The last is imported to report an error, which this one does not hide."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CTRL_C_DURING_IMPORT, imported, "down", "--nope", "--json"],
+        env={**os.environ, "SKYCTL_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    envelope = json.loads(done.stdout)
+    assert (envelope["exit_code"], done.returncode, done.stderr) == (expect, expect, "")
+    if expect == 130:
+        assert envelope["error"]["hint"] == "what it began may go on: skyctl status"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 
+from skyctl import startup
 from skyctl.cli import app as app_module
 from tests.faults.stub_fleet import StubFleet
 from tests.processes.cli.json_contract import DOCUMENT, Node, differences, specification, tables
@@ -120,6 +121,7 @@ def skyctl(*arguments: str) -> tuple[int, str, str]:
         code = ended.code
     finally:
         sys.argv = before
+        startup.hold_interrupts(False)  # this process goes on
     assert isinstance(code, int)
     return code, out.getvalue(), err.getvalue()
 

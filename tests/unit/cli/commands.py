@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from skyctl import startup
 from skyctl.cli import app
 
 
@@ -15,6 +16,7 @@ def run(
     monkeypatch.setattr(sys, "argv", ["skyctl", *arguments])
     with pytest.raises(SystemExit) as ended:
         app.main()
+    startup.hold_interrupts(False)  # this process goes on
     captured = capsys.readouterr()
     assert isinstance(ended.value.code, int)
     return ended.value.code, captured.out, captured.err
