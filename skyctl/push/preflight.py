@@ -411,14 +411,16 @@ async def _delta(
 
 
 def _refuse_unspeakable(request: PushRequest) -> None:
-    """Raise PreflightError for a path or a label that no server can be told: a directory's name
-    becomes part of the label.
+    """Raise PreflightError for a path or a label that no server can be told, or no line can show:
+    a directory's name becomes part of the label.
     """
     for told in (request.checkpoint, request.weight_version or ""):
         try:
             told.encode()
         except UnicodeEncodeError as error:
             raise PreflightError(f"{told!a} is no UTF-8", hint="give it another name") from error
+        if told and told.splitlines() != [told]:
+            raise PreflightError(f"{told!a} is more than one line", hint="give it another name")
 
 
 def _read(request: PushRequest) -> Checkpoint:

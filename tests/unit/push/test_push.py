@@ -139,6 +139,7 @@ async def test_a_name_that_no_server_can_be_told_is_refused_untouched(
     write_checkpoint(Path(path), tiny_tensors(50))
     for changes in ({"checkpoint": path}, {"weight_version": "\udcff"}):
         await refused(stubs, r"'.*\\udcff' is no UTF-8", **changes)
+    await refused(stubs, r"'a\\nb' is more than one line", weight_version="a\nb")
 
 
 async def test_a_sleeping_server_is_refused_with_the_command_that_wakes_it(stubs: Stubs) -> None:
