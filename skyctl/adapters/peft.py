@@ -26,7 +26,7 @@ from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import compare_configs
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
-from skyctl.checkpoints.header import Tensor, read_header
+from skyctl.checkpoints.header import Tensor, read_header, require_plain
 from skyctl.checkpoints.live import (
     NamedTensors,
     RunningModel,
@@ -78,9 +78,10 @@ def read_adapter(path: str) -> Adapter:
         PreflightError: it is not a LoRA adapter in PEFT's format, or one that vLLM does not take.
     """
     directory = Path(os.path.abspath(expanded(path)))  # noqa: PTH100 - links are kept
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112 - Path.is_dir raises
+        there = os.path.exists(directory)  # noqa: PTH110 - so does Path.exists
         raise NotFoundError(
-            f"adapter {path} does not exist" if not directory.exists() else f"{path} is a file",
+            f"{path} is a file" if there else f"adapter {path} does not exist",
             hint=f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}",
         )
     config = _read_config(directory)
@@ -216,6 +217,7 @@ def _plain(name: str, tensor: Any) -> tuple[str, str, list[int], memoryview]:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
+        require_plain(directory / CONFIG)
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         hint = f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}"

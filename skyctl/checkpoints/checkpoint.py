@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.header import Shard, Tensor, read_header
+from skyctl.checkpoints.header import Shard, Tensor, read_header, require_plain
 from skyctl.errors import NotFoundError, PreflightError
 from skyctl.store.paths import expanded
 
@@ -169,6 +169,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
+        require_plain(path)
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         message, hint = mistaken_for(directory)
@@ -186,6 +187,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
+        require_plain(path)
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PreflightError(f"{path} is not a valid index: {error!r}") from error
@@ -289,6 +291,7 @@ def mistaken_for(directory: Path) -> tuple[str, str]:
 def _of(adapter: Path) -> str:
     """` of Qwen/Qwen3-0.6B`, if the adapter says so."""
     try:
+        require_plain(adapter / "adapter_config.json")
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         base = config["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
     """
     try:
         real = path.resolve(strict=True)
+        require_plain(real)
         with real.open("rb") as file:
             status = os.fstat(file.fileno())
             raw = _read_raw_header(file.fileno(), status.st_size, path)
@@ -84,6 +86,12 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
         ),
         list(_tensors(raw, digest, status.st_size - start, shard, path)),
     )
+
+
+def require_plain(path: Path) -> None:
+    """Raise OSError for anything but a plain file: a pipe would be waited for, without end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("not a plain file")
 
 
 def _tensors(

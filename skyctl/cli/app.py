@@ -21,7 +21,14 @@ import typer
 from typer.core import TyperArgument, TyperOption
 
 from skyctl import __version__, startup
-from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
+from skyctl.errors import (
+    ExitCode,
+    InternalError,
+    Interrupted,
+    PreflightError,
+    SkyctlError,
+    UsageError,
+)
 from skyctl.printing import configure, let_stdout_go, mode
 from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
@@ -105,6 +112,11 @@ _ELSEWHERE = {
 }
 _SAME = {word: command for command, words in _ELSEWHERE.items() for word in words.split()}
 
+_ADVICE = {
+    errno.ENOSPC: "free space where it is written",
+    errno.EDQUOT: "free space where it is written",
+    errno.ENAMETOOLONG: "give a shorter path",
+}
 _LOOKS = ("status", "top", "wait", "logs")
 _registered: list[Verb] = []
 
@@ -338,7 +350,8 @@ def _fail_on_disk(error: OSError) -> NoReturn:
     from skyctl import output
 
     what = f"{error.filename}" if error.filename is not None else "cannot write"
-    known = SkyctlError(f"{what}: {error.strerror or error}")
+    hint = _ADVICE.get(error.errno or 0, "")
+    known = SkyctlError(f"{what}: {error.strerror or error}", hint=hint)
     try:
         sys.stdout.flush()
         _fail(known)
@@ -363,6 +376,8 @@ def _fail(error: SkyctlError) -> NoReturn:
 
     if isinstance(error, UsageError) and not error.hint:
         error.hint = f"how it is typed: skyctl {mode.command} --help"
+    if isinstance(error, PreflightError) and not error.hint:
+        error.hint = "nothing was touched: put it right, and type this again"
     try:
         output.emit_error(error)
     except BrokenPipeError:

@@ -160,7 +160,9 @@ def scaffold(
             (made if _make_whole(directory, seed, note) else kept).append(directory)
         _write(file.resolve(), text)
     except OSError as error:
-        raise SkyctlError(f"cannot write {file}: {error.strerror or error}") from error
+        raise SkyctlError(
+            f"cannot write {file}: {error.strerror or error}", hint="give another directory"
+        ) from error
     return ScaffoldResult(name, file, tuple(made), tuple(kept))
 
 

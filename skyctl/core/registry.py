@@ -280,6 +280,8 @@ def _up_from(file: Path) -> FleetRef | None:
     """
     absolute = file.absolute()
     with contextlib.suppress(OSError):
+        if not file.is_file():  # a pipe can be read only once
+            return None
         text = file.read_bytes()
         for name in known_fleets() if b"$" not in text else ():
             paths = fleet_paths(name)

@@ -37,6 +37,7 @@ from pydantic_core import SchemaError
 from skyctl.errors import UsageError
 
 MAX_PROMPTS = 64
+_LARGEST_BYTES = 16 << 20
 # vLLM reports this where a log probability is -inf or NaN
 _NO_LOGPROB = -9999.0
 _SHOWN = 60
@@ -150,11 +151,14 @@ def read_canary(path: Path) -> dict[str, Any]:
         UsageError: it cannot be read, or is not a canary file; names the place.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            if len(data := file.read(_LARGEST_BYTES + 1)) > _LARGEST_BYTES:
+                raise ValueError("larger than 16 MiB")
+        found = yaml.safe_load(data.decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"--canary {path}: {' '.join(str(error).split())}") from error
-    data = {"prompts": found} if isinstance(found, list) else found
-    return parse_canary(data, str(path)).model_dump(mode="json", exclude_none=True)
+    prompts = {"prompts": found} if isinstance(found, list) else found
+    return parse_canary(prompts, str(path)).model_dump(mode="json", exclude_none=True)
 
 
 def parse_canary(data: Any, where: str = "canary") -> Canary:

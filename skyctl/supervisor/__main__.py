@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+from typing import NoReturn
 
 from skyctl import startup
 
@@ -15,17 +17,18 @@ def main() -> int:
     from skyctl.store.paths import fleet_paths
     from skyctl.supervisor.daemon import serve
 
+    async def serve_and_end() -> NoReturn:
+        await serve(fleet_paths(options.fleet))
+        os._exit(0)  # a thread may hang in a read, of a file system that is gone
+
     parser = argparse.ArgumentParser(prog="python -m skyctl.supervisor")
     parser.add_argument("--fleet", required=True)
     options = parser.parse_args()
     try:
-        asyncio.run(serve(fleet_paths(options.fleet)))
+        asyncio.run(serve_and_end())
     except SkyctlError as error:
         sys.stderr.write(f"{error.kind}: {error.message}\n")
         return int(error.exit_code)
-    finally:
-        startup.leave()  # `down` waits for this
-    return 0
 
 
 if __name__ == "__main__":

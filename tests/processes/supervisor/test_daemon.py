@@ -176,6 +176,23 @@ async def test_a_fleet_that_is_started_again_amid_a_down_is_down_after_it(
         assert state.processes() == []
 
 
+def test_a_supervisor_ends_although_a_thread_of_it_hangs(tmp_path: Path) -> None:
+    """In a read of a file system that is gone: `down` would wait for the process in vain."""
+    code = """
+import asyncio, sys, time
+from skyctl.supervisor import __main__, daemon
+
+async def serve(paths):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)
+
+daemon.serve = serve
+sys.exit(__main__.main())
+"""
+    environ = {**os.environ, "SKYCTL_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code, "--fleet", "stubs"]
+    assert subprocess.run(command, env=environ, timeout=30, check=False).returncode == 0
+
+
 async def test_a_supervisor_in_another_container_is_not_killed_from_here(
     paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,3 +189,8 @@ async def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Pat
         await write_adapter({"x": torch.zeros(1)}, {"r": 4}, tmp_path)
     with pytest.raises(UsageError, match="pairs of a name"):
         await write_adapter({"x": [1.0]}, {"r": 4, "lora_alpha": 8}, tmp_path)
+
+
+def test_a_path_that_is_too_long_does_not_exist() -> None:
+    with pytest.raises(NotFoundError, match="does not exist"):
+        read_adapter("/" + "a" * 5000)

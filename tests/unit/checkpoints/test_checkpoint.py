@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,26 @@ def test_a_path_that_is_a_file_is_refused_with_the_directory_as_hint(tmp_path: P
     with pytest.raises(PreflightError, match="is a file") as caught:
         read_checkpoint(str(directory / "model.safetensors"))
     assert str(directory) in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model.safetensors"]
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    """A push that waits for it could not be ended, nor its supervisor."""
+    checkpoint = write_checkpoint(tmp_path / "c")
+    (checkpoint / name).unlink(missing_ok=True)
+    os.mkfifo(checkpoint / name)
+    writer = os.open(
+        checkpoint / name, os.O_RDWR | os.O_NONBLOCK
+    )  # so that nobody waits to open it
+    with ThreadPoolExecutor(1) as reading:
+        found = reading.submit(read_checkpoint, str(checkpoint))
+        try:
+            error = found.exception(10)
+        finally:
+            os.close(writer)  # whoever reads it nevertheless comes to its end
+    assert isinstance(error, PreflightError) and "not a plain file" in error.message
 
 
 def test_nothing_there_is_not_found(tmp_path: Path) -> None:

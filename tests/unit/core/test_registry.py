@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,14 @@ def test_a_password_in_a_fleets_url_is_refused_and_not_repeated() -> None:
     with pytest.raises(UsageError) as caught:
         find(None, "https://me:s3cret@h:1")
     assert "--token-file" in caught.value.hint and "s3cret" not in caught.value.message
+
+
+def test_a_fleet_file_may_come_through_a_pipe(here: Path) -> None:
+    """`-f <(…)`: it can be read only once."""
+    reader, writer = os.pipe()
+    os.write(writer, b"name: piped\nservers: ['http://127.0.0.1:1']\n")
+    os.close(writer)
+    try:
+        assert select(Path(f"/dev/fd/{reader}"), None).name == "piped"
+    finally:
+        os.close(reader)

@@ -162,6 +162,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: str)
     assert words in caught.value.message
 
 
+def test_a_file_without_end_is_no_canary_file() -> None:
+    with pytest.raises(UsageError, match="larger than 16 MiB"):
+        read_canary(Path("/dev/zero"))
+
+
 async def test_a_version_is_published_only_after_its_canary_passed(stubs: Stubs) -> None:
     rotation, observer = Rotation(stubs), Recorder()
     labels: list[list[str]] = []
