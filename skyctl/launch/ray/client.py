@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
-from skyctl.store.identity import peer
+from skyctl.store.identity import create_time, peer
 
 TAKEN = b"+"
 DRIVERS_NAME = "skyctl-ray"
@@ -25,6 +29,10 @@ DRIVERS_NAME = "skyctl-ray"
 _DRIVER = "skyctl.launch.ray.driver"
 _TRIES = 5
 _CODE_BYTES = 16
+_TAKEN_S = 40.0
+"""Less than a session waits for its agent (`remote/session.py`)."""
+_CONNECTED_S = 120.0
+"""By this age a driver has connected, or has failed to."""
 
 
 def main() -> None:
@@ -47,11 +55,31 @@ def main() -> None:
                 continue
             if peer(driver)[1] != os.getuid():
                 sys.exit(f"another user has taken the name {name}")
+            driver.settimeout(_TAKEN_S)
             with contextlib.suppress(ConnectionError):  # it was just ending
                 socket.send_fds(driver, [json.dumps(wanted).encode()], pipes)
-                if driver.recv(1) == TAKEN:
+                try:
+                    taken = driver.recv(1) == TAKEN
+                except TimeoutError:
+                    _end_hung(peer(driver)[0])
+                    continue
+                if taken:
+                    driver.settimeout(None)
                     _end_as_told(driver)
     sys.exit("the connection to Ray ends as soon as it was made")
+
+
+def _end_hung(pid: int) -> None:
+    """End a driver that takes nobody, unless it may still be connecting: all connections to the
+    cluster would wait for it, and servers end when they hear of nobody.
+    """
+    with contextlib.suppress(OSError):  # it has ended
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (create_time(pid) or math.inf)
+        if name == DRIVERS_NAME and age_s > _CONNECTED_S:
+            os.kill(pid, signal.SIGKILL)
+            return
+    sys.exit("the driver that connects to Ray does not answer")
 
 
 def _start(name: str, cluster: str) -> None:

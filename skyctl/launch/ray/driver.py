@@ -56,6 +56,7 @@ def main() -> None:
     listener.listen(128)
     if os.fork():
         os._exit(0)  # clients wait from here on
+    listener.listen(128)  # again: as whose process the kernel shows it to them
     os.setsid()
     Path("/proc/self/comm").write_text(DRIVERS_NAME)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from skyctl.launch.base import RayCluster
 from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN
 from skyctl.launch.ray.host import reap_drivers
 
@@ -76,6 +79,51 @@ def test_it_says_that_its_driver_has_ended(listener: socket.socket) -> None:
     assert client.stderr is not None
     assert client.stderr.read() == "the connection to Ray has ended\n"
     assert client.wait(20) == 1
+
+
+_HANGS = f"""
+import socket, sys, time
+open("/proc/self/comm", "w").write("{DRIVERS_NAME}")
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind("\\0" + sys.argv[1])
+listener.listen()
+print("listens", flush=True)
+time.sleep(600)
+"""
+_HURRIED = """
+import sys
+from skyctl.launch.ray import client
+client._TAKEN_S, client._CONNECTED_S = 0.2, float(sys.argv.pop(1))
+client.main()
+"""
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_driver_that_hangs_makes_room_once_it_cannot_be_connecting(
+    old: bool, tmp_path: Path
+) -> None:
+    """A file takes what the client says: pipes are on their way to the driver until it ends."""
+    name = f"{NAME}-{'old' if old else 'young'}"
+    cluster = json.dumps(asdict(RayCluster("127.0.0.1:1")))
+    asking = ["0" if old else "600", name, str(os.getpid()), cluster, "10.0.0.7", "true"]
+    hanging = [sys.executable, "-c", _HANGS, name]
+    with (
+        subprocess.Popen(hanging, stdout=subprocess.PIPE) as driver,
+        (tmp_path / "said").open("wb") as said,
+    ):
+        try:
+            assert driver.stdout is not None and driver.stdout.readline() == b"listens\n"
+            command = [sys.executable, "-c", _HURRIED, *asking]
+            environ = {**os.environ, "HOME": str(tmp_path)}  # no token of this user's
+            client = subprocess.Popen(command, stdout=said, stderr=said, env=environ)
+            assert client.wait(60) == 1
+            told = (tmp_path / "said").read_text()
+            if old:  # by the driver in its place
+                assert "there is no token" in told and driver.wait(20) == -signal.SIGKILL
+            else:
+                assert "does not answer" in told and driver.poll() is None
+        finally:
+            driver.kill()
 
 
 def test_a_supervisor_waits_for_drivers_that_have_ended_and_for_nobody_elses() -> None:
