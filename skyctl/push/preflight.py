@@ -124,7 +124,8 @@ class Prepared:
         if set(nodes) == {None} or self.transport.collective:
             return deliver(senders=senders)
         parts = {node: deliver(senders=senders) for node in nodes}
-        return MachinesDelivery(parts, one_reader=fleet.one_reader)
+        # a second attempt is inside the freeze, where no machine waits for another
+        return MachinesDelivery(parts, one_reader=fleet.one_reader and not by_loader)
 
     @cached_property
     def rows(self) -> tuple[KnownRows, ...]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
+from skyctl.push.preflight import Prepared
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive
 from skyctl.push.transaction import PushRequest, push
@@ -212,6 +214,28 @@ async def test_what_does_not_fit_as_a_whole_is_not_passed_on(
     with pytest.raises(PreflightError, match="does not fit as a whole"):
         await carry(made(tmp_path, sites, SenderPool(), one_reader=True), sites, lambda _: None)
     assert {one.weights for one in sites} == {Weights.OLD}
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_in_the_freeze_each_machine_reads_by_itself(
+    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path, again: bool
+) -> None:
+    """A second attempt is made there: a machine that died in a group would keep it frozen."""
+    read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
+    servers = tuple(one.server for one in sites)
+    fleet = PushFleet("wide", servers, one_reader=True)
+    prepared = SimpleNamespace(
+        checkpoint=read, transport=Ipc(), plan=plan_chunks(read.tensors, 1024), whole=None,
+        layout=SimpleNamespace(name="checkpoint", spare_bytes=0, programs=None), delta=None,
+        sender_gpu=-1, sender_node=None, nccl_settings=None, stage="auto", scan=False,
+        stage_rate=None,
+    )  # fmt: skip
+    delivery = Prepared.delivery(prepared, fleet, SenderPool(), by_loader=again)  # type: ignore[arg-type]
+    await delivery.open(sites)
+    assert [senders[node].relay_ranks for node in NODES] == (
+        [[None], [None]] if again else [[0], [1]]
+    )
+    await delivery.close()
 
 
 async def test_one_reader_needs_gpus(tmp_path: Path) -> None:
