@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
 import sys
@@ -15,13 +16,16 @@ _ours: set[str] = set()  # variables that were not there before
 
 def have_streams() -> None:
     """A command that was started without stdin, stdout or stderr (`>&-`) gets an empty one: Python
-    has None for it, and the next file that is opened would take its number.
+    has None for it, and the next file that is opened would take its number. What a locale has no
+    character for is written as its number, as Python does on stderr.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def hurry() -> None:

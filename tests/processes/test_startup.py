@@ -106,3 +106,17 @@ def test_ctrl_c_amid_imports_shows_no_traceback(tmp_path: Path, imported: str, e
     assert (envelope["exit_code"], done.returncode, done.stderr) == (expect, expect, "")
     if expect == 130:
         assert envelope["error"]["hint"] == "what it began may go on: skyctl status"
+
+
+def test_a_locale_without_our_characters_is_no_bug(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text("name: a\nservers: ['http://127.0.0.1:9']\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "skyctl", "weights"],
+        env={**os.environ, "SKYCTL_HOME": str(tmp_path), "PYTHONIOENCODING": "latin-1"},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\u2013" in done.stdout
