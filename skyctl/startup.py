@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import io
 import os
@@ -25,7 +26,8 @@ def have_streams() -> None:
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # another file has taken its number: it is asked where
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def hurry() -> None:

@@ -10,6 +10,8 @@ from typing import NoReturn
 
 from skyctl import startup
 
+_TASKS_END_S = 5.0
+
 
 def main() -> int:
     startup.hurry()
@@ -19,7 +21,13 @@ def main() -> int:
 
     async def serve_and_end() -> NoReturn:
         await serve(fleet_paths(options.fleet))
-        os._exit(0)  # a thread may hang in a read, of a file system that is gone
+        # as `asyncio.run` would, but for threads: one may hang in a read, of a file system that is
+        # gone
+        if left := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=_TASKS_END_S)
+        os._exit(0)
 
     parser = argparse.ArgumentParser(prog="python -m skyctl.supervisor")
     parser.add_argument("--fleet", required=True)
