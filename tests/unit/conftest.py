@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -63,6 +64,21 @@ def pytest_runtest_call() -> Generator[None, Any, Any]:
 def pytest_runtest_teardown() -> Generator[None, Any, Any]:
     with _watched():
         return (yield)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> None:
+    """Imports vLLM, which takes seconds and asks programs about the machine. Not a module's to do:
+    each worker of pytest-xdist imports all modules, and few run these tests."""
+    global _started
+    watched, _started = _started, None
+    try:
+        pytest.importorskip("vllm")
+        import_module("vllm.config")
+        with suppress(ImportError):
+            import_module("cpuinfo")  # which vLLM's layers import
+    finally:
+        _started = watched
 
 
 @pytest.fixture(autouse=True)

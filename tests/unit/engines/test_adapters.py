@@ -163,8 +163,8 @@ def test_nothing_is_changed_where_adapters_are_not_loaded(monkeypatch: pytest.Mo
     serve_adapters()
 
 
+@pytest.mark.usefixtures("vllm")
 def test_the_installed_vllm_has_what_is_replaced() -> None:
-    pytest.importorskip("vllm")
     import inspect
 
     from vllm.entrypoints.openai.models import serving

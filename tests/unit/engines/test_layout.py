@@ -22,7 +22,7 @@ from skyctl.transfer.plan import (
 )
 from tests.unit.engines.vllm_models import vllm_model
 
-pytest.importorskip("vllm")
+pytestmark = pytest.mark.usefixtures("vllm")
 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},

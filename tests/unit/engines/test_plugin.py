@@ -48,8 +48,8 @@ def test_it_does_nothing_where_vllm_has_no_weight_transfer(monkeypatch: pytest.M
     register()
 
 
+@pytest.mark.usefixtures("vllm")
 def test_the_registered_engine_exists() -> None:
-    pytest.importorskip("vllm")
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
     from skyctl.engines.vllm.inside.engine import SkyctlWeightTransferEngine

@@ -7,12 +7,9 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-with suppress(ImportError):
-    import cpuinfo  # noqa: F401 # vLLM imports it, and that starts a process
 
 
 @contextmanager
