@@ -15,9 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
-
-import uvicorn
 
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
@@ -69,14 +69,31 @@ def main(arguments: Sequence[str]) -> int:
     for path in options.middleware:  # as vLLM loads them: the last sees a request first
         module, _, name = path.rpartition(".")
         asgi = getattr(importlib.import_module(module), name)(asgi)
-    uvicorn.run(
+    return _serve(asgi, options.host, options.port)
+
+
+def _serve(asgi: Any, host: str, port: int) -> int:
+    # neither uvicorn's command line nor WebSockets, which are a third of what it would import:
+    # tests start this process by the hundred
+    unused: Any = SimpleNamespace(Server=None, main=None, run=None)
+    sys.modules.setdefault("uvicorn.main", unused)
+    from uvicorn.config import STARTUP_FAILURE, Config
+    from uvicorn.server import Server
+
+    config = Config(
         asgi,
-        host=options.host,
-        port=options.port,
+        host=host,
+        port=port,
         lifespan="off",
+        loop="asyncio",
+        http="httptools",
+        ws="none",
         timeout_graceful_shutdown=1,
     )
-    return 0
+    server = Server(config)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    return 0 if server.started else STARTUP_FAILURE
 
 
 if __name__ == "__main__":
