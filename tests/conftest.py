@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -32,6 +33,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What takes longest comes first: at the end, other workers would wait for it."""
     config.stash[COLLECTED] = [item.nodeid for item in items]
     items.sort(key=lambda item: item.path.stem not in _LONG)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay: the collector looks through them no more."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
