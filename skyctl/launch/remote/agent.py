@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -131,12 +130,19 @@ def _own_address() -> str:
 
 
 def _versions(modules: Sequence[str]) -> dict[str, str]:
-    """By module, of the packages that brought them."""
-    if not modules:
-        return {}
-    brought = importlib.metadata.packages_distributions()
-    found = {name: brought.get(name, []) for name in modules}
-    return {name: importlib.metadata.version(by[0]) for name, by in found.items() if by}
+    """By module, of the packages that brought them: as `packages_distributions` has them, which
+    parses the lists of all files that are installed."""
+    import importlib.metadata  # for one request only
+
+    found: dict[str, str] = {}
+    for package in importlib.metadata.distributions() if modules else ():
+        declared = (package.read_text("top_level.txt") or "").split()
+        files = "" if declared else f"\n{package.read_text('RECORD') or ''}"
+        for name in modules:
+            brought = name in declared or f"\n{name}/" in files or f"\n{name}.py," in files
+            if brought and name not in found:
+                found[name] = package.version
+    return found
 
 
 def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
