@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer
+from tests.integration.fleet_cli import FleetCli, bearer
 
 pytestmark = pytest.mark.real
 
@@ -48,7 +48,6 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(real_fleet: FleetCli) -> Servers:
-    real_fleet.run("up", timeout_s=UP_TIMEOUT_S)  # the module before may have taken it down
     return Servers(real_fleet)
 
 
