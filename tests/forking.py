@@ -1,18 +1,22 @@
 """`skyctl` commands for tests without their imports, which take a third of a second of a processor:
-a process that has made them forks one for each command.
+a process that has made them forks one for each command, and for each supervisor that one starts.
 
-`Command` is `subprocess.Popen` for `[sys.executable, "-m", "skyctl", …]`. Only tests `use()` it;
-benchmarks measure real ones.
+`Command` is `subprocess.Popen` for `[sys.executable, "-m", MODULE, …]`; /proc shows what it was
+given. Only tests `use()` it; benchmarks measure real ones.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import contextlib
+import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -20,10 +24,15 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+_TRAINING = "tests.processes.tinker.serving"
+_OF_TRAINING = (
+    *("skyctl.tinker.worker", "skyctl.tinker.__main__", "skyctl.tinker.training", "httpx"),
+    *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
+)  # of an API with a worker, four seconds of a processor: for them another process
 _MODULES = (
     *("asyncio", "httpx", "sqlite3", "rich.console", "rich.live", "rich.table", "yaml"),
     *("skyctl.cli.app", "skyctl.cli.pause", "skyctl.cli.sync_weights", "skyctl.cli.up"),
@@ -31,10 +40,12 @@ _MODULES = (
     *("skyctl.fleetfile.load", "skyctl.output", "skyctl.service.attached"),
     *("skyctl.service.bring_up", "skyctl.service.bring_down", "skyctl.service.supervised"),
     *("skyctl.service.unsupervised", "skyctl.supervisor.client", "skyctl.core.check"),
-    *("skyctl.core.planning", "skyctl.push.transaction"),
+    *("skyctl.core.planning", "skyctl.push.transaction", "skyctl.supervisor.daemon"),
+    *("skyctl.api.fleet", "tests.unit.push.checkpoints"),  # of a trainer
 )
 _MOST_BYTES = 1 << 20
 _STATUS = 4
+_ROOM = "." * 1000, "." * 16_000  # for what /proc shows of a command and of its environment
 _in_use = False
 
 
@@ -46,34 +57,34 @@ def use() -> None:
 
 # --- for tests ------------------------------------------------------------------------------------
 
-_forker: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+_forkers: dict[str, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # by what they are for
 _lock = threading.Lock()
 
 
-def _ask(request: bytes, descriptors: Sequence[int]) -> int:
+def _ask(request: bytes, descriptors: Sequence[int], module: str) -> int:
     """The pid of a command that was started by it."""
-    global _forker
+    kind = _TRAINING if module == _TRAINING else ""
     with _lock:
-        if _forker is None:
+        if kind not in _forkers:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.forking", str(theirs.fileno())],
+                    [sys.executable, "-m", "tests.forking", str(theirs.fileno()), kind, _ROOM[0]],
                     cwd=Path(__file__).parents[1],
+                    env={**os.environ, "SKYCTL_TEST_ROOM": _ROOM[1]},
                     pass_fds=[theirs.fileno()],
                 )
-            _forker = process, ours
-            atexit.register(_end)
+            _forkers[kind] = process, ours
+            atexit.register(_end, process, ours)
         sent = array.array("i", descriptors)
-        channel = _forker[1]
+        channel = _forkers[kind][1]
         channel.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
         return int(channel.recv(64))
 
 
-def _end() -> None:
-    if _forker is not None:
-        _forker[1].close()
-        _forker[0].wait(timeout=20)
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    channel.close()
+    process.wait(timeout=20)
 
 
 class Command(subprocess.Popen[str]):
@@ -84,15 +95,12 @@ class Command(subprocess.Popen[str]):
         given = dict(zip(names, arguments, strict=True))
         told, tell = os.pipe2(os.O_CLOEXEC)
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        request = {
-            "argv": [os.fspath(one) for one in given["args"]][3:],
-            "cwd": os.fspath(given["cwd"]),
-            "env": dict(given["env"]),
-        }
+        request = _request(given["args"], given["cwd"], given["env"])
         try:
             self.pid = _ask(
-                json.dumps(request).encode(),
+                request,
                 [*(own if own != -1 else number for number, own in enumerate(streams)), tell],
+                given["args"][2],
             )
             self._told = told
             self._child_created = True
@@ -126,6 +134,11 @@ class Command(subprocess.Popen[str]):
         return self.returncode
 
 
+def _request(words: Sequence[Any], cwd: Any, env: Mapping[str, str]) -> bytes:
+    argv = [os.fspath(word) for word in words]
+    return json.dumps({"argv": argv, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
+
+
 def command(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     """`[interpreter, "-m", "skyctl", …]`, forked where that is in use."""
     return (Command if _in_use else subprocess.Popen)(arguments, **options)
@@ -134,45 +147,98 @@ def command(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
 # --- the process that forks -----------------------------------------------------------------------
 
 
-def main(channel: socket.socket) -> None:
+def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
-    from importlib import import_module
+    for name in _OF_TRAINING if kind == _TRAINING else _MODULES:
+        importlib.import_module(name)
+    asked, Supervisor.ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if kind != _TRAINING:
+        from skyctl.supervisor import daemon
 
-    for name in _MODULES:
-        import_module(name)
+        daemon.load_everything()
+        daemon.subprocess = Supervisor  # type: ignore[assignment]
     gc.freeze()
     poll = select.poll()
-    poll.register(channel, select.POLLIN)
+    for incoming in (channel, asked):
+        poll.register(incoming, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}  # pid and where to tell, by pidfd
     while True:
         for ready, _ in poll.poll():
-            if ready == channel.fileno():
-                if not _start(channel, poll, running):
+            if ready == asked.fileno():
+                _start(asked, poll, running, [channel.fileno(), asked.fileno()])
+            elif ready == channel.fileno():
+                if pid := _start(channel, poll, running, [channel.fileno(), asked.fileno()]):
+                    channel.send(str(pid).encode())
+                else:
                     return
             else:
                 pid, tell = running.pop(ready)
                 poll.unregister(ready)
                 os.close(ready)
-                os.write(tell, os.waitpid(pid, 0)[1].to_bytes(_STATUS, "little"))
+                with contextlib.suppress(BrokenPipeError):  # the command that started it is gone
+                    os.write(tell, os.waitpid(pid, 0)[1].to_bytes(_STATUS, "little"))
                 os.close(tell)
 
 
-def _start(channel: socket.socket, poll: select.poll, running: dict[int, tuple[int, int]]) -> bool:
-    """Fork a command; False when nobody asks any more."""
+def _start(
+    channel: socket.socket,
+    poll: select.poll,
+    running: dict[int, tuple[int, int]],
+    others: Sequence[int],
+) -> int:
+    """Fork a command; its pid, 0 when nobody asks any more."""
     request, descriptors, _, _ = socket.recv_fds(channel, _MOST_BYTES, 4)
     if not request:
-        return False
+        return 0
     *streams, tell = descriptors
     pid = os.fork()
     if not pid:
-        _be(json.loads(request), streams, [channel.detach(), tell, *running])
+        tells = [tell for _, tell in running.values()]
+        _be(json.loads(request), streams, [*others, tell, *running, *tells])
     for stream in streams:
         os.close(stream)
     pidfd = os.pidfd_open(pid)
     running[pidfd] = pid, tell
     poll.register(pidfd, select.POLLIN)
-    channel.send(str(pid).encode())
-    return True
+    return pid
+
+
+class Supervisor:
+    """What the supervisor's start knows of `subprocess`, in a command: who forked that forks it."""
+
+    DEVNULL = subprocess.DEVNULL
+    ask: socket.socket
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        start_new_session: bool,
+        cwd: str,
+    ) -> None:
+        assert stdin == self.DEVNULL and start_new_session
+        self._told, tell = os.pipe2(os.O_CLOEXEC)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            request = _request(arguments, cwd, env)
+            socket.send_fds(self.ask, [request], [nothing, stdout, stderr, tell])
+        finally:
+            os.close(nothing)
+            os.close(tell)
+
+    Popen: type[Supervisor]
+
+    def poll(self) -> int | None:
+        """Something, once it has ended."""
+        ready, _, _ = select.select([self._told], [], [], 0)
+        return 1 if ready else None
+
+
+Supervisor.Popen = Supervisor
 
 
 def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) -> NoReturn:
@@ -185,10 +251,36 @@ def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.argv = ["skyctl", *request["argv"]]
-    from skyctl.__main__ import main as skyctl
+    _show(request["argv"], request["env"])
+    _, _, module, *arguments = request["argv"]
+    sys.argv = [module, *arguments]
+    from skyctl import kill_points
 
-    os._exit(_exit_code(skyctl))
+    if kill_points.VARIABLE in os.environ:
+        importlib.reload(kill_points)
+    if module == "skyctl":
+        from skyctl.__main__ import main as run
+    else:
+        Supervisor.ask.close()  # a command's only
+
+        def run() -> None:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    if module == "skyctl.supervisor":
+        os.setsid()
+    os._exit(_exit_code(run))
+
+
+def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Have /proc show them as if this process had been started with them, where there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    here, end, env_here, env_end = map(int, fields[45:49])
+    told = "\0".join([*words, ""]).encode()
+    environ = "".join(f"{name}={value}\0" for name, value in env.items()).encode()
+    if len(told) <= end - here and len(environ) <= env_end - env_here:
+        # an empty word would be one more: the path of the interpreter takes what is left
+        ctypes.memmove(here, told.rjust(end - here, b"/"), end - here)
+        ctypes.memmove(env_here, environ.ljust(env_end - env_here, b"\0"), env_end - env_here)
 
 
 def _exit_code(run: Callable[[], None]) -> int:
@@ -215,4 +307,4 @@ def _exit_code(run: Callable[[], None]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

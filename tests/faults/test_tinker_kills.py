@@ -28,7 +28,9 @@ def test_no_step_is_lost_or_done_twice(
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
     # snapshots every third step: a rebuilt model repeats up to two
-    serving = ServingProcess(tmp_path / "d", checkpoint, snapshot_steps=3, snapshot_share=1.0)
+    serving = ServingProcess(
+        tmp_path / "d", checkpoint, forked=True, snapshot_steps=3, snapshot_share=1.0
+    )
     request.addfinalizer(lambda: serving.kill())
     serving.start()
     undisturbed = train(serving, rank, lambda moment, step: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from skyctl.kill_points import VARIABLE
 from skyctl.store.paths import FleetPaths
 from tests.faults.killing import checks
 from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.forking import command
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.state import StubEngine
@@ -36,17 +38,18 @@ async def train(
     """A trainer's process to its end: exit code, and what it said."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
     run = ("-m", "tests.stub.trainer", str(directory / "fleet.yaml"), version, str(seed))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *run, *options),
+    process = command(
+        [sys.executable, *run, *options],
         cwd=directory,
         env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), VARIABLE: kill_at},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
-    _, said = await asyncio.wait_for(process.communicate(), BOUND_S)
+    _, said = await asyncio.to_thread(process.communicate, timeout=BOUND_S)
     assert process.returncode is not None
-    return process.returncode, said.decode()
+    return process.returncode, said
 
 
 def seen(stub: StubServer) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from skyctl.tinker.__main__ import Settings, serve
 from skyctl.tinker.api import Offer
 from skyctl.tinker.training import Limits
 from skyctl.tinker.training_process import WorkerSettings
+from tests.forking import command
 
 BASE, KEY = "org/tiny", "tml-" + "0" * 32
 
@@ -70,20 +72,25 @@ class FixedServers:
 
 
 class ServingProcess:
-    """One API process over a directory that outlives it."""
+    """One API process over a directory that outlives it. Where it is often started, it is `forked`
+    from a process that has its worker's imports, and forks its workers."""
 
-    def __init__(self, directory: Path, checkpoint: Path, **limits: float) -> None:
+    def __init__(
+        self, directory: Path, checkpoint: Path, *, forked: bool = False, **limits: float
+    ) -> None:
         self.directory, self.checkpoint, self.limits = directory, checkpoint, limits
+        self.forked = forked
         directory.mkdir(exist_ok=True, mode=0o700)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
 
     def start(self) -> None:
         with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen(
+            start: Any = command if self.forked else subprocess.Popen
+            self.process = start(
                 [
                     sys.executable,
                     "-m",
@@ -139,8 +146,53 @@ class ServingProcess:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+class ForkedWorker:
+    """In place of the process of a worker: one forked from the API's own, with its imports."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._ended = pid, os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    async def wait(self) -> int:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._ended, ended.set)
+        await ended.wait()
+        loop.remove_reader(self._ended)
+        os.close(self._ended)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222 - it ended
+
+
+async def fork_worker(*words: str, pass_fds: list[int], **streams: int) -> ForkedWorker:
+    """As `asyncio.create_subprocess_exec` starts it."""
+    pid = os.fork()
+    if pid:
+        return ForkedWorker(pid)
+    code = 1
+    try:
+        asyncio._set_running_loop(None)
+        signal.set_wakeup_fd(-1)
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, signal.SIG_DFL)
+        for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
+            if descriptor > 2 and descriptor not in pass_fds:
+                with suppress(OSError):  # that of the list itself
+                    os.close(descriptor)
+        sys.argv = list(words[2:])
+        from skyctl.tinker.worker import main as work
+
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 def main() -> None:
     directory, port, checkpoint, limits = sys.argv[1:]
+    if "skyctl.tinker.worker" in sys.modules:
+        asyncio.create_subprocess_exec = fork_worker  # type: ignore[assignment]
     settings = Settings(
         Path(directory),
         "127.0.0.1",
