@@ -21,7 +21,10 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_LONG = ("test_tinker_kills", "test_sglang_states", "test_sglang_fleet", "test_kill_points")
+_LONG = (
+    *("test_sglang_fleet", "test_network_namespaces", "test_soak"),
+    *("test_sglang_states", "test_kill_points"),
+)
 
 
 COLLECTED = pytest.StashKey[list[str]]()

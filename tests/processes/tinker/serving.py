@@ -16,10 +16,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 
@@ -167,8 +167,13 @@ class ForkedWorker:
 async def fork_worker(*words: str, pass_fds: list[int], **streams: int) -> ForkedWorker:
     """As `asyncio.create_subprocess_exec` starts it."""
     pid = os.fork()
-    if pid:
-        return ForkedWorker(pid)
+    if not pid:
+        _work(words[2:], pass_fds)
+    return ForkedWorker(pid)
+
+
+def _work(argv: Sequence[str], keeps: Sequence[int]) -> NoReturn:
+    """Be a worker, in a process that was an API."""
     code = 1
     try:
         asyncio._set_running_loop(None)
@@ -176,10 +181,10 @@ async def fork_worker(*words: str, pass_fds: list[int], **streams: int) -> Forke
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, signal.SIG_DFL)
         for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
-            if descriptor > 2 and descriptor not in pass_fds:
+            if descriptor > 2 and descriptor not in keeps:
                 with suppress(OSError):  # that of the list itself
                     os.close(descriptor)
-        sys.argv = list(words[2:])
+        sys.argv = list(argv)
         from skyctl.tinker.worker import main as work
 
         code = work()
