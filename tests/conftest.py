@@ -25,6 +25,7 @@ _LONG = (
     *("test_sglang_fleet", "test_network_namespaces", "test_soak"),
     *("test_sglang_states", "test_kill_points"),
 )
+_WITH_VLLM = ("test_installed_vllm", "test_own_sender")
 
 
 COLLECTED = pytest.StashKey[list[str]]()
@@ -33,9 +34,17 @@ COLLECTED = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest comes first: at the end, other workers would wait for it."""
+    """What takes longest comes first: at the end, other workers would wait for it. Then what
+    imports vLLM, all of it in one worker."""
     config.stash[COLLECTED] = [item.nodeid for item in items]
-    items.sort(key=lambda item: item.path.stem not in _LONG)
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    if item.path.stem in _LONG:
+        return 0
+    with_vllm = "vllm" in getattr(item, "fixturenames", ()) or item.path.stem in _WITH_VLLM
+    return 1 if with_vllm else 2
 
 
 def pytest_collection_finish() -> None:
