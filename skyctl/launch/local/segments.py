@@ -45,7 +45,10 @@ def remove(segments: Iterable[Segment], root: Path = SHARED_MEMORY) -> None:
 
 def remove_left(scratch: Path, root: Path = SHARED_MEMORY) -> None:
     """Unlink the segments of every rendezvous in `scratch` that has no users left."""
-    for rendezvous in scratch.glob(f"{_RENDEZVOUS}*"):
-        for segment in root.glob(f"{rendezvous.name}-*-cpushm_*"):
+    names = list[str]()
+    with contextlib.suppress(FileNotFoundError):  # two `down` at once: the other has removed it
+        names += [rendezvous.name for rendezvous in scratch.glob(f"{_RENDEZVOUS}*")]
+    for name in names:
+        for segment in root.glob(f"{name}-*-cpushm_*"):
             with contextlib.suppress(OSError):
                 segment.unlink()

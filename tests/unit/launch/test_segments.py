@@ -61,6 +61,19 @@ def test_rendezvous_files_of_the_fleet_tell_what_is_left(tmp_path: Path, shared:
     assert left(shared) == before - {OURS}
 
 
+def test_who_has_removed_the_rendezvous_files_meanwhile_has_removed_what_they_tell(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    before = left(shared)
+    monkeypatch.setattr(os, "scandir", gone)
+    remove_left(tmp_path, root=shared)
+    monkeypatch.undo()
+    assert left(shared) == before
+
+
 @pytest.fixture
 def segment() -> Iterator[Path]:
     path = Path(f"/dev/shm/vllm_dist_test{os.getpid()}-tp:0-[0-1]-cpushm_0")
