@@ -90,12 +90,21 @@ def of_home(home: Path) -> list[psutil.Process]:
                 continue
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if process.environ().get("SKYCTL_HOME") == str(home):
+            if _environ(process).get("SKYCTL_HOME") == str(home):
                 found.append(process)
             elif time.time() - process.create_time() > 1.0:  # past its exec
                 _others.add((process.pid, process.create_time()))
         except psutil.Error:
             continue
+    return found
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    """Amid its exec a process has none: a guardian that becomes `skyctl recover` would be missed.
+    Threads of the kernel never have one, and no program."""
+    deadline = time.monotonic() + 1.0
+    while not (found := process.environ()) and process.exe() and time.monotonic() < deadline:
+        time.sleep(0.005)
     return found
 
 
