@@ -350,7 +350,7 @@ def _fail_on_disk(error: OSError) -> NoReturn:
     from skyctl import output
 
     what = f"{error.filename}" if error.filename is not None else "cannot write"
-    hint = _ADVICE.get(error.errno or 0, "")
+    hint = _ADVICE.get(error.errno or 0, "") if error.filename is not None else ""
     known = SkyctlError(f"{what}: {error.strerror or error}", hint=hint)
     try:
         sys.stdout.flush()

@@ -62,8 +62,8 @@ def rollback(
     base: str | None = None,
 ) -> PushRequest:
     """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
-    newest first. A kept copy takes precedence over the directory that was pushed then. Before the
-    first push comes `base`, the directory that servers are started with.
+    newest first. A kept copy takes precedence over the directory that was pushed then. The version
+    before the first push is `base`, the directory that servers are started with.
 
     Two rollbacks return a fleet to where it was: the version it left is then the previous one.
 
@@ -87,7 +87,8 @@ def rollback(
             expected_digest=copy.checkpoint_digest,
         )
     before = next((push for push in had if push.version == wanted), None)
-    if before is None and base and current not in (None, BASE) and version in (None, BASE):
+    first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
+    if before is None and base and (version == BASE or (version is None and first)):
         return replace(request, checkpoint=base, weight_version=BASE)
     if before is None and version is not None:
         raise NotFoundError(
@@ -98,7 +99,8 @@ def rollback(
         have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
         raise NotFoundError(
             f"there is nothing to roll back to: {have}",
-            hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT",
+            hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
+            + ("; or what servers were started with: --rollback base" if base and done else ""),
         )
     return replace(
         request,

@@ -153,10 +153,10 @@ def test_a_server_that_restarts_after_an_update_waits_for_the_next(
     rows = supervised.until("quarantined", "stubs-1")
     assert "no file has it" in rows["stubs-1"]["reason"]
     assert rows["stubs-0"]["state"] == "ready"
-    refused = supervised.json("sync-weights", "--rollback", expect=4)
-    assert "nothing to roll back to" in refused["error"]["message"]
     code, said = supervised.train(NEXT, 2)
     assert code == 0, said
+    refused = supervised.json("sync-weights", "--rollback", expect=4)
+    assert "nothing to roll back to" in refused["error"]["message"]
     rows = supervised.until("ready")
     assert {row["weight_version"] for row in rows.values()} == {NEXT}
 

@@ -17,7 +17,7 @@ import pytest
 from skyctl import Fleet
 from skyctl.errors import PreflightError
 from tests.integration.fleet_cli import FleetCli, bearer
-from tests.unit.service.test_dashboard import metrics
+from tests.unit.core.test_dashboard import metrics
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]

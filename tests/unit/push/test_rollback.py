@@ -49,9 +49,13 @@ def test_before_the_first_push_comes_what_servers_are_started_with(
     assert rollback(PushRequest(""), pushes, base="/models/a").weight_version != "base"
 
 
-def test_a_fleet_that_took_no_push_is_at_its_base() -> None:
+@pytest.mark.parametrize("sent", [[], ["2", "1"]])  # nothing; versions that are in no file
+def test_a_base_that_is_not_the_version_before_must_be_asked_for(sent: list[str]) -> None:
+    pushes = [replace(pushed(version), checkpoint="") for version in sent]
     with pytest.raises(NotFoundError, match="nothing to roll back to"):
-        rollback(PushRequest(""), [], base="/models/a")
+        rollback(PushRequest(""), pushes, base="/models/a")
+    asked = rollback(PushRequest(""), pushes, version="base", base="/models/a")
+    assert asked.checkpoint == "/models/a"
 
 
 @pytest.mark.parametrize("pushes", [[], [pushed("1")], [pushed("2", ok=False), pushed("1")]])
