@@ -12,6 +12,7 @@ import sys
 import threading
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+_AGAIN_S = 0.01  # longer than a finalizer
 _ours: set[str] = set()  # variables that were not there before
 
 
@@ -46,6 +47,23 @@ def hold_interrupts(hold: bool) -> None:
     """Have Ctrl-C wait, while nothing could answer it but a traceback; or answer it from now on."""
     how = signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK
     signal.pthread_sigmask(how, {signal.SIGINT})
+
+
+def repeat_lost_interrupts() -> None:
+    """Have a Ctrl-C come again where Python has nobody to raise it to: in a finalizer, or in the
+    callback of a weak reference, as each import has one. It was reported there, and then ignored.
+    """
+
+    def unraisable(what: sys.UnraisableHookArgs) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(what)
+            return
+        again = threading.main_thread().ident, signal.SIGINT
+        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, again)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = unraisable
 
 
 def leave() -> None:

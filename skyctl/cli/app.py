@@ -314,6 +314,7 @@ def main() -> None:
 
 
 def _run(arguments: Sequence[str]) -> NoReturn:
+    startup.repeat_lost_interrupts()
     try:
         startup.hold_interrupts(False)
         code = app(args=options_first(arguments), standalone_mode=False)

@@ -120,3 +120,39 @@ def test_a_locale_without_our_characters_is_no_bug(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"\\u2013" in done.stdout
+
+
+_CTRL_C_IN_A_FINALIZER = """
+import signal, sys
+from importlib.abc import MetaPathFinder
+
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class CtrlC(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "skyctl.service":
+            Gone()
+
+sys.meta_path.insert(0, CtrlC())
+from skyctl.__main__ import main
+
+main()
+"""
+
+
+def test_ctrl_c_is_not_lost_where_nothing_can_be_raised(tmp_path: Path) -> None:
+    """Python ignores it there, and the command would wait on."""
+    (tmp_path / "fleet.yaml").write_text("name: far\nservers: ['http://127.0.0.1:1']\n")
+    done = subprocess.run(
+        [sys.executable, "-c", _CTRL_C_IN_A_FINALIZER, "wait", "--timeout", "30", "--json"],
+        env={**os.environ, "SKYCTL_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (json.loads(done.stdout)["exit_code"], done.returncode) == (130, 130)
+    assert "ignored" not in done.stderr
