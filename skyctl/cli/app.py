@@ -386,8 +386,21 @@ def _fail(error: SkyctlError) -> NoReturn:
     sys.exit(int(error.exit_code))
 
 
+def _of_an_interrupt(error: BaseException | None) -> bool:
+    """Whether it stands for Ctrl-C: in a class body Python makes a RuntimeError of it, and pydantic
+    a SchemaError that ends with its name.
+    """
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or str(error).endswith("KeyboardInterrupt: "):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _fail_unexpectedly(error: Exception) -> NoReturn:
-    """A wrong command line, as the parser found it, or a bug."""
+    """A wrong command line, as the parser found it, Ctrl-C amid an import, or a bug."""
+    if _of_an_interrupt(error):
+        _fail(_interrupted())
     show = getattr(error, "show", None)
     if show is None:
         sys.stderr.write(sanitized(traceback.format_exc()))

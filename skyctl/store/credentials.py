@@ -63,10 +63,11 @@ def read_secret(path: Path) -> str | None:
         return None
     except OSError as error:
         raise _refused(path, f"cannot be opened: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):  # a directory cannot even be opened below
+        os.close(descriptor)
+        raise _refused(path, "is no plain file")
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise _refused(path, "is no plain file")
         if found.st_uid != os.getuid():
             raise _refused(path, f"belongs to uid {found.st_uid}, not to you")
         if stat.S_IMODE(found.st_mode) & 0o077:

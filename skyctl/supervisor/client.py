@@ -160,10 +160,12 @@ class NetworkFleet(RemoteFleet):
         )
 
     def _unreachable(self, error: TransportError) -> FleetDownError:
+        how = "is its certificate given with --ca?"
+        if self.name.startswith("http:"):
+            how = "does that have `tls: false`? If not, it is https://…"
         return FleetDownError(
             f"no supervisor answers at {self.name}: {error}",
-            hint="is the fleet up, does its file have `supervisor: {listen: …}`, and is its "
-            "certificate given with --ca?",
+            hint=f"is the fleet up, does its file have `supervisor: {{listen: …}}`, and {how}",
         )
 
 

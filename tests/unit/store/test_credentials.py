@@ -97,5 +97,12 @@ def test_a_pipe_in_their_place_does_not_hang_the_reader(paths: FleetPaths) -> No
         read_secret(paths.control_token)
 
 
+def test_a_directory_in_their_place_is_named(paths: FleetPaths) -> None:
+    """As with `--token-file ~/demo`."""
+    paths.api_key.mkdir()
+    with pytest.raises(SkyctlError, match=r"api\.key is no plain file"):
+        read_secret(paths.api_key)
+
+
 def test_there_is_none_before_the_first_up(paths: FleetPaths) -> None:
     assert read_secret(paths.control_token) is None
