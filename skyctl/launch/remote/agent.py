@@ -57,6 +57,7 @@ _BEGIN_S = 20.0
 _MARKED_S = 24 * 3600.0
 _ABANDONED_S = 3600.0  # beyond the grace
 _PIECE = 64 * 1024
+_ROOM_BYTES = 4096
 _LOG_BYTES = 32 * 1024 * 1024
 _NAME = "server"
 
@@ -179,6 +180,7 @@ def keep(
         paths.prepare()
         _touch(paths)
         _end_abandoned(paths)
+        _reserve(paths)
         _hold(paths, held)
         variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
         variables[LEASE_VARIABLE] = str(paths.directory / "lease")
@@ -397,10 +399,26 @@ def _lease(paths: FleetPaths) -> int | None:
     return None
 
 
+def _reserve(paths: FleetPaths) -> None:
+    """Take the room of what is written later: a full disk would hide that it started, or ended.
+
+    Raises:
+        SkyctlError: there is none.
+    """
+    try:
+        for name in ("server.tmp", "ended.tmp"):
+            (paths.directory / name).write_bytes(b" " * _ROOM_BYTES)
+    except OSError as error:
+        raise SkyctlError(f"cannot write in {paths.directory}: {error.strerror}") from error
+
+
 def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Into the room that was taken for it, where that is still there."""
     temporary = path.with_suffix(".tmp")
     with contextlib.suppress(OSError):  # its directory was removed: nobody asks any more
-        temporary.write_text(json.dumps(content))
+        temporary.touch()
+        with temporary.open("r+b") as file:
+            file.write(json.dumps(content).encode().ljust(_ROOM_BYTES))
         temporary.replace(path)
 
 

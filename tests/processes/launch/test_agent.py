@@ -16,6 +16,7 @@ import pytest
 
 from skyctl.store.identity import ProcessIdentity, identify, own_identity
 from skyctl.store.paths import FleetPaths
+from tests.unit.store.disks import fill, mounted
 
 GRACE_S = 60.0
 
@@ -96,3 +97,34 @@ def test_a_server_is_ended_where_nothing_can_be_written_of_it(
     mark.rmdir()
     _, answer = ask(tmp_path, do="stop", token="hosted-old", timeout_s=5.0)
     assert answer == {"gently": True} and mark.is_file()
+
+
+def test_a_server_is_not_started_where_nothing_could_be_told_of_it(tmp_path: Path) -> None:
+    """On a full disk; and one that runs as the disk fills still says how it ended."""
+    new = {"env": {}, "held": False, "held_variables": [], "at": 0, "grace_s": GRACE_S}
+    with mounted(tmp_path / "home") as home:
+        FleetPaths(home / "hosted", "hosted-new").prepare()
+        filler = fill(home)
+        keep = {"do": "keep", "token": "hosted-new", "fresh": True, **new}
+        _, answer = ask(home, argv=["true"], **keep)
+        assert answer["error"].endswith("hosted-new: No space left on device")
+        filler.unlink()
+        fills = f"while [ ! -e {tmp_path}/full ]; do sleep 0.1; done; exit 3"
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "skyctl.launch.remote.agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "SKYCTL_HOME": str(home)},
+            text=True,
+        )
+        assert agent.stdin is not None and agent.stdout is not None
+        agent.stdin.write(json.dumps({"argv": ["sh", "-c", fills], **keep}) + "\n")
+        agent.stdin.flush()
+        said = iter(agent.stdout.readline, "")
+        assert any('"pid"' in line for line in said)
+        fill(home)
+        (tmp_path / "full").touch()
+        ended = [json.loads(line)["ended"] for line in said if "ended" in line]
+        assert ended[0].startswith("exited with code 3")
+        agent.communicate(timeout=30)
+        ask(home, do="stop", token="hosted-new", timeout_s=5.0)
