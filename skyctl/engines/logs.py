@@ -38,16 +38,16 @@ def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
     return _tail(earlier(path), lines - len(found), probes=probes) + found
 
 
-def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
+def _tail(path: Path, lines: int, *, probes: bool, since: int = 0) -> list[str]:
     if lines <= 0:
         return []
     try:
         with path.open("rb") as log:
             start = log.seek(0, 2)
             data, found = b"", list[str]()
-            while start > 0 and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
+            while start > since and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
                 # in growing steps: a quiet server's log may be nearly all probes
-                step = min(max(_CHUNK_BYTES, len(data)), start)
+                step = min(max(_CHUNK_BYTES, len(data)), start - since)
                 start -= step
                 log.seek(start)
                 data = log.read(step) + data
@@ -55,6 +55,17 @@ def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     except OSError:
         return []
     return found[-lines:]
+
+
+def why_it_died(path: Path, since: int) -> str:
+    """The telling line among the last 200 that were written behind byte `since`, or ""; an earlier
+    process may have left others. What was rotated begins anew.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return ""
+    return telling_line(_tail(path, 200, probes=False, since=since if since <= size else 0))
 
 
 def is_probe(line: str) -> bool:

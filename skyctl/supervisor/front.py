@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from skyctl.core.plan import FrontSpec
-from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -143,7 +142,7 @@ class Front(KeptRunning):
         return self._death(process)
 
     def _death(self, process: ChildProcess) -> str:
-        why = telling_line(tail(self._paths.log(self.name), 100))
+        why = self._last_words()
         return process.exit_text() + (f": {why}" if why else "")
 
     def _note(self, reason: str) -> None:

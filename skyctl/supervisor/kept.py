@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from skyctl.core.plan import FrontSpec, ServerSpec
+from skyctl.engines.logs import why_it_died
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.kill_points import reached
@@ -70,6 +71,7 @@ class KeptRunning(ABC):
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._ending: ChildProcess | None = None  # being stopped
+        self._log_from = 0  # where its process begins to write; unknown of one that was adopted
         self._unsaved = False  # what is known of its process is not on record
 
     @property
@@ -214,7 +216,9 @@ class KeptRunning(ABC):
         reached(f"{self.role}.intended")
         self._before_spawn()
         env = {**self.host.environment(self._paths), **env}
-        process = self.host.spawn(argv, env, self._paths.log(self.name), intent.token)
+        log = self._paths.log(self.name)
+        self._log_from = log.stat().st_size if log.exists() else 0
+        process = self.host.spawn(argv, env, log, intent.token)
         reached(f"{self.role}.spawned")
         self._save(replace(intent, phase="running", identity=process.identity))
         reached(f"{self.role}.recorded")
@@ -229,6 +233,10 @@ class KeptRunning(ABC):
         self.started_at = found.started_at
         self._event(f"adopted (pid {process.pid})")
         return process
+
+    def _last_words(self) -> str:
+        """The error that its process wrote, or ""."""
+        return why_it_died(self._paths.log(self.name), self._log_from)
 
     def _event(self, message: str) -> None:
         """Add one line of history. A failed write says nothing about the process: it neither ends a

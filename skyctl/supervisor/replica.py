@@ -30,7 +30,7 @@ from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
-from skyctl.engines.logs import tail, telling_line
+from skyctl.engines.logs import tail
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -415,7 +415,7 @@ class Replica(KeptRunning):
 
     def _death(self, process: ChildProcess) -> str:
         lived = format_seconds(max(0.0, time.time() - (self.started_at or time.time())))
-        why = telling_line(self.log_tail(200))
+        why = self._last_words()
         return f"{process.exit_text()} after {lived}" + (f": {why}" if why else "")
 
     def _record_descendants(self, process: ChildProcess) -> None:

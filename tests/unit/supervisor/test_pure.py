@@ -9,7 +9,7 @@ import pytest
 
 from skyctl.core.health import routable
 from skyctl.core.plan import FrontSpec
-from skyctl.engines.logs import latest_message, message, tail, telling_line
+from skyctl.engines.logs import latest_message, message, tail, telling_line, why_it_died
 from skyctl.fleetfile.arguments import PlanWarning
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
@@ -133,6 +133,19 @@ def test_the_telling_line_is_the_cause_and_not_its_consequence() -> None:
     assert telling_line(VLLM_FAILURE) == "ValueError: no memory for the KV cache"
     assert telling_line(VLLM_FAILURE[3:]).startswith("RuntimeError: Engine core")
     assert telling_line(["INFO all is well", "Errors: none"]) == ""
+
+
+def test_a_process_did_not_die_of_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    assert why_it_died(log, 0) == ""
+    log.write_text("ValueError: the first\n")
+    since = log.stat().st_size
+    assert (why_it_died(log, 0), why_it_died(log, since)) == ("ValueError: the first", "")
+    with log.open("a") as file:
+        file.write("started\nOSError: the second\n")
+    assert why_it_died(log, since) == "OSError: the second"
+    log.write_text("KeyError: 1\n")  # it was rotated
+    assert why_it_died(log, since) == "KeyError: 1"
 
 
 def test_a_log_line_loses_its_prefix() -> None:
