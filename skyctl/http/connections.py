@@ -29,6 +29,7 @@ from urllib.parse import quote, unquote, urlsplit
 import httptools
 
 from skyctl import __version__
+from skyctl.http.lookup import addresses
 from skyctl.http.transport import (
     Answer,
     CannotConnect,
@@ -382,11 +383,30 @@ class KeptConnections:
             if self._unix_socket is not None:
                 return (await loop.create_unix_connection(make, self._unix_socket))[1]
             tls = self._trusted() if origin.tls else None
-            return (await loop.create_connection(make, origin.host, origin.port, ssl=tls))[1]
+            return await self._connect(make, origin, tls)
         except OSError as error:
             raise CannotConnect(error.strerror or str(error)) from error
         except ValueError as error:  # a name that cannot be looked up
             raise CannotConnect(str(error)) from error
+
+    async def _connect(
+        self, make: Callable[[], Connection], origin: Origin, tls: ssl.SSLContext | None
+    ) -> Connection:
+        """To the first address that takes it. Raises OSError, or ValueError as `addresses`."""
+        loop, refused = asyncio.get_running_loop(), OSError("it has no address")
+        name = origin.host if tls else None
+        for address in await addresses(origin.host, origin.port):
+            try:
+                return (
+                    await loop.create_connection(
+                        make, address, origin.port, ssl=tls, server_hostname=name
+                    )
+                )[1]
+            except ssl.SSLError:
+                raise
+            except OSError as error:
+                refused = error
+        raise refused
 
     def _trusted(self) -> ssl.SSLContext:
         """TLS trust: the system's CA store plus certifi."""

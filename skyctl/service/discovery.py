@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.schema import refuse_password
+from skyctl.http.lookup import addresses
 
 Located = tuple[str, str]
 """A server's name and URL."""
@@ -72,9 +72,8 @@ def _failed(ref: FleetRef, why: str) -> SkyctlError:
 async def _addresses(dns: str) -> Sequence[Located]:
     """Every address of a host name, in order. Raises OSError for an unknown name."""
     host, _, port = dns.rpartition(":")
-    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    addresses = sorted({str(address[0]) for *_, address in found})
-    hosts = [f"[{one}]" if ":" in one else one for one in addresses]
+    found = sorted(await addresses(host, int(port)))
+    hosts = [f"[{one}]" if ":" in one else one for one in found]
     return [(_name(f"http://{one}:{port}"), f"http://{one}:{port}") for one in hosts]
 
 

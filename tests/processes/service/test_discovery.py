@@ -88,13 +88,13 @@ async def test_a_command_that_hangs_ends_with_what_it_started(
 async def test_every_address_of_a_name_is_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def resolved(_: Any, host: str, port: int, **__: Any) -> list[Any]:
+    def resolved(host: str, port: int, **_: Any) -> list[Any]:
         if host != "vllm.prod.svc":
             raise socket.gaierror(-2, "Name or service not known")
         found = ("10.0.0.9", "10.0.0.3", "fd00::3", "10.0.0.3")
         return [(None, None, 0, "", (address, port)) for address in found]
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
     ref = reference(tmp_path, monkeypatch, {"dns": "vllm.prod.svc:8000"})
     assert [url for _, url in await locate(ref)] == [
         "http://10.0.0.3:8000",

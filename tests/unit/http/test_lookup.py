@@ -1,0 +1,67 @@
+"""Names are looked up without anybody having to wait for a resolver that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from skyctl.http.connections import KeptConnections
+from skyctl.http.lookup import addresses
+from skyctl.http.transport import CannotConnect
+from tests.unit.http.byte_servers import byte_server, request
+
+NAME = "gpu7.example"
+
+
+def resolver(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == NAME
+        if not found:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, 0, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_a_resolver_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks meanwhile shares the lookup."""
+    answers, asked = threading.Event(), list[str]()
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        answers.wait(10)
+        asked.append("answered")
+        return []
+
+    async def two() -> None:
+        both = asyncio.gather(addresses(NAME, 80), addresses(NAME, 80))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(both, 0.05)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        asyncio.run(two())
+        assert asked == [NAME]
+    finally:
+        answers.set()
+
+
+async def test_a_connection_goes_to_the_first_address_that_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolver(monkeypatch, "127.0.0.9", "127.0.0.1")
+    connections = KeptConnections()
+    with byte_server() as server:
+        there = request(server.url.replace("127.0.0.1", NAME))
+        assert (await server.serve(connections, there, fresh=True)).status == 200
+        await connections.aclose()
+
+
+async def test_a_name_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver(monkeypatch)
+    with pytest.raises(CannotConnect, match="not known"):
+        await KeptConnections().send(request(f"http://{NAME}:1"), timeout_s=5)
