@@ -152,6 +152,9 @@ class Session:
         with contextlib.suppress(TimeoutError):  # what ssh left behind may hold its pipes
             async with asyncio.timeout(_CLOSE_S):
                 await self._client.wait()
+                return
+        # else Python does it once the event loop is closed, with a traceback in the server's log
+        self._client._transport.close()  # type: ignore[attr-defined]
 
 
 async def ask(node: Node, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -213,3 +214,22 @@ def test_a_record_holds_no_secret_and_is_ours_alone(
     assert record.path_of("t").stat().st_mode & 0o077 == 0
     found = record.read("t")
     assert found is not None and found.ports == (1, 2) and found.node == node("true")
+
+
+_ASKS = """
+import asyncio, sys
+from skyctl.launch.base import Node
+from skyctl.launch.remote.session import ask
+
+node = Node("far", "far", "python", ("sh", "-c", sys.argv[1], "ssh"), 60.0)
+print(asyncio.run(ask(node, {"do": "facts"}, 5))["ok"])
+"""
+
+
+def test_what_a_client_leaves_behind_costs_no_traceback() -> None:
+    """As the master of shared connections, which holds the first one's stderr."""
+    script = f"sleep 3 >&2 & echo '{HELLO}'; read asked; echo '{{\"ok\": 1}}'; sleep 3"
+    done = subprocess.run(
+        [sys.executable, "-c", _ASKS, script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
