@@ -51,5 +51,6 @@ def _tell(key: _Key, found: Sequence[str], failed: Exception | None) -> None:
     answer = _running.pop(key)
     if failed is not None:
         answer.set_exception(failed)
+        answer.exception()  # seen, even if nobody waits any more
     else:
         answer.set_result(found)
