@@ -57,6 +57,7 @@ _PATTERNS = {
     "servers": "a URL like http://127.0.0.1:8000",
     "router": "a URL like http://127.0.0.1:8000",
     "dns": "a host name and a port, like gpus.example:8000",
+    "command": "a shell command",
     "api_key_env": "the name of an environment variable",
     "control_token_env": "the name of an environment variable",
 }

@@ -433,11 +433,12 @@ class DiscoverySection(_Section):
 
     dns: str | None = Field(
         None,
-        pattern=r"^[^\s:/@]+:[0-9]{1,5}$",
+        pattern=r"^[^\s:/@]+:[1-9][0-9]{0,4}$",
         description="Every address of a host name, as in `gpus.example:8000`.",
     )
     command: str | None = Field(
         None,
+        pattern=r"\S",
         description="A shell command that prints one server per line: `URL`, or `NAME URL`.",
     )
 
@@ -445,6 +446,8 @@ class DiscoverySection(_Section):
     def _one_way(self) -> DiscoverySection:
         if (self.dns is None) == (self.command is None):
             raise ValueError("write either `dns` or `command`")
+        if self.dns is not None and int(self.dns.rpartition(":")[2]) > 65535:
+            raise ValueError(f"`dns: {self.dns}` names no port: they end at 65535")
         return self
 
 

@@ -123,6 +123,21 @@ def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, exp
     assert parse("name: demo\nmodel: x\nlora: {max_rank: 32}\ntinker: {}\n").tinker is not None
 
 
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ("{command: ' '}", "servers.command: expected a shell command, got ' '"),
+        ("{dns: 'h:0'}", "servers.dns: expected a host name and a port"),
+        ("{dns: 'h:65536'}", "servers: `dns: h:65536` names no port: they end at 65535"),
+        ("{}", "servers: write either `dns` or `command`"),
+    ],
+)
+def test_a_place_where_no_server_can_be_found_is_refused(found: str, expected: str) -> None:
+    (line,) = refused(f"name: demo\nservers: {found}\n")
+    assert line.startswith(f"fleet.yaml:2: {expected}")
+    assert parse("name: demo\nservers: {dns: 'h:65535'}\n").servers
+
+
 PAIR = "replicas: [{role: prefill}, {role: decode}]\n"
 
 
