@@ -26,7 +26,7 @@ from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import compare_configs
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
-from skyctl.checkpoints.header import Tensor, read_header, require_plain
+from skyctl.checkpoints.header import Tensor, read_header, read_json
 from skyctl.checkpoints.live import (
     NamedTensors,
     RunningModel,
@@ -217,8 +217,7 @@ def _plain(name: str, tensor: Any) -> tuple[str, str, list[int], memoryview]:
 
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
-        require_plain(directory / CONFIG)
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(directory / CONFIG)
     except FileNotFoundError as error:
         hint = f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}"
         if (directory / "config.json").exists():

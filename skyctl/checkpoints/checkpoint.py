@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.header import Shard, Tensor, read_header, require_plain
+from skyctl.checkpoints.header import Shard, Tensor, read_header, read_json
 from skyctl.errors import NotFoundError, PreflightError
 from skyctl.store.paths import expanded
 
@@ -169,8 +169,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        require_plain(path)
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError as error:
         message, hint = mistaken_for(directory)
         raise PreflightError(message, hint=hint) from error
@@ -187,8 +186,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        require_plain(path)
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(path)["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PreflightError(f"{path} is not a valid index: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
@@ -291,9 +289,7 @@ def mistaken_for(directory: Path) -> tuple[str, str]:
 def _of(adapter: Path) -> str:
     """` of Qwen/Qwen3-0.6B`, if the adapter says so."""
     try:
-        require_plain(adapter / "adapter_config.json")
-        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        base = config["base_model_name_or_path"]
+        base = read_json(adapter / "adapter_config.json")["base_model_name_or_path"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return f" of {base}" if isinstance(base, str) and base else ""

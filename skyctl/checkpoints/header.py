@@ -66,7 +66,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
     """
     try:
         real = path.resolve(strict=True)
-        require_plain(real)
+        _require_plain(real)
         with real.open("rb") as file:
             status = os.fstat(file.fileno())
             raw = _read_raw_header(file.fileno(), status.st_size, path)
@@ -88,7 +88,13 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
     )
 
 
-def require_plain(path: Path) -> None:
+def read_json(path: Path) -> Any:
+    """What a plain file holds. Raises OSError, ValueError, RecursionError."""
+    _require_plain(path)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _require_plain(path: Path) -> None:
     """Raise OSError for anything but a plain file: a pipe would be waited for, without end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError("not a plain file")

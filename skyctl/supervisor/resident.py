@@ -240,8 +240,11 @@ class Supervisor(RunningFleet, SupervisorService):
         return self.state.weights().checkpoint or self.require_plan().model_path
 
     async def weights(self) -> WeightsState:
-        base = admission.started_with(self.plan) if self.plan is not None else None
-        return replace(await super().weights(), base=base)
+        state, plan = await super().weights(), self.plan
+        if plan is None:
+            return state
+        # a file system that hangs must not hold up the other verbs
+        return replace(state, base=await asyncio.to_thread(admission.started_with, plan))
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase == "up"]
