@@ -287,7 +287,9 @@ async def test_a_push_that_fails_says_how_each_server_was_left(tmp_path: Path, b
 
 
 async def test_two_pushes_at_once_are_told_of_each_other(tmp_path: Path, base: Path) -> None:
-    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+    # long enough for the other to come meanwhile, on a busy machine as well
+    servers = stubs(base, faults={"/pause": Fault("delay", seconds=1)})
+    async with attached(tmp_path, servers) as fleet, fleet:
         results = await asyncio.gather(
             fleet.sync_weights(state_dict(50)),
             fleet.sync_weights(state_dict(60)),
