@@ -9,6 +9,7 @@ are left out. Prints a table and writes benchmarks/results/read-to-gpu.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
+from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span, cut
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,14 +54,11 @@ def skyctl_reader(checkpoint: Path) -> Callable[[], None]:
     target = torch.empty(sum(sizes), dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     reader = DeviceReader(0)
+    ends = list(itertools.accumulate(sizes))
+    reads = cut([Span(n, 0, sizes[n], ends[n] - sizes[n]) for n in range(len(sizes))])
 
     def run() -> None:
-        address = target.data_ptr()
-        spans = []
-        for descriptor, size in zip(descriptors, sizes, strict=True):
-            spans.append(Span(descriptor, 0, size, address))
-            address += size
-        batch = ReadBatch(spans)
+        batch = ReadBatch(reads, descriptors, target.data_ptr())
         reader.submit([batch])
         reader.wait(batch, 600)
 

@@ -61,25 +61,33 @@ def report_of(tensors: Sequence[Tensor]) -> LayoutReport:
     return LayoutReport(0, parameters=tuple(parameters))
 
 
-def stage(
-    carrier: GpuCarrier, shards: Any, plan: ChunkPlan, *, scan: bool, program: Program | None
-) -> dict[str, float]:
-    """One push's staging, in milliseconds."""
-    cpu, began = time.process_time(), time.perf_counter()
-    files = ShardFiles(shards)
-    opened = time.perf_counter()
-    chunks = [
+def pieces_of(plan: ChunkPlan, *, scan: bool) -> list[list[Piece]]:
+    return [
         [
             Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset, p.tensor.dtype * scan)
             for p in chunk.placed
         ]
         for chunk in plan.chunks
     ]
+
+
+def stage(
+    carrier: GpuCarrier,
+    shards: Any,
+    chunks: list[list[Piece]],
+    slot_bytes: int,
+    *,
+    program: Program | None,
+) -> dict[str, float]:
+    """One push's staging, in milliseconds."""
+    cpu, began = time.process_time(), time.perf_counter()
+    files = ShardFiles(shards)
+    opened = time.perf_counter()
     chunk_reader = carrier.open_reader(
         files,
         chunks,
         slots=2,
-        slot_bytes=plan.slot_bytes,
+        slot_bytes=slot_bytes,
         threads=8,
         pace=Pace(),
         shown=bool(carrier.server_gpus),
@@ -149,8 +157,9 @@ def main() -> None:
             ("numbers", False, program),
             ("both", True, program),
         ):
+            chunks = pieces_of(plan, scan=scan)
             seen = [
-                stage(carrier, checkpoint.shards, plan, scan=scan, program=numbered)
+                stage(carrier, checkpoint.shards, chunks, plan.slot_bytes, program=numbered)
                 for _ in range(options.runs + 1)
             ][1:]
             medians = {key: statistics.median(run[key] for run in seen) for key in seen[0]}

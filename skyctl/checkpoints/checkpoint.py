@@ -10,23 +10,47 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.header import Shard, Tensor, read_header, read_json
+from skyctl.checkpoints.header import (
+    Shard,
+    Tensor,
+    digest_header,
+    read_header,
+    read_json,
+    read_plain,
+    remembered,
+)
 from skyctl.errors import NotFoundError, PreflightError
 from skyctl.store.paths import expanded
 
 INDEX_NAME = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
-_KEPT = 16
 _layouts: dict[tuple[str, ...], str] = {}
 """Layout digests by the headers they follow from; the latest few."""
+_indexes: dict[str, _Index] = {}
+"""Indexes by the digests of their files; the latest few."""
+_agreeing: dict[tuple[str, tuple[str, ...]], bool] = {}
+"""Indexes and shards that name the same tensors, by their digests; the latest few."""
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # torch.distributed.checkpoint, Megatron, DeepSpeed
 _OF_TRAINERS = ("*.distcp", "*/*.distcp", "latest_checkpointed_iteration.txt", "global_step*")
 _NO_CHECKPOINT = "give a Hugging Face directory: config.json and *.safetensors"
+
+
+@dataclass(frozen=True)
+class _Index:
+    """`weight_map`: tensor name → shard file name. `digest`: of its file."""
+
+    digest: str
+    weight_map: Mapping[str, str]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The shards' files, in the order in which they are numbered."""
+        return sorted(set(self.weight_map.values()))
 
 
 @dataclass(frozen=True)
@@ -59,12 +83,10 @@ class Checkpoint:
 
     @cached_property  # requested while servers are frozen, and covers a line per tensor
     def layout_digest(self) -> str:
-        if (known := _layouts.get(self.headers)) is not None:
-            return known
-        layout = sorted((t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors)
-        while len(_layouts) >= _KEPT:
-            _layouts.pop(next(iter(_layouts)), None)
-        return _layouts.setdefault(self.headers, _digest(layout))
+        def digest() -> str:
+            return _digest(sorted((t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors))
+
+        return remembered(_layouts, self.headers, digest)
 
     @cached_property
     def identity_digest(self) -> str:
@@ -138,7 +160,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         )
     config = read_config(directory)
     index = _read_index(directory)
-    names = sorted(set(index.values())) if index is not None else _shard_names(directory)
+    names = index.names if index is not None else _shard_names(directory)
     shards: list[Shard] = []
     tensors: dict[str, Tensor] = {}
     for number, name in enumerate(names):
@@ -154,11 +176,13 @@ def read_checkpoint(path: str) -> Checkpoint:
                 other = names[tensors[tensor.name].shard]
                 raise PreflightError(f"{directory}: {tensor.name} is in both {other} and {name}")
             tensors[tensor.name] = tensor
+    checkpoint = Checkpoint(directory, tuple(shards), tuple(tensors.values()), config)
     if index is not None:
-        _check_index(directory, index, tensors, names)
+        agree = partial(_check_index, directory, index, tensors)
+        remembered(_agreeing, (index.digest, checkpoint.headers), agree)
     if not tensors:
         raise PreflightError(f"checkpoint {path} holds no tensors")
-    return Checkpoint(directory, tuple(shards), tuple(tensors.values()), config)
+    return checkpoint
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -180,14 +204,24 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _read_index(directory: Path) -> dict[str, str] | None:
-    """Tensor name → shard file name; None if the checkpoint has no index."""
+def _read_index(directory: Path) -> _Index | None:
+    """None if the checkpoint has no index."""
     path = directory / INDEX_NAME
     if not path.exists():
         return None
     try:
-        weight_map = read_json(path)["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raw = read_plain(path)
+    except OSError as error:
+        raise PreflightError(f"{path} is not a valid index: {error!r}") from error
+    digest = digest_header(raw)
+    return remembered(_indexes, digest, lambda: _Index(digest, _parse_index(raw, path)))
+
+
+def _parse_index(raw: bytes, path: Path) -> dict[str, str]:
+    """Tensor name → shard file name."""
+    try:
+        weight_map = json.loads(raw.decode("utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise PreflightError(f"{path} is not a valid index: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise PreflightError(f"{path} is not a valid index: its weight_map is empty")
@@ -222,19 +256,18 @@ def _shard_names(directory: Path) -> list[str]:
     return ours
 
 
-def _check_index(
-    directory: Path, index: dict[str, str], tensors: dict[str, Tensor], names: list[str]
-) -> None:
+def _check_index(directory: Path, index: _Index, tensors: Mapping[str, Tensor]) -> bool:
     """Check that index and shards name the same tensors in the same files."""
-    for tensor, name in index.items():
+    for tensor, name in index.weight_map.items():
         found = tensors.get(tensor)
-        if found is None or names[found.shard] != name:
+        if found is None or index.names[found.shard] != name:
             raise PreflightError(f"{directory}: the index puts {tensor} in {name}, it is not there")
     for tensor, found_tensor in tensors.items():
-        if tensor not in index:
+        if tensor not in index.weight_map:
             raise PreflightError(
-                f"{directory}: {names[found_tensor.shard]} holds {tensor}, the index lacks it"
+                f"{directory}: {index.names[found_tensor.shard]} holds {tensor}, the index lacks it"
             )
+    return True
 
 
 def mistaken_for(directory: Path) -> tuple[str, str]:

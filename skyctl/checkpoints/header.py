@@ -12,9 +12,10 @@ import math
 import os
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from skyctl.checkpoints.dtypes import DTYPE_BITS
 from skyctl.errors import NotFoundError, PreflightError
@@ -23,9 +24,25 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MAX_DIMENSIONS = 64
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
-_KEPT = 64
+_SHARDS_KEPT = 64
 _parsed: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
 """The latest headers' tensors, by header digest, size of the data after it and shard number."""
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def remembered(known: dict[K, T], key: K, make: Callable[[], T], *, kept: int = 16) -> T:
+    """What `make` returned for this key, which is asked again once `kept` others were used since.
+    Versions of a model have thousands of tensors in common, and what follows from them.
+    """
+    found = known.pop(key, None)
+    if found is None:
+        found = make()
+    known[key] = found
+    while len(known) > kept:
+        known.pop(next(iter(known)), None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,8 +107,13 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
 
 def read_json(path: Path) -> Any:
     """What a plain file holds. Raises OSError, ValueError, RecursionError."""
+    return json.loads(read_plain(path).decode("utf-8"))
+
+
+def read_plain(path: Path) -> bytes:
+    """The bytes of a plain file. Raises OSError."""
     _require_plain(path)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return path.read_bytes()
 
 
 def _require_plain(path: Path) -> None:
@@ -103,19 +125,16 @@ def _require_plain(path: Path) -> None:
 def _tensors(
     raw: bytes, digest: str, data_bytes: int, shard: int, path: Path
 ) -> tuple[Tensor, ...]:
-    """The tensors of a header; versions of a model share one header, with thousands of tensors."""
-    key = (digest, data_bytes, shard)
-    found = _parsed.pop(key, None)
-    if found is None:
-        start = _LENGTH_BYTES + len(raw)
-        found = tuple(
+    """The tensors of a header."""
+    start = _LENGTH_BYTES + len(raw)
+
+    def parse() -> tuple[Tensor, ...]:
+        return tuple(
             Tensor(t.name, t.dtype, t.shape, shard, start + t.begin, t.nbytes)
             for t in parse_header(raw, data_bytes=data_bytes, path=path)
         )
-    _parsed[key] = found
-    while len(_parsed) > _KEPT:
-        _parsed.pop(next(iter(_parsed)), None)
-    return found
+
+    return remembered(_parsed, (digest, data_bytes, shard), parse, kept=_SHARDS_KEPT)
 
 
 def digest_header(raw: bytes) -> str:

@@ -13,13 +13,12 @@ compared from what it reads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.checkpoints.header import Tensor
+from skyctl.checkpoints.header import Tensor, remembered
 from skyctl.engines.base import lacks_method
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Program
 from skyctl.errors import PreflightError, ServerError
@@ -32,13 +31,13 @@ from skyctl.transfer.plan import (
     NotInLayout,
     check_layouts,
     order_for_runtime,
+    order_tensors,
     program_for,
 )
 
 LAYOUT_METHOD = "skyctl_layout"
 TRUST_METHOD = "skyctl_layout_trust"
 
-T = TypeVar("T")
 _TRANSPORTS = ("ipc", "nccl")
 _KEPT = 16
 
@@ -50,16 +49,6 @@ _programs: dict[object, Program] = {}
 """The latest programs, by what they follow from; those of a mixture of experts take 0.1 s each."""
 _checked: dict[object, bool] = {}
 """Pairs of checkpoint and layouts that fit each other, by headers and digests."""
-
-
-def _remembered(known: dict[object, T], key: object, make: Callable[[], T]) -> T:
-    found = known.pop(key, None)
-    if found is None:
-        found = make()
-    known[key] = found
-    while len(known) > _KEPT:
-        known.pop(next(iter(known)), None)
-    return found
 
 
 @dataclass(frozen=True)
@@ -86,22 +75,26 @@ class LayoutChoice:
         """
         return max((report.spare_bytes for report in self.reports), default=0)
 
+    @property
+    def order(self) -> tuple[str, ...]:
+        """What the order of tensors follows from: the layouts of all workers, by digest."""
+        return tuple(report.layout for report in self.reports)
+
     def ordered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The checkpoint's tensors in the order in which parameters hold them."""
-        return order_for_runtime(self.reports, tensors)
+        """The checkpoint's tensors in the order in which parameters hold them, if there are any
+        reports.
+        """
+        return order_for_runtime(self.reports, tensors) if self.workers else order_tensors(tensors)
 
     def planned(self, plan: ChunkPlan, checkpoint: Checkpoint) -> LayoutChoice:
         """The choice with its programs for a plan of the checkpoint's tensors in that order."""
         made: dict[str, Program] = {}  # servers with the same layout share a program
-        order = tuple(report.layout for report in self.reports)
         ends = tuple(chunk.size for chunk in plan.chunks)
         for report in self.reports:
             # equal headers, in the same order and cut alike, make equal plans
-            key = (report.layout, checkpoint.headers, order, ends)
+            key = (report.layout, checkpoint.headers, self.order, ends)
             if report.layout not in made:
-                made[report.layout] = _remembered(
-                    _programs, key, partial(program_for, report, plan)
-                )
+                made[report.layout] = remembered(_programs, key, partial(program_for, report, plan))
         programs = {
             name: tuple(made[report.layout] for report in reports)
             for name, reports in self.workers.items()
@@ -149,7 +142,7 @@ def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
         return True
 
     told = tuple((report.layout, report.ignored, report.reason) for report in reports)
-    _remembered(_checked, (told, checkpoint.headers), check)
+    remembered(_checked, (told, checkpoint.headers), check)
 
 
 def _processed(reports: Sequence[LayoutReport]) -> str:

@@ -15,6 +15,7 @@ from skyctl import engines
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
+from skyctl.checkpoints.header import remembered
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import LEAST_STAGE_RATE
@@ -48,11 +49,14 @@ from skyctl.push.sites import Site, Weights
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.store.state import TRAINER
-from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
+from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.choose import Choice, choose, load_transport
 from skyctl.units import format_bytes
+
+_plans: dict[tuple[object, ...], ChunkPlan] = {}
+"""The latest plans, by what they follow from. A sender that has just got one knows it again."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +281,13 @@ async def preflight(
             chunk_size=chunk_size,
             packing=transport.packing,
             alignment=transport.alignment,
-            order=layout.ordered if layout.workers else order_tensors,
+            order=layout.ordered,
         )
-        plan = planned(checkpoint.tensors)
+        # equal headers, in the same order and cut alike, make equal plans
+        cut = (chunk_size, transport.packing, transport.alignment)
+        plan = remembered(
+            _plans, (checkpoint.headers, layout.order, *cut), lambda: planned(checkpoint.tensors)
+        )
         if delta is not None and delta.held:
             whole, plan = plan, planned(delta.sent(checkpoint.tensors))
         layout = layout.planned(plan, checkpoint)

@@ -79,9 +79,10 @@ class ShardFiles:
                 )
             self.check(number)
 
-    def descriptor(self, number: int) -> int:
-        """The open file of a shard; not to be closed by the caller."""
-        return self._descriptors[number]
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """The open files of the shards; not to be closed by the caller."""
+        return self._descriptors
 
     def check(self, number: int) -> None:
         """Raise CheckpointChanged unless file and path are unchanged."""

@@ -83,7 +83,8 @@ class Channel:
 class Sender:
     """The files a push reads, the slots it fills, and the carrier that moves them.
 
-    A carrier may serve several pushes, one after the other; everything else is new for each.
+    A carrier may serve several pushes, one after the other, and chunks serve those that read the
+    same bytes of other files; everything else is new for each.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -92,6 +93,7 @@ class Sender:
         self._reader: Reader | None = None
         self._reading: threading.Thread | None = None
         self._files: ShardFiles | None = None
+        self._chunks: list[list[Piece]] = []
         self._pace = Pace()
         self._exports = True
         self._programs: list[Program] = []
@@ -106,14 +108,15 @@ class Sender:
         reached("sender.open")
         shards = [Shard(**shard) for shard in message["shards"]]
         self._files = ShardFiles(shards, elsewhere=message["elsewhere"])
-        chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
+        if message["chunks"] is not None:
+            self._chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
         if message["carrier"] is not None:
             self.warm(message)
         carrier = self._opened()
         self._pace, self._exports = Pace(message["bytes_per_s"]), message["exports"]
         self._reader = carrier.open_reader(
             self._files,
-            chunks,
+            self._chunks,
             slots=message["slots"],
             ring_only=message["ring_only"],
             reserve_bytes=message["reserve_bytes"],

@@ -28,7 +28,7 @@ from skyctl.transfer.gpu.devices import (
     stage_slots,
     uuid_of,
 )
-from skyctl.transfer.gpu.reader import THREADS, DeviceReader, ReadBatch, Span
+from skyctl.transfer.gpu.reader import THREADS, DeviceReader, Read, ReadBatch, Span, cut
 from skyctl.transfer.gpu.relay import Relay
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
@@ -61,6 +61,8 @@ class GpuCarrier:
         # two processors are left to the servers, which work at the same time
         threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
         self._reader = DeviceReader(self.devices[0], threads=threads)
+        self._chunks: Sequence[Sequence[Piece]] = ()
+        self._reads: list[list[Read]] = []
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
         self._relay: Relay | None = None
@@ -114,15 +116,17 @@ class GpuCarrier:
         self._slots = mirrored
         if relay_rank is not None:
             self.relay.begin()
+        if chunks is not self._chunks:  # not those of the last push
+            self._chunks, self._reads = chunks, list(map(reads_of, chunks))
         return DeviceChunkReader(
             files,
             chunks,
+            self._reads if not relay_rank else [[] for _ in chunks],
             mirrored.addresses(),
             self._reader,
             pace=pace,
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
-            reads=not relay_rank,
             pass_on=None if relay_rank is None else self.relay.pass_on,
         )
 
@@ -302,20 +306,21 @@ class DeviceChunkReader:
     bytes are on the device (to copy them to other GPUs, for example); `bytes_of` returns a slot as
     a uint8 tensor, which is scanned for NaN and infinity. There are no checksums: the bytes never
     pass through the CPU's registers, and vLLM's own engines take none. `pass_on` gets each slot's
-    tensor next, to send it to other senders; where nothing is read (`reads`), to receive it.
+    tensor next, to send it to other senders; where nothing is read, to receive it. `reads` are
+    those of each chunk (`reads_of`).
     """
 
     def __init__(
         self,
         files: ShardFiles,
         chunks: Sequence[Sequence[Piece]],
+        reads: Sequence[Sequence[Read]],
         addresses: Sequence[int],
         reader: DeviceReader,
         *,
         pace: Pace,
         after_fill: Callable[[int], None],
         bytes_of: Callable[[int], Any],
-        reads: bool = True,
         pass_on: Callable[[Any], None] | None = None,
     ) -> None:
         self._files = files
@@ -349,12 +354,14 @@ class DeviceChunkReader:
             batches = [self._batch(number) for number in free]
             self._reader.submit(batches)
             queued += batches
-            self._reader.wait(queued[chunk], READ_TIMEOUT_S)
             slot = self._turns.slot(chunk)
-            if self._reads:
+            try:
+                self._reader.wait(queued[chunk], READ_TIMEOUT_S)
+            finally:
                 # after the bytes: what was read before a change was noticed must not be sent
-                for shard in {piece.shard for piece in self._chunks[chunk]}:
+                for shard in {span.file for read in self._reads[chunk] for span in read.spans}:
                     self._files.check(shard)
+            if self._reads[chunk]:
                 self._refuse_not_finite(chunk, slot)
             if self._pass_on is not None:
                 self._pass_on(self._bytes_of(slot))
@@ -375,15 +382,13 @@ class DeviceChunkReader:
                 raise self._files.not_finite(*found)
 
     def _batch(self, chunk: int) -> ReadBatch:
-        base = self._addresses[self._turns.slot(chunk)]
-        return ReadBatch(
-            [
-                Span(self._files.descriptor(shard), begin, nbytes, base + offset)
-                for shard, begin, nbytes, offset in merged(self._chunks[chunk])
-                if self._reads
-            ],
-            self._pace,
-        )
+        address = self._addresses[self._turns.slot(chunk)]
+        return ReadBatch(self._reads[chunk], self._files.descriptors, address, self._pace)
+
+
+def reads_of(chunk: Sequence[Piece]) -> list[Read]:
+    """What is read to fill a slot with a chunk."""
+    return cut([Span(*run) for run in merged(chunk)])
 
 
 def merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:

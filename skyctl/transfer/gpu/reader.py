@@ -17,8 +17,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -33,21 +34,20 @@ _HOST_TO_DEVICE, _EVENT_DISABLE_TIMING, _NOT_READY = 1, 2, 600  # CUDA's
 
 
 class Span(NamedTuple):
-    """`size` bytes of an open file that go to one address of device memory."""
+    """`size` bytes of an open file, by its number, that go to one place of a slot."""
 
-    fd: int
+    file: int
     file_offset: int
     size: int
-    device_address: int
-    source: str = ""
+    slot_offset: int
 
 
-class _Piece(NamedTuple):
-    """One copy: spans of files that follow each other in device memory."""
+class Read(NamedTuple):
+    """One copy to the device: spans that follow each other in the slot."""
 
-    device_address: int
+    slot_offset: int
     size: int
-    parts: tuple[Span, ...]
+    spans: tuple[Span, ...]
 
 
 class ReadFailed(Exception):
@@ -55,20 +55,26 @@ class ReadFailed(Exception):
 
 
 class ReadBatch:
-    """Spans that are waited for together, cut into pieces, and read at a `pace`."""
+    """Reads from `files` into the slot at a device address, at a `pace`. They are waited for
+    together.
+    """
 
-    def __init__(self, spans: Sequence[Span], pace: Pace | None = None) -> None:
-        self.pieces = list(_pieces(spans, PIECE_BYTES))
+    def __init__(
+        self, reads: Sequence[Read], files: Sequence[int], address: int, pace: Pace | None = None
+    ) -> None:
+        self.reads = reads
+        self.files = files
+        self.address = address
         self.pace = pace or Pace()
         self.done = threading.Event()
-        self._settled: list[_Piece] = []
-        if not self.pieces:
+        self._settled: list[Read] = []
+        if not reads:
             self.done.set()
 
-    def settle(self, piece: _Piece) -> None:
-        """Record that a piece is done, copied or not. Needs no lock: appending is atomic."""
-        self._settled.append(piece)
-        if len(self._settled) == len(self.pieces):
+    def settle(self, read: Read) -> None:
+        """Record that a read is done, copied or not. Needs no lock: appending is atomic."""
+        self._settled.append(read)
+        if len(self._settled) == len(self.reads):
             self.done.set()
 
 
@@ -86,7 +92,7 @@ class DeviceReader:
         pinned_bytes = threads * DEPTH * PIECE_BYTES
         self._pinned = torch.empty(pinned_bytes, dtype=torch.uint8, pin_memory=True)
         self._streams = [torch.cuda.Stream(device=device) for _ in range(threads)]
-        self._queue: SimpleQueue[tuple[_Piece, ReadBatch] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Read, ReadBatch] | None] = SimpleQueue()
         self._closed = False
         self._failure: BaseException | None = None
         self._threads = [
@@ -101,8 +107,8 @@ class DeviceReader:
         these up.
         """
         for batch in batches:
-            for piece in batch.pieces:
-                self._queue.put((piece, batch))
+            for read in batch.reads:
+                self._queue.put((read, batch))
 
     def wait(self, batch: ReadBatch, timeout_s: float) -> None:
         """Block until every byte of the batch is in device memory.
@@ -147,13 +153,14 @@ class DeviceReader:
             slot = slots[turn]
             turn = (turn + 1) % DEPTH
             self._settle(slot)
-            slot.holds = piece, batch = item
+            slot.holds = read, batch = item
             if self._closed or self._failure is not None:
                 continue
             try:
-                batch.pace.take(piece.size)
-                slot.fill(piece)
-                copy_to_device(piece.device_address, slot.address, piece.size, stream)
+                batch.pace.take(read.size)
+                slot.fill(read.spans, batch.files)
+                target = batch.address + read.slot_offset
+                copy_to_device(target, slot.address, read.size, stream)
                 slot.event.record(stream)
             except BaseException as failure:
                 self._failure = failure
@@ -166,30 +173,36 @@ class DeviceReader:
         holds, slot.holds = slot.holds, None
         if holds is None:
             return
-        piece, batch = holds
+        read, batch = holds
         try:
             slot.event.synchronize()
         except _CudaError as failure:
             self._failure = failure
-        batch.settle(piece)
+        batch.settle(read)
 
 
-def _pieces(spans: Sequence[Span], piece_bytes: int) -> Iterator[_Piece]:
-    """Cut spans, and join those that follow each other in device memory."""
+def cut(spans: Sequence[Span], size: int | None = None) -> list[Read]:
+    """Reads of at most `size` bytes, PIECE_BYTES unless given: spans are cut, and joined where they
+    follow each other in the slot.
+    """
+    size = size or PIECE_BYTES
+    reads: list[Read] = []
     parts: list[Span] = []
-    size = 0
+    begin = end = 0
     for span in spans:
         at = 0
         while at < span.size:
-            address = span.device_address + at
-            if parts and (size == piece_bytes or parts[0].device_address + size != address):
-                yield _Piece(parts[0].device_address, size, tuple(parts))
-                parts, size = [], 0
-            take = min(piece_bytes - size, span.size - at)
-            parts.append(Span(span.fd, span.file_offset + at, take, address, span.source))
-            size, at = size + take, at + take
+            if parts and (end != span.slot_offset + at or end - begin == size):
+                reads.append(Read(begin, end - begin, tuple(parts)))
+                parts = []
+            if not parts:
+                begin = end = span.slot_offset + at
+            take = min(begin + size - end, span.size - at)
+            parts.append(Span(span.file, span.file_offset + at, take, end))
+            at, end = at + take, end + take
     if parts:
-        yield _Piece(parts[0].device_address, size, tuple(parts))
+        reads.append(Read(begin, end - begin, tuple(parts)))
+    return reads
 
 
 class _Slot:
@@ -200,17 +213,18 @@ class _Slot:
         self.address: int = piece.data_ptr()
         self.view = memoryview(piece.numpy())
         self.event = _Event()
-        self.holds: tuple[_Piece, ReadBatch] | None = None
+        self.holds: tuple[Read, ReadBatch] | None = None
 
-    def fill(self, piece: _Piece) -> None:
+    def fill(self, spans: Sequence[Span], files: Sequence[int]) -> None:
         begin = 0
-        for span in piece.parts:
-            at = 0
+        for span in spans:
+            file, at = files[span.file], 0
             while at < span.size:
                 into = self.view[begin + at : begin + span.size]
-                got = os.preadv(span.fd, [into], span.file_offset + at)
+                got = os.preadv(file, [into], span.file_offset + at)
                 if got <= 0:
-                    raise OSError(f"{span.source or span.fd} ended at byte {span.file_offset + at}")
+                    name = Path(f"/proc/self/fd/{file}").readlink()
+                    raise OSError(f"{name} ended at byte {span.file_offset + at}")
                 at += got
             begin += span.size
 

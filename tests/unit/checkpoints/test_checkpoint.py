@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from skyctl.checkpoints.checkpoint import absolute, locate, read_checkpoint
+from skyctl.checkpoints.checkpoint import INDEX_NAME, absolute, locate, read_checkpoint
 from skyctl.errors import NotFoundError, PreflightError
 from tests.unit.push.checkpoints import filled, safetensors, tiny_tensors, write_checkpoint
 
@@ -67,6 +68,24 @@ def test_a_tensor_that_the_index_lacks_is_refused(tmp_path: Path) -> None:
     change_index(directory, {"model.norm.weight": None})
     with pytest.raises(PreflightError, match=r"holds model.norm.weight, the index lacks it"):
         read_checkpoint(str(directory))
+
+
+def test_what_was_found_of_an_index_holds_for_these_bytes_and_shards_alone(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=2)
+    read_checkpoint(str(directory))
+    index = directory / INDEX_NAME
+    good = index.read_bytes()
+    change_index(directory, {"ghost.weight": "model-00001-of-00002.safetensors"})
+    with pytest.raises(PreflightError, match=r"puts ghost.weight in model-00001"):
+        read_checkpoint(str(directory))
+    index.write_bytes(good)
+    read_checkpoint(str(directory))
+    other = write_checkpoint(
+        tmp_path / "other", {"w": filled([2], 1), "x": filled([2], 1)}, shards=2
+    )
+    shutil.copy(index, other)
+    with pytest.raises(PreflightError, match="the index puts"):
+        read_checkpoint(str(other))
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "sub/x.safetensors"])

@@ -13,9 +13,11 @@ import pytest
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
+from skyctl.push.preflight import preflight
 from skyctl.push.request import STAGES
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.verify import weights_digest
+from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
@@ -565,3 +567,18 @@ async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
     with pytest.raises(PushError):
         await push_new(stubs, observer)
     assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+
+async def test_versions_of_a_model_are_cut_into_chunks_once(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path)
+    other = write_checkpoint(tmp_path / "other", tiny_tensors(60), shards=2)
+    async with stubs.client() as client:
+
+        async def plan(path: Path, chunk_size: int | None = None) -> ChunkPlan:
+            request = PushRequest(str(path), chunk_size=chunk_size)
+            return (await preflight(request, stubs.fleet, client=client)).plan
+
+        first = await plan(stubs.new)
+        assert await plan(other) is first  # by which a sender knows it again
+        assert await plan(stubs.base) is not first  # in one shard
+        assert len((await plan(other, 1 << 20)).chunks) == 1 < len(first.chunks)

@@ -13,11 +13,11 @@ import torch
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
-from skyctl.transfer.gpu.carrier import DeviceChunkReader, merged
-from skyctl.transfer.gpu.reader import ReadBatch, Span, _pieces
+from skyctl.transfer.gpu.carrier import DeviceChunkReader, merged, reads_of
+from skyctl.transfer.gpu.reader import ReadBatch, ReadFailed, Span, cut
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
-from skyctl.transfer.reader import Filled, Piece, ShardFiles
+from skyctl.transfer.reader import CheckpointChanged, Filled, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -29,9 +29,11 @@ class MemoryReader:
         self.memory = bytearray(size)
 
     def submit(self, batches: Iterable[ReadBatch]) -> None:
-        for span in (part for batch in batches for piece in batch.pieces for part in piece.parts):
-            data = os.pread(span.fd, span.size, span.file_offset)
-            self.memory[span.device_address : span.device_address + span.size] = data
+        for batch in batches:
+            for span in (span for read in batch.reads for span in read.spans):
+                data = os.pread(batch.files[span.file], span.size, span.file_offset)
+                begin = batch.address + span.slot_offset
+                self.memory[begin : begin + span.size] = data
 
     def wait(self, batch: Any, timeout_s: float) -> None:
         """Nothing is ever under way."""
@@ -67,6 +69,7 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
     reader = DeviceChunkReader(
         files,
         chunks,
+        list(map(reads_of, chunks)),
         [slot * size for slot in range(slots)],
         device,  # type: ignore[arg-type]
         pace=Pace(),
@@ -100,12 +103,12 @@ def test_one_reader_passes_on_what_it_has_read_and_checked(tmp_path: Path) -> No
         return device, DeviceChunkReader(
             files,
             chunks,
+            [reads_of(chunk) if reads else [] for chunk in chunks],
             [slot * size for slot in range(len(chunks))],
             device,  # type: ignore[arg-type]
             pace=Pace(),
             after_fill=lambda slot: None,
             bytes_of=device.slot_of(size),
-            reads=reads,
             pass_on=pass_on,
         )
 
@@ -129,12 +132,40 @@ def test_one_reader_passes_on_what_it_has_read_and_checked(tmp_path: Path) -> No
     assert not passed
 
 
+def test_a_file_that_was_cut_is_named_rather_than_the_read_that_found_it(tmp_path: Path) -> None:
+    plan, files, chunks = prepared(tmp_path / "c", 600)
+
+    class Failing(MemoryReader):
+        def wait(self, batch: Any, timeout_s: float) -> None:
+            raise ReadFailed("/dev/fd/3 ended at byte 8")
+
+    def run() -> None:
+        DeviceChunkReader(
+            files,
+            chunks,
+            list(map(reads_of, chunks)),
+            [slot * plan.slot_bytes for slot in range(len(chunks))],
+            Failing(len(chunks) * plan.slot_bytes),  # type: ignore[arg-type]
+            pace=Pace(),
+            after_fill=lambda slot: None,
+            bytes_of=lambda slot: None,
+        ).run(lambda filled: None)
+
+    with pytest.raises(ReadFailed, match="ended at byte"):
+        run()  # the files are as they were
+    for shard in (tmp_path / "c").glob("*.safetensors"):
+        os.truncate(shard, 100)
+    with pytest.raises(CheckpointChanged, match="safetensors changed during the push"):
+        run()
+
+
 def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) -> None:
     plan, files, chunks = prepared(tmp_path / "c", 300)
     device = MemoryReader(2 * plan.slot_bytes)
     reader = DeviceChunkReader(
         files,
         chunks,
+        list(map(reads_of, chunks)),
         [0, plan.slot_bytes],
         device,  # type: ignore[arg-type]
         pace=Pace(),
@@ -161,27 +192,24 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
 @pytest.mark.parametrize("piece_bytes", [1, 4, 7, 100])
 def test_spans_that_follow_each_other_in_memory_are_copied_at_once(piece_bytes: int) -> None:
     spans = [Span(3, 50, 9, 1000), Span(4, 0, 2, 1009), Span(3, 0, 5, 2000), Span(3, 5, 0, 2005)]
-    pieces = list(_pieces(spans, piece_bytes))
+    reads = cut(spans, piece_bytes)
     copied = {
-        part.device_address + at: (part.fd, part.file_offset + at)
-        for piece in pieces
-        for part in piece.parts
-        for at in range(part.size)
+        span.slot_offset + at: (span.file, span.file_offset + at)
+        for read in reads
+        for span in read.spans
+        for at in range(span.size)
     }
     assert copied == {
-        span.device_address + at: (span.fd, span.file_offset + at)
+        span.slot_offset + at: (span.file, span.file_offset + at)
         for span in spans
         for at in range(span.size)
     }
-    assert sum(piece.size for piece in pieces) == 16
-    for piece in pieces:
-        assert piece.size == sum(part.size for part in piece.parts) <= piece_bytes
-        followed = [part.device_address + part.size for part in piece.parts]
-        assert [part.device_address for part in piece.parts] == [
-            piece.device_address,
-            *followed[:-1],
-        ]
-    assert len(pieces) == -(-11 // piece_bytes) + -(-5 // piece_bytes)
+    assert sum(read.size for read in reads) == 16
+    for read in reads:
+        assert read.size == sum(span.size for span in read.spans) <= piece_bytes
+        followed = [span.slot_offset + span.size for span in read.spans]
+        assert [span.slot_offset for span in read.spans] == [read.slot_offset, *followed[:-1]]
+    assert len(reads) == -(-11 // piece_bytes) + -(-5 // piece_bytes)
 
 
 def test_pieces_that_follow_each_other_on_disk_and_in_the_chunk_are_read_as_one() -> None:
@@ -201,6 +229,7 @@ def read_all(tmp_path: Path, tensors: Any) -> list[int]:
     reader = DeviceChunkReader(
         files,
         chunks,
+        list(map(reads_of, chunks)),
         [slot * plan.slot_bytes for slot in range(len(chunks))],
         device,  # type: ignore[arg-type]
         pace=Pace(),

@@ -16,6 +16,7 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender import Channel, Sender
+from skyctl.transfer.sender_client import SenderProcess
 from skyctl.transfer.transports.base import CpuCarrier
 from tests.unit.push.checkpoints import write_checkpoint
 
@@ -68,14 +69,49 @@ def test_slots_are_freed_once_nobody_reads_into_them(
         "bytes_per_s": 1,  # what reads at a pace does not keep it waiting either
     }
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
-    for _ in range(2):  # the second push finds everything as the first did
-        sender.obey({"op": "open", "carrier": None, **opening})
+    for chunks in (opening["chunks"], None):  # the second push finds everything as the first did
+        sender.obey({"op": "open", "carrier": None, **opening, "chunks": chunks})
         sender.obey({"op": "rest"})  # while it waits for the release of its only slot
         assert carrier.readers == carrier.exported == []
     events = [json.loads(line)["event"] for line in told.getvalue().splitlines()]
     assert [event for event in events if event != "filled"] == [
         *("warmed", "opened", "rested", "opened", "rested")
     ]
+
+
+class Recording(SenderProcess):
+    """Notes what a sender is told, with no process behind it."""
+
+    def __init__(self) -> None:
+        self._events = {}
+        self._node = None
+        self._read_last = None
+        self.told: list[dict[str, Any]] = []
+
+    async def _command(self, **command: Any) -> None:
+        self.told.append(json.loads(json.dumps(command)))
+
+
+async def test_a_sender_is_told_once_what_to_read_of_versions_of_a_model(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
+    plan, other = plan_chunks(checkpoint.tensors, 300), plan_chunks(checkpoint.tensors, 600)
+    sender = Recording()
+    for of, scan in ((plan, True), (plan, True), (plan, False), (other, False), (plan, False)):
+        await sender.open(
+            transport="shm",
+            session="s",
+            checkpoint=checkpoint,
+            plan=of,
+            slots=1,
+            carrier=None,
+            scan=scan,
+        )
+    chunks = [told["chunks"] for told in sender.told]
+    assert chunks[1] is None
+    counts = [len(told) for told in chunks if told is not None]
+    assert counts == [len(of.chunks) for of in (plan, plan, other, plan)]
+    typed = [any(piece[-1] for chunk in told for piece in chunk) for told in chunks if told]
+    assert typed == [True, False, False, False]
 
 
 class Relays(Slots):
