@@ -41,32 +41,23 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
     """Machine, fleet file and running fleet. `verify` has every server digest its weights now."""
     if ref.config.attached:
         return await _examine_running(ref, None, verify)
+    from skyctl.core.planning import planned
     from skyctl.service.supervised import SupervisedFleet
 
     async with SupervisedFleet(ref) as fleet:
         ports = await fleet.held_ports()
-    plan, refusal = await asyncio.to_thread(_planned, ref, ports)
+    plan: FleetPlan | None = None
+    refused: list[Finding] = []
+    try:
+        plan = await asyncio.to_thread(planned, ref.config, ref.base_dir, ports)
+    except SkyctlError as error:
+        refused = [Finding("fleet-file", "plan", Severity.ERROR, error.message, error.hint)]
     python = plan.python if plan is not None else ref.config.python
     facts = await asyncio.to_thread(gather, python, state_root())
-    found = check_machine(facts, _needs(ref, plan))
-    if plan is None:
-        assert refusal is not None  # one of the two
-        message, fix = refusal.message, refusal.hint
-        found.append(Finding("fleet-file", "plan", Severity.ERROR, message, fix))
-    else:
+    found = check_machine(facts, _needs(ref, plan)) + refused
+    if plan is not None:
         found += await asyncio.to_thread(_examine_file, ref, plan, facts, ports)
     return found + await _examine_running(ref, plan, verify)
-
-
-def _planned(
-    ref: FleetRef, ports: Mapping[str, int]
-) -> tuple[FleetPlan | None, SkyctlError | None]:
-    from skyctl.core.planning import planned
-
-    try:
-        return planned(ref.config, ref.base_dir, ports), None
-    except SkyctlError as error:
-        return None, error
 
 
 def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:

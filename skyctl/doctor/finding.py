@@ -1,12 +1,13 @@
-"""The result of one check."""
+"""Findings, and how checks make them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
+P = ParamSpec("P")
 Section = Literal["machine", "fleet-file", "running"]
 
 
@@ -32,20 +33,34 @@ class Finding:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class About:
-    """Makes the findings of one section."""
+Result = tuple[Severity, str, str]
+"""What a check yields: severity, message and fix."""
 
-    section: Section
 
-    def ok(self, check: str, message: str) -> Finding:
-        return Finding(self.section, check, Severity.OK, message)
+def ok(message: str) -> Result:
+    return Severity.OK, message, ""
 
-    def warning(self, check: str, message: str, fix: str) -> Finding:
-        return Finding(self.section, check, Severity.WARNING, message, fix)
 
-    def error(self, check: str, message: str, fix: str) -> Finding:
-        return Finding(self.section, check, Severity.ERROR, message, fix)
+def warning(message: str, fix: str) -> Result:
+    return Severity.WARNING, message, fix
+
+
+def error(message: str, fix: str) -> Result:
+    return Severity.ERROR, message, fix
+
+
+def run_checks(
+    section: Section,
+    checks: Mapping[str, Callable[P, Iterator[Result]]],
+    *facts: P.args,
+    **named: P.kwargs,
+) -> list[Finding]:
+    """The findings of checks, which are given by their stable names."""
+    return [
+        Finding(section, name, *result)
+        for name, check in checks.items()
+        for result in check(*facts, **named)
+    ]
 
 
 def count(findings: Iterable[Finding], severity: Severity) -> int:

