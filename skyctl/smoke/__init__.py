@@ -118,12 +118,16 @@ async def smoke(
     logs: dict[str, list[str]] = {}
     kept: Path | None = None
 
-    async def take(step: Step, timeout_s: float) -> StepResult:
+    async def take(step: Step, timeout_s: float) -> bool:
+        nonlocal logs, kept
         on_begin(step.name)
         result = await _one(step, run, timeout_s)
         results.append(result)
         on_end(result)
-        return result
+        if not result.ok and not logs:
+            logs = {log.stem: tail(log, _LOG_LINES) for log in sorted(ref.paths.logs.glob("*.log"))}
+            kept = await _keep(ref, options)
+        return result.ok
 
     try:
         failed = False
@@ -132,17 +136,10 @@ async def smoke(
                 results.append(StepResult(step.name, StepStatus.SKIPPED, 0.0, "not tried"))
                 continue
             left = options.timeout_s - (time.monotonic() - began)
-            failed = not (await take(step, left)).ok
-            if failed:
-                logs = _log_ends(ref)
-                kept = await _keep(ref, options)
+            failed = not await take(step, left)
     finally:
         if not options.reuse:
-            # also after Ctrl-C: nothing of ours keeps running
-            result = await take(last, DOWN_TIMEOUT_S)
-            if not result.ok and not logs:
-                logs = _log_ends(ref)
-                kept = await _keep(ref, options)
+            await take(last, DOWN_TIMEOUT_S)  # also after Ctrl-C: nothing of ours keeps running
     return SmokeReport(
         fleet=ref.name,
         steps=tuple(results),
@@ -186,11 +183,6 @@ async def _one(step: Step, run: FleetUnderTest, timeout_s: float) -> StepResult:
         return ended(StepStatus.FAILED, detail, "give it more: --timeout SECONDS")
     except Exception as error:
         return ended(StepStatus.ERROR, f"{type(error).__name__}: {error}")
-
-
-def _log_ends(ref: FleetRef) -> dict[str, list[str]]:
-    """The end of every process's log."""
-    return {path.stem: tail(path, _LOG_LINES) for path in sorted(ref.paths.logs.glob("*.log"))}
 
 
 async def _keep(ref: FleetRef, options: SmokeOptions) -> Path | None:
@@ -251,7 +243,8 @@ def junit_xml(report: SmokeReport) -> str:
             failure = ElementTree.SubElement(case, tag, message=_clean(step.detail))
             failure.text = _clean("\n".join(filter(None, (step.detail, step.hint))))
             if step is report.first_failure:
-                ElementTree.SubElement(case, "system-err").text = _clean(_logs(report))
+                ends = [f"── {name}\n" + "\n".join(log) for name, log in report.logs.items()]
+                ElementTree.SubElement(case, "system-err").text = _clean("\n\n".join(ends))
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
@@ -284,11 +277,6 @@ def markdown(report: SmokeReport) -> str:
             "</details>",
         ]
     return "\n".join(lines) + "\n"
-
-
-def _logs(report: SmokeReport) -> str:
-    parts = [f"── {name}\n" + "\n".join(lines) for name, lines in report.logs.items()]
-    return "\n\n".join(parts)
 
 
 def _clean(text: str) -> str:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
-
 from skyctl import engines
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Outcomes, Pause
@@ -57,7 +55,7 @@ class FleetUnderTest:
     """One run. Filled in by the steps as they go.
 
     `answers` are the greedy tokens of each server before anything was pushed, `checkpoint` is what
-    they were computed with (None when unknown); `pids` are all processes seen.
+    they were computed with (None when unknown).
     """
 
     ref: FleetRef
@@ -66,7 +64,6 @@ class FleetUnderTest:
     longest: int = 512
     answers: dict[str, list[int]] = field(default_factory=dict)
     checkpoint: str | None = None
-    pids: set[int] = field(default_factory=set)
 
     async def find_endpoints(self, fleet: FleetService) -> None:
         """Every server and the router, and the model they serve.
@@ -144,10 +141,10 @@ def steps_for(options: SmokeOptions) -> list[Step]:
     steps += [
         Step("generate", generate),
         Step("pause-resume", pause_resume),
-        Step("push-same", push_same),
+        Step("push-same", push_base),
     ]
     if options.checkpoint is not None:
-        steps += [Step("push-other", push_other), Step("push-back", push_back)]
+        steps += [Step("push-other", push_other), Step("push-back", push_base)]
     return [*steps, Step("verify", verify)]
 
 
@@ -208,8 +205,9 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
         stream = asyncio.create_task(
             client.generate_one(greedy(length), timeout_s=ANSWER_TIMEOUT_S, on_text=hear)
         )
+        stream.add_done_callback(lambda _: begun.set())
         try:
-            await _first_of(begun, stream)
+            await begun.wait()
             paused_ms = _slowest(await fleet.pause(Pause(mode="keep", clear_cache=False)), "pause")
             try:
                 await asyncio.sleep(_SETTLE_S)
@@ -220,7 +218,9 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
                 await asyncio.sleep(_FROZEN_S)
                 if len(heard) != before or stream.done():
                     raise SkyctlError("tokens arrived while the fleet was paused")
-                await _all_paused(fleet)
+                running = [r.name for r in (await fleet.status()).replicas if r.state != "paused"]
+                if running:
+                    raise SkyctlError(f"{', '.join(running)} is not paused after a pause")
             finally:
                 resumed = await fleet.resume()
             resumed_ms = _slowest(resumed, "resume")
@@ -235,11 +235,6 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
     )
 
 
-async def push_same(run: FleetUnderTest) -> str:
-    """A push of the checkpoint the fleet runs changes no answer."""
-    return await _push_base(run)
-
-
 async def push_other(run: FleetUnderTest) -> str:
     """Another checkpoint arrives on every server."""
     assert run.options.checkpoint is not None  # the step is planned only then
@@ -249,9 +244,23 @@ async def push_other(run: FleetUnderTest) -> str:
     return f"{said}; answers changed on {changed} of {len(run.servers)} servers"
 
 
-async def push_back(run: FleetUnderTest) -> str:
-    """Pushing the first checkpoint again restores the first answers."""
-    return await _push_base(run)
+async def push_base(run: FleetUnderTest) -> str:
+    """A push of the checkpoint that gave the first answers brings the same ones, whatever the fleet
+    runs now.
+    """
+    if run.checkpoint is None:
+        raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
+    if not await asyncio.to_thread(Path(run.checkpoint).is_dir):
+        raise Skipped(f"{run.checkpoint} is not a directory on this machine")
+    said = await _push(run, run.checkpoint)
+    answers = await run.ask(run.servers)
+    changed = [name for name in run.servers if answers[name] != run.answers[name]]
+    if changed:
+        raise SkyctlError(
+            f"{', '.join(changed)} answers otherwise than before, with the same checkpoint",
+            hint="compare the servers: skyctl weights verify",
+        )
+    return f"{said}; every answer as before"
 
 
 async def verify(run: FleetUnderTest) -> str:
@@ -270,28 +279,18 @@ async def verify(run: FleetUnderTest) -> str:
 
 async def down(run: FleetUnderTest) -> str:
     """The fleet stops and leaves no process."""
-    run.pids |= await _recorded_pids(run)
+    async with connect(run.ref) as fleet:
+        rows = (await fleet.processes()).rows
     config = run.ref.config
     done = await take_down(
         run.ref.paths, drain_timeout_s=config.drain_timeout_s, stop_timeout_s=config.stop_timeout_s
     )
-    left = [pid for pid in run.pids if _alive(pid)]
+    known = [identity for row in rows for identity in (row.identity, *row.descendants)]
+    left = {process.pid for process in known if process is not None and process.alive()}
     if left:
         pids = ", ".join(map(str, left))
         raise SkyctlError(f"processes were left: {pids}", hint=f"look at them: ps -p {pids}")
     return f"stopped {_listed(list(done.stopped)) if done.stopped else 'nothing'}"
-
-
-async def _push_base(run: FleetUnderTest) -> str:
-    said = await _push(run, _base_checkpoint(run))
-    answers = await run.ask(run.servers)
-    changed = [name for name in run.servers if answers[name] != run.answers[name]]
-    if changed:
-        raise SkyctlError(
-            f"{', '.join(changed)} answers otherwise than before, with the same checkpoint",
-            hint="compare the servers: skyctl weights verify",
-        )
-    return f"{said}; every answer as before"
 
 
 async def _push(run: FleetUnderTest, checkpoint: str) -> str:
@@ -317,31 +316,6 @@ async def _checkpoint_now(run: FleetUnderTest, fleet: FleetService) -> str | Non
     return await fleet.model_path()
 
 
-def _base_checkpoint(run: FleetUnderTest) -> str:
-    """The directory of the checkpoint that gave the first answers."""
-    if run.checkpoint is None:
-        raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
-    if not Path(run.checkpoint).is_dir():
-        raise Skipped(f"{run.checkpoint} is not a directory on this machine")
-    return run.checkpoint
-
-
-async def _first_of(begun: asyncio.Event, stream: asyncio.Task[GenerationResult]) -> None:
-    """Return at the first text of the stream, or at its end."""
-    waiting = asyncio.create_task(begun.wait())
-    try:
-        await asyncio.wait({waiting, stream}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-
-
-async def _all_paused(fleet: FleetService) -> None:
-    status = await fleet.status()
-    running = [r.name for r in status.replicas if r.state != "paused"]
-    if running:
-        raise SkyctlError(f"{', '.join(running)} is not paused after a pause")
-
-
 def _finished(result: GenerationResult, length: int) -> None:
     if result.error or len(result.token_ids) != length:
         got = f"{len(result.token_ids)} of {length} tokens"
@@ -354,21 +328,6 @@ def _slowest(outcomes: Outcomes, verb: str) -> float:
         if not outcome.ok:
             raise SkyctlError(f"{verb}: {outcome.server}: {outcome.detail or outcome.status}")
     return max(outcome.elapsed_ms for outcome in outcomes)
-
-
-async def _recorded_pids(run: FleetUnderTest) -> set[int]:
-    """All recorded processes of the fleet."""
-    async with connect(run.ref) as fleet:
-        rows = (await fleet.processes()).rows
-    known = [identity for row in rows for identity in (row.identity, *row.descendants)]
-    return {identity.pid for identity in known if identity is not None and identity.alive()}
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _listed(names: Sequence[str]) -> str:
