@@ -87,7 +87,10 @@ def parse_request(
     body = _with_max_tokens({**defaults, **line}, where)
     session = body.pop("session_id", None)
     check_session(session, where)
-    _check_sendable([identity, value, body], where)
+    try:
+        json_body([identity, value, body])
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
     count, seed = body.pop("n", 1), body.get("seed")
     if type(count) is not int or count < 1:
         raise UsageError(f"{where}: n is a positive integer, not {count!r}")
@@ -154,14 +157,6 @@ def _check_prompt(key: str, value: Any, where: str) -> None:
         raise UsageError(f"{where}: messages is a list of objects with role and content")
 
 
-def _check_sendable(content: Any, where: str) -> None:
-    """Raise UsageError for what no request can hold, or no result could be written with."""
-    try:
-        json_body(content)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
-
-
 def _with_max_tokens(body: dict[str, Any], where: str) -> dict[str, Any]:
     """`body` with max_tokens set, whichever of its two names was used."""
     asked = body.pop("max_completion_tokens", None)
@@ -218,9 +213,12 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
 
 def _piece(event: dict[str, Any]) -> Piece:
     if "error" in event:
-        _raise_event_error(event["error"])
-    choices = event.get("choices") or [{}]
-    choice = choices[0]
+        error = event["error"] if isinstance(event["error"], dict) else {"message": event["error"]}
+        message, code = error.get("message", ""), error.get("code")
+        if isinstance(code, int) and 400 <= code < 500:
+            raise ServerError(f"refused: {message}", status=code)
+        raise Cut(f"the server failed: {message}")
+    choice = (event.get("choices") or [{}])[0]
     text = choice.get("text")
     if text is None:
         text = (choice.get("delta") or {}).get("content")
@@ -241,14 +239,6 @@ def _logprobs(found: Any) -> tuple[float, ...]:
     if values is None:
         values = [entry.get("logprob") for entry in found.get("content") or ()]
     return tuple(float(value) for value in values if value is not None)
-
-
-def _raise_event_error(error: Any) -> None:
-    message = error.get("message", "") if isinstance(error, dict) else str(error)
-    code = error.get("code") if isinstance(error, dict) else None
-    if isinstance(code, int) and 400 <= code < 500:
-        raise ServerError(f"refused: {message}", status=code)
-    raise Cut(f"the server failed: {message}")
 
 
 @dataclass(frozen=True)
@@ -321,10 +311,6 @@ class Progress:
         if count:
             del self.tokens[-count:]
             del self.logprobs[len(self.tokens) :]
-
-    def start_again(self) -> None:
-        """Drop all tokens."""
-        self.tokens, self.logprobs, self.text = [], [], ""
 
     def result(
         self, request: GenerationRequest, finish_reason: str, error: str = ""

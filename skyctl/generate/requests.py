@@ -178,14 +178,13 @@ class GenerationClient:
             DeadlineExceeded: there is no whole answer after `timeout_s` seconds.
         """
         attempts = 0
-        whole = {"model": self._endpoint.model, **body}
-        headers = self._headers(session_id or self._endpoint.session_id)
+        bases = self._bases(path)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        url = self._bases(path)[attempts % len(self._bases(path))] + path
-                        return await self._ask_once(url, path, whole, headers)
+                        base = bases[attempts % len(bases)]
+                        return await self._ask_once(base, path, body, session_id)
                     except Cut as cut:
                         attempts += 1
                         if attempts > self._retry.max_retries:
@@ -196,14 +195,12 @@ class GenerationClient:
             raise DeadlineExceeded(f"{path}: no answer in {timeout_s:g} s") from error
 
     async def _ask_once(
-        self, url: str, path: str, body: dict[str, Any], headers: dict[str, str]
+        self, base: str, path: str, body: Mapping[str, Any], session_id: str | None
     ) -> dict[str, Any]:
+        whole = {"model": self._endpoint.model, **body}
         try:
-            async with self._http.stream("POST", url, json=body, headers=headers) as response:
-                await _raise_for_status(response, path)
+            async with self._answer(base, path, whole, session_id) as response:
                 answer = json.loads(await response.aread())
-        except httpx.TransportError as error:
-            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
         except ValueError as error:
             raise ServerError(f"{path} answered with something that is not JSON") from error
         if not isinstance(answer, dict):
@@ -211,6 +208,30 @@ class GenerationClient:
         if any(c.get("finish_reason") == "abort" for c in answer.get("choices") or ()):
             raise Cut("the server aborted it")
         return answer
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, base: str, path: str, body: Mapping[str, Any], session_id: str | None
+    ) -> AsyncIterator[httpx.Response]:
+        """A successful answer, to be read inside.
+
+        Raises:
+            Cut: it did not come, or broke off.
+            ServerError: the server refused it for good.
+        """
+        headers = self._headers(session_id or self._endpoint.session_id)
+        try:
+            async with self._http.stream("POST", base + path, json=body, headers=headers) as answer:
+                if not answer.is_success:
+                    text = error_text((await answer.aread()).decode(errors="replace"))
+                    reason = " ".join(text.split())[:300] or answer.reason_phrase
+                    message = f"{path} answered {answer.status_code}: {reason}"
+                    if answer.status_code in _RETRIED_STATUSES:
+                        raise Cut(message)
+                    raise ServerError(message, status=answer.status_code)
+                yield answer
+        except httpx.TransportError as error:
+            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
 
     async def _until_finished(
         self,
@@ -231,9 +252,10 @@ class GenerationClient:
                     raise ServerError(
                         f"given up after {progress.fruitless} attempts in a row: {cut}"
                     ) from cut
+            continues = all(request.body.get(key) in (None, 0) for key in _NOT_CONTINUED)
             # without token ids there is nothing to continue from
-            if not progress.tokens or not _continues(request):
-                progress.start_again()
+            if not progress.tokens or not continues:
+                progress.tokens, progress.logprobs, progress.text = [], [], ""
             progress.retries += 1
             await self._sleep(self._retry.wait_s(progress.fruitless))
 
@@ -243,31 +265,21 @@ class GenerationClient:
         progress: Progress,
         on_text: Callable[[str], None] | None,
     ) -> str:
-        """One HTTP request; tokens go to `progress`. Returns the finish reason.
-
-        Raises:
-            Cut: it was cut off before its end, and may be tried again.
-            ServerError: the server refused it for good.
+        """One HTTP request; tokens go to `progress`. Returns the finish reason, raises as `_answer`
+        does.
         """
         path, body = request_body(
             request, self._endpoint.model, progress.prompt_ids, progress.tokens
         )
-        headers = self._headers(request.session_id or self._endpoint.session_id)
-        try:
-            async with self._http.stream(
-                "POST", self._endpoint.url + path, json=body, headers=headers
-            ) as response:
-                await _raise_for_status(response, path)
-                async for piece in read_pieces(response.aiter_lines()):
-                    progress.add(piece)
-                    if on_text is not None and piece.text:
-                        on_text(piece.text)
-                    if piece.finish_reason == "abort":
-                        raise Cut("the server aborted it")
-                    if piece.finish_reason is not None:
-                        return piece.finish_reason
-        except httpx.TransportError as error:
-            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
+        async with self._answer(self._endpoint.url, path, body, request.session_id) as response:
+            async for piece in read_pieces(response.aiter_lines()):
+                progress.add(piece)
+                if on_text is not None and piece.text:
+                    on_text(piece.text)
+                if piece.finish_reason == "abort":
+                    raise Cut("the server aborted it")
+                if piece.finish_reason is not None:
+                    return piece.finish_reason
         raise Cut("the stream ended early")
 
     async def _drop_textless(self, progress: Progress) -> None:
@@ -309,10 +321,6 @@ class GenerationClient:
         return headers
 
 
-def _continues(request: GenerationRequest) -> bool:
-    return all(request.body.get(key) in (None, 0) for key in _NOT_CONTINUED)
-
-
 def request_body(
     request: GenerationRequest, model: str, prompt_ids: list[int] | None, tokens: Sequence[int]
 ) -> tuple[str, dict[str, Any]]:
@@ -335,16 +343,6 @@ def request_body(
     if "min_tokens" in body:
         body["min_tokens"] = max(0, int(body["min_tokens"]) - len(tokens))
     return COMPLETIONS, {**body, "prompt": [*prompt_ids, *tokens]}
-
-
-async def _raise_for_status(response: httpx.Response, path: str) -> None:
-    if response.is_success:
-        return
-    text = " ".join(error_text((await response.aread()).decode(errors="replace")).split())[:300]
-    message = f"{path} answered {response.status_code}: {text or response.reason_phrase}"
-    if response.status_code in _RETRIED_STATUSES:
-        raise Cut(message)
-    raise ServerError(message, status=response.status_code)
 
 
 def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
