@@ -27,7 +27,6 @@ from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_tinker_key
 from skyctl.store.paths import create_private_file, fleet_paths, private_directory
 from skyctl.supervisor.client import RemoteFleet
-from skyctl.tinker import records
 from skyctl.tinker.api import Api, Offer
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.sampling import Sampling, Servers
@@ -181,7 +180,7 @@ async def _remove_old(ledger: Ledger, sampling: Sampling) -> None:
     )
     for row in over:
         try:
-            await records.delete_checkpoints(ledger, sampling, [row])
+            await sampling.delete(row)
         except SkyctlError as error:  # servers have it, and keep it for now
             _LOG.warning("%s: %s", row["directory"], error.message)
     await ledger.write(

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.errors import SkyctlError
 from skyctl.tinker import records, training, wire
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.records import Missing
@@ -37,17 +37,19 @@ POLL_S = 25.0
 MOST_SAMPLES = 20_000
 
 B = TypeVar("B", bound=BaseModel)
-Handler = Callable[[Request], Awaitable[Response]]
+Answer = Response | dict[str, Any] | None
+"""A dictionary is sent as JSON, None as 204."""
+Handler = Callable[[Request], Awaitable[Answer]]
 
 EXTERNAL = (
     "save_weights_external is not offered here: save_weights_for_sampler writes PEFT directories"
 )
 HOSTED = "not offered here: only the hosted service has this route"
-REFUSED = {
-    "copy_weights": "copying checkpoints is not offered here: load one with "
-    "create_training_client_from_state, and save it",
-    "sessions/search": "searching sessions is not offered here: list_sessions lists them",
-}
+COPY = (
+    "copying checkpoints is not offered here: load one with create_training_client_from_state, "
+    "and save it"
+)
+SEARCH = "searching sessions is not offered here: list_sessions lists them"
 
 
 @dataclass(frozen=True)
@@ -63,100 +65,86 @@ class Offer:
     body_bytes: int = 64 * 1024 * 1024
 
 
+@dataclass(frozen=True)
 class Api:
-    """The routes of one API process."""
+    """The routes of one API process. `context` is how many tokens a server takes."""
 
-    def __init__(
-        self,
-        offer: Offer,
-        key: str,
-        ledger: Ledger,
-        worker: Worker,
-        training_: Training,
-        sampling: Sampling,
-        bell: Doorbell,
-        context: int,
-    ) -> None:
-        self._offer = offer
-        self._key = key
-        self._ledger = ledger
-        self._worker = worker
-        self._training = training_
-        self._sampling = sampling
-        self._bell = bell
-        self._context = context
+    offer: Offer
+    key: str
+    ledger: Ledger
+    worker: Worker
+    training: Training
+    sampling: Sampling
+    bell: Doorbell
+    context: int
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        posts: dict[str, Handler] = {
-            "client/config": self._client_config,
-            "client/dynamic_config": self._dynamic_config,
-            "create_session": self._create_session,
-            "session_heartbeat": self._heartbeat,
-            "sessions/{session}/finish": self._finish_session,
-            "create_model": self._create_model,
-            "get_info": self._get_info,
-            "forward_backward": self._forward_backward,
-            "optim_step": self._in_order(self._optim_step, training.OPTIM_STEP),
-            "save_weights": self._in_order(self._save_weights, training.SAVE),
-            "save_weights_for_sampler": self._in_order(
+        checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
+        handlers: dict[str, Handler] = {
+            "POST client/config": self._client_config,
+            "POST client/dynamic_config": self._dynamic_config,
+            "POST create_session": self._create_session,
+            "POST session_heartbeat": self._heartbeat,
+            "POST sessions/{session}/finish": self._finish_session,
+            "POST create_model": self._create_model,
+            "POST get_info": self._get_info,
+            "POST forward_backward": self._forward_backward,
+            "POST optim_step": self._in_order(self._optim_step, training.OPTIM_STEP),
+            "POST save_weights": self._in_order(self._save_weights, training.SAVE),
+            "POST save_weights_for_sampler": self._in_order(
                 self._save_for_sampler, training.SAVE_SAMPLER
             ),
-            "load_weights": self._in_order(self._load_weights, training.LOAD),
-            "save_weights_external": self._in_order(_refusal(EXTERNAL), training.SAVE),
-            "create_sampling_session": self._create_sampler,
-            "join_sampling_session": self._join_sampler,
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
-            "retrieve_futures": self._retrieve_many,
-            "cancel_future": self._cancel,
-            "weights_info": self._weights_info,
-            "telemetry": self._telemetry,
+            "POST load_weights": self._in_order(self._load_weights, training.LOAD),
+            "POST save_weights_external": self._in_order(_refusal(EXTERNAL), training.SAVE),
+            "POST create_sampling_session": self._create_sampler,
+            "POST join_sampling_session": self._join_sampler,
+            "POST asample": self._sample,
+            "POST retrieve_future": self._retrieve,
+            "POST retrieve_futures": self._retrieve_many,
+            "POST cancel_future": self._cancel,
+            "POST weights_info": self._weights_info,
+            "POST telemetry": self._telemetry,
+            "POST copy_weights": _refusal(COPY),
+            "POST sessions/search": _refusal(SEARCH),
+            "GET get_server_capabilities": self._capabilities,
+            "GET sessions": self._sessions,
+            "GET sessions/{session}": self._session,
+            "GET samplers/{sampler:path}": self._get_sampler,
+            "GET training_runs": self._runs,
+            "GET training_runs/{model}": self._run,
+            "GET training_runs/{model}/checkpoints": self._checkpoints,
+            "GET checkpoints": self._checkpoints,
+            f"POST,DELETE {checkpoint}/publish": self._publish,
+            f"PUT {checkpoint}/ttl": self._ttl,
+            f"DELETE {checkpoint}": self._delete_checkpoint,
+            "GET,POST,PUT,DELETE {anything:path}": _refusal(HOSTED, 404),
         }
-        routes = [_route("healthz", self._healthz, "GET")]
-        routes += [_route(path, self._guarded(handle), "POST") for path, handle in posts.items()]
-        routes += [
-            _route(path, self._guarded(_refusal(text)), "POST") for path, text in REFUSED.items()
-        ]
-        checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
-        for path, handle, method in (
-            ("get_server_capabilities", self._capabilities, "GET"),
-            ("sessions", self._sessions, "GET"),
-            ("sessions/{session}", self._session, "GET"),
-            ("samplers/{sampler:path}", self._get_sampler, "GET"),
-            ("training_runs", self._runs, "GET"),
-            ("training_runs/{model}", self._run, "GET"),
-            ("training_runs/{model}/checkpoints", self._checkpoints, "GET"),
-            ("checkpoints", self._checkpoints, "GET"),
-            (f"{checkpoint}/publish", self._publish, "POST"),
-            (f"{checkpoint}/publish", self._publish, "DELETE"),
-            (f"{checkpoint}/ttl", self._ttl, "PUT"),
-            (checkpoint, self._delete_checkpoint, "DELETE"),
-        ):
-            routes.append(_route(path, self._guarded(handle), method))
-        hosted = self._guarded(_refusal(HOSTED, 404))
-        for method in ("GET", "POST", "PUT", "DELETE"):
-            routes.append(_route("{anything:path}", hosted, method))
+        routes = [Route("/api/v1/healthz", _healthz)]
+        for name, handle in handlers.items():
+            methods, path = name.split(" ")
+            guarded = self._guarded(handle)
+            routes.append(Route(f"/api/v1/{path}", guarded, methods=methods.split(",")))
         return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
 
-    def _guarded(self, handle: Handler) -> Handler:
+    def _guarded(self, handle: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             key = request.headers.get("x-api-key", "")
-            if not hmac.compare_digest(key.encode(), self._key.encode()):
+            if not hmac.compare_digest(key.encode(), self.key.encode()):
                 raise HTTPException(401, "the API key is wrong; `skyctl urls --format tinker`")
             try:
-                return await handle(request)
+                answer = await handle(request)
+                if isinstance(answer, Response):
+                    return answer
+                return Response(status_code=204) if answer is None else JSONResponse(answer)
             except ValidationError as error:
                 raise HTTPException(400, _readable(error)) from error
             except Missing as error:
                 raise HTTPException(404, str(error)) from error
             except (Unanswerable, ValueError, OverflowError) as error:
                 raise HTTPException(400, str(error)) from error
-            except StateUnwritable as error:
+            except SkyctlError as error:  # the disk is full, or servers keep what was to go
                 await asyncio.sleep(1.0)  # the SDK repeats the request at once
-                raise HTTPException(503, error.message) from error
-            except SkyctlError as error:  # servers keep what was to go: the SDK asks again
-                await asyncio.sleep(1.0)
                 raise HTTPException(503, error.message) from error
 
         return guarded
@@ -166,7 +154,7 @@ class Api:
         request of the model would wait. So it is accepted, and fails in its turn.
         """
 
-        async def in_order(request: Request) -> Response:
+        async def in_order(request: Request) -> Answer:
             body = await self._body(request)
             request.scope["skyctl.body"] = body
             try:
@@ -183,32 +171,29 @@ class Api:
 
     # --- sessions ------------------------------------------------------------------------------
 
-    async def _client_config(self, request: Request) -> Response:
-        return JSONResponse({"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True})
+    async def _client_config(self, request: Request) -> Answer:
+        return {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
 
-    async def _dynamic_config(self, request: Request) -> Response:
-        return JSONResponse({"sample_cancel_enabled": True})
+    async def _dynamic_config(self, request: Request) -> Answer:
+        return {"sample_cancel_enabled": True}
 
-    async def _telemetry(self, request: Request) -> Response:
+    async def _telemetry(self, request: Request) -> Answer:
         await self._body(request)
-        return JSONResponse({"status": "accepted"})
+        return {"status": "accepted"}
 
-    async def _healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _capabilities(self, request: Request) -> Response:
+    async def _capabilities(self, request: Request) -> Answer:
         model = {
-            "model_name": self._offer.base,
-            "max_context_length": self._context,
+            "model_name": self.offer.base,
+            "max_context_length": self.context,
             "trainable": True,
             "sampleable": True,
         }
-        return JSONResponse({"supported_models": [model]})
+        return {"supported_models": [model]}
 
-    async def _create_session(self, request: Request) -> Response:
+    async def _create_session(self, request: Request) -> Answer:
         asked = await self._json(request, wire.CreateSession)
         session, now = secrets.token_hex(8), time.time()
-        await self._ledger.write(
+        await self.ledger.write(
             "INSERT INTO sessions (id, created, seen, tags, metadata, display_name, project) "
             "VALUES (?,?,?,?,?,?,?)",
             session,
@@ -219,40 +204,40 @@ class Api:
             asked.display_name,
             asked.project_id,
         )
-        return JSONResponse({"session_id": session, "type": "create_session"})
+        return {"session_id": session, "type": "create_session"}
 
-    async def _heartbeat(self, request: Request) -> Response:
+    async def _heartbeat(self, request: Request) -> Answer:
         asked = await self._json(request, wire.InSession)
-        known = await self._ledger.write(
+        known = await self.ledger.write(
             "UPDATE sessions SET seen = ? WHERE id = ?", time.time(), asked.session_id
         )
         if not known:
             raise HTTPException(410, f"there is no session {asked.session_id}")
-        return JSONResponse({"type": "session_heartbeat"})
+        return {"type": "session_heartbeat"}
 
-    async def _finish_session(self, request: Request) -> Response:
+    async def _finish_session(self, request: Request) -> Answer:
         asked = await self._json(request, wire.FinishSession)
-        await self._ledger.write(
+        await self.ledger.write(
             "UPDATE sessions SET finished = ? WHERE id = ?",
             json.dumps({"reason": asked.reason, "detail": asked.detail}),
             request.path_params["session"],
         )
-        return JSONResponse({})
+        return {}
 
-    async def _sessions(self, request: Request) -> Response:
+    async def _sessions(self, request: Request) -> Answer:
         offset, limit = _page(request)
-        rows = await self._ledger.rows(
+        rows = await self.ledger.rows(
             "SELECT id FROM sessions ORDER BY created DESC LIMIT ? OFFSET ?", limit, offset
         )
-        return JSONResponse({"sessions": [row["id"] for row in rows]})
+        return {"sessions": [row["id"] for row in rows]}
 
-    async def _session(self, request: Request) -> Response:
+    async def _session(self, request: Request) -> Answer:
         session = request.path_params["session"]
-        return JSONResponse(await self._ledger.run(lambda c: records.session(c, session)))
+        return await self.ledger.run(lambda c: records.session(c, session))
 
     # --- training ------------------------------------------------------------------------------
 
-    async def _create_model(self, request: Request) -> Response:
+    async def _create_model(self, request: Request) -> Answer:
         asked = await self._json(request, wire.CreateModel)
         self._check_base(asked.base_model)
         self._check_optimizer(asked.optimizer_config)
@@ -260,39 +245,28 @@ class Api:
         self._check_rank(lora["rank"])
         if lora["seed"] is None:
             lora["seed"] = secrets.randbelow(2**31)
-        config = {"base": self._offer.base, "lora": lora}
-        model = f"{asked.session_id}:train:{asked.model_seq_id}"
+        config = {"base": self.offer.base, "lora": lora}
+        number, metadata = asked.model_seq_id, asked.user_metadata
+        return await self._new_model(asked.session_id, number, training.CREATE, config, metadata)
 
-        def commit(connection: sqlite3.Connection) -> bool:
-            records.session(connection, asked.session_id)
-            if records.known(connection, model, 0, training.CREATE):
-                return False
-            records.add_model(connection, model, asked.session_id, config, asked.user_metadata)
-            records.add_request(connection, model, 0, training.CREATE)
-            return True
-
-        return await self._accept(model, 0, commit)
-
-    async def _get_info(self, request: Request) -> Response:
+    async def _get_info(self, request: Request) -> Answer:
         asked = await self._json(request, wire.OfModel)
-        row = await self._ledger.run(lambda c: records.model(c, asked.model_id))
+        row = await self.ledger.run(lambda c: records.model(c, asked.model_id))
         config = json.loads(row["config"])
-        return JSONResponse(
-            {
-                "type": "get_info",
-                "model_id": asked.model_id,
+        return {
+            "type": "get_info",
+            "model_id": asked.model_id,
+            "model_name": config["base"],
+            "model_data": {
+                "arch": self.worker.hello.get("architecture"),
                 "model_name": config["base"],
-                "model_data": {
-                    "arch": self._worker.hello.get("architecture"),
-                    "model_name": config["base"],
-                    "tokenizer_id": config["base"],
-                },
-                **records.rank(config),
-                "optimizer_config": {"type": "adamw"},
-            }
-        )
+                "tokenizer_id": config["base"],
+            },
+            **records.rank(config),
+            "optimizer_config": {"type": "adamw"},
+        }
 
-    async def _forward_backward(self, request: Request) -> Response:
+    async def _forward_backward(self, request: Request) -> Answer:
         body = await self._body(request)
         try:
             message = wire.message("ForwardBackwardRequest").FromString(body)
@@ -301,14 +275,14 @@ class Api:
         kind = training.FORWARD if message.forward_only else training.FORWARD_BACKWARD
         return await self._of_model(message.model_id, message.seq_id, kind, body=body)
 
-    async def _optim_step(self, request: Request) -> Response:
+    async def _optim_step(self, request: Request) -> Answer:
         asked = await self._json(request, wire.OptimStep)
         if asked.optimizer_params is not None or asked.adam_params is None:
             raise ValueError("only AdamW is offered here: give AdamParams")
         extra = {"params": asked.adam_params}
         return await self._of_model(asked.model_id, asked.seq_id, training.OPTIM_STEP, extra)
 
-    async def _save_weights(self, request: Request) -> Response:
+    async def _save_weights(self, request: Request) -> Answer:
         asked = await self._json(request, wire.SaveWeights)
         name = asked.path or f"{asked.seq_id:06d}"
         extra = {
@@ -319,7 +293,7 @@ class Api:
         }
         return await self._of_model(asked.model_id, asked.seq_id, training.SAVE, extra)
 
-    async def _save_for_sampler(self, request: Request) -> Response:
+    async def _save_for_sampler(self, request: Request) -> Answer:
         asked = await self._json(request, wire.SaveForSampler)
         name = asked.path or f"{asked.seq_id:06d}.unnamed"
         extra: dict[str, Any] = {
@@ -335,13 +309,13 @@ class Api:
             extra |= {"session": session, "inflight": asked.kind == "inflight"}
         return await self._of_model(asked.model_id, asked.seq_id, training.SAVE_SAMPLER, extra)
 
-    async def _load_weights(self, request: Request) -> Response:
+    async def _load_weights(self, request: Request) -> Answer:
         asked = await self._json(request, wire.LoadWeights)
         if asked.base_model is not None:
             self._check_base(asked.base_model)
         if asked.optimizer_config is not None:
             self._check_optimizer(asked.optimizer_config)
-        found = await self._ledger.run(lambda c: records.checkpoint(c, asked.path))
+        found = await self.ledger.run(lambda c: records.checkpoint(c, asked.path))
         config = json.loads(found["config"])
         self._check_base(config["base"])
         self._check_rank(config["lora"]["rank"])
@@ -349,23 +323,35 @@ class Api:
             raise ValueError(f"{asked.path} has no optimizer state: it was saved for a sampler")
         extra = {"path": asked.path, "optimizer": asked.optimizer}
         if asked.model_id is not None and asked.seq_id is not None:
-            row = await self._ledger.run(lambda c: records.model(c, asked.model_id or ""))
+            row = await self.ledger.run(lambda c: records.model(c, asked.model_id or ""))
             if (rank := json.loads(row["config"])["lora"]["rank"]) != config["lora"]["rank"]:
                 raise ValueError(
                     f"{asked.path} has rank {config['lora']['rank']}, the model rank {rank}"
                 )
             return await self._of_model(asked.model_id, asked.seq_id, training.LOAD, extra)
-        session, number = asked.session_id, asked.model_seq_id
+        session, number, metadata = asked.session_id, asked.model_seq_id, asked.user_metadata
         if session is None or number is None:
             raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
+        return await self._new_model(session, number, training.LOAD, config, metadata, extra)
+
+    async def _new_model(
+        self,
+        session: str,
+        number: int,
+        kind: str,
+        config: dict[str, Any],
+        metadata: wire.Metadata,
+        extra: dict[str, Any] | None = None,
+    ) -> Answer:
+        """Accept a model, and the request that creates it."""
         model = f"{session}:train:{number}"
 
         def commit(connection: sqlite3.Connection) -> bool:
             records.session(connection, session)
-            if records.known(connection, model, 0, training.LOAD):
+            if records.known(connection, model, 0, kind):
                 return False
-            records.add_model(connection, model, session, config, asked.user_metadata)
-            records.add_request(connection, model, 0, training.LOAD, extra)
+            records.add_model(connection, model, session, config, metadata)
+            records.add_request(connection, model, 0, kind, extra)
             return True
 
         return await self._accept(model, 0, commit)
@@ -377,7 +363,7 @@ class Api:
         kind: str,
         extra: dict[str, Any] | None = None,
         body: bytes | None = None,
-    ) -> Response:
+    ) -> Answer:
         """Accept a request of an existing model."""
         if not 1 <= seq <= 2**62:
             raise ValueError(f"seq_id {seq} is no seq_id: they begin at 1")
@@ -395,15 +381,15 @@ class Api:
 
     async def _accept(
         self, model: str, seq: int, commit: Callable[[sqlite3.Connection], bool]
-    ) -> Response:
+    ) -> Answer:
         request = records.request_id(model, seq)
-        if await self._ledger.run(commit):
-            self._training.accepted(model, seq, request)
-        return JSONResponse({"request_id": request, "model_id": model})
+        if await self.ledger.run(commit):
+            self.training.accepted(model, seq, request)
+        return {"request_id": request, "model_id": model}
 
     # --- sampling ------------------------------------------------------------------------------
 
-    async def _create_sampler(self, request: Request) -> Response:
+    async def _create_sampler(self, request: Request) -> Answer:
         asked = await self._json(request, wire.CreateSampler)
         if asked.model_path is None:
             if asked.base_model is None:
@@ -426,10 +412,10 @@ class Api:
                 (sampler, asked.session_id, asked.model_path, now, now),
             )
 
-        await self._ledger.run(commit)
-        return JSONResponse({"sampling_session_id": sampler, "type": "create_sampling_session"})
+        await self.ledger.run(commit)
+        return {"sampling_session_id": sampler, "type": "create_sampling_session"}
 
-    async def _join_sampler(self, request: Request) -> Response:
+    async def _join_sampler(self, request: Request) -> Answer:
         asked = await self._json(request, wire.JoinSampler)
 
         def commit(connection: sqlite3.Connection) -> int:
@@ -438,23 +424,21 @@ class Api:
             found = connection.execute("SELECT clones FROM sessions WHERE id = ?", (session,))
             return int(found.fetchone()[0])
 
-        return JSONResponse({"client_counter": await self._ledger.run(commit)})
+        return {"client_counter": await self.ledger.run(commit)}
 
-    async def _get_sampler(self, request: Request) -> Response:
+    async def _get_sampler(self, request: Request) -> Answer:
         sampler = request.path_params["sampler"]
-        row = await self._ledger.run(lambda c: records.sampler(c, sampler))
-        return JSONResponse(
-            {"sampler_id": sampler, "base_model": self._offer.base, "model_path": row["path"]}
-        )
+        row = await self.ledger.run(lambda c: records.sampler(c, sampler))
+        return {"sampler_id": sampler, "base_model": self.offer.base, "model_path": row["path"]}
 
-    async def _sample(self, request: Request) -> Response:
+    async def _sample(self, request: Request) -> Answer:
         body = await self._body(request)
         asked = wire.Sample.model_validate_json(body)
         try:
             question(json.loads(body))  # refuse here, once, what is not offered
         except (TypeError, AttributeError, LookupError) as error:
             raise ValueError(f"the body is no sample request: {error}") from error
-        if self._sampling.busy > MOST_SAMPLES:
+        if self.sampling.busy > MOST_SAMPLES:
             raise HTTPException(429, "too many samples are under way")
         sampler, seq = asked.sampling_session_id, asked.seq_id
 
@@ -467,51 +451,49 @@ class Api:
             return True
 
         name = records.request_id(sampler, seq)
-        if await self._ledger.run(commit):
-            self._sampling.accepted(name)
+        if await self.ledger.run(commit):
+            self.sampling.accepted(name)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
-        return JSONResponse({"request_id": name, "sample_sequence_ids": ids})
+        return {"request_id": name, "sample_sequence_ids": ids}
 
     # --- futures -------------------------------------------------------------------------------
 
-    async def _retrieve(self, request: Request) -> Response:
+    async def _retrieve(self, request: Request) -> Answer:
         asked = await self._json(request, wire.Future)
-        with self._bell.listen(asked.request_id) as listening:
+        with self.bell.listen(asked.request_id) as listening:
             row = await self._future(asked.request_id)
             if row["state"] == "accepted":
                 await listening.wait(POLL_S)
                 row = await self._future(asked.request_id)
         if row["state"] == "accepted":
-            return JSONResponse(
-                {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
-            )
+            return {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
         if row["state"] == "gone":
             raise HTTPException(410, "the result was fetched, or its time is over")
         if row["state"] == "failed":
-            return JSONResponse({"error": row["result"].decode(), "category": row["category"]})
+            return {"error": row["result"].decode(), "category": row["category"]}
         return Response(row["result"], media_type=row["type"])
 
     async def _future(self, name: str) -> sqlite3.Row:
-        row = await self._ledger.row(
+        row = await self.ledger.row(
             "SELECT id, state, result, type, category FROM requests WHERE id = ?", name
         )
         if row is None:
             raise HTTPException(404, f"there is no request {name}")
         return row
 
-    async def _retrieve_many(self, request: Request) -> Response:
+    async def _retrieve_many(self, request: Request) -> Answer:
         asked = await self._json(request, wire.Futures)
         sampler, clone = asked.target.sampling_session_id, asked.target.cloned_sampler_id
         timeout_s = min(POLL_S if asked.timeout is None else asked.timeout, POLL_S)
         if asked.retrieved_request_ids:
-            await self._ledger.run(
+            await self.ledger.run(
                 lambda c: records.forget_results(c, sampler, asked.retrieved_request_ids)
             )
-        await self._ledger.run(lambda c: records.sampler(c, sampler))
+        await self.ledger.run(lambda c: records.sampler(c, sampler))
         deadline = time.monotonic() + timeout_s
-        with self._bell.listen(sampler) as listening:
+        with self.bell.listen(sampler) as listening:
             while True:
-                rows = await self._ledger.run(
+                rows = await self.ledger.run(
                     lambda c: records.finished(c, sampler, clone, asked.prev_cursor)
                 )
                 left = deadline - time.monotonic()
@@ -528,56 +510,48 @@ class Api:
             for row in rows
         ]
         cursor = rows[-1]["done_order"] if rows else asked.prev_cursor
-        return JSONResponse({"completions": completions, "cursor": cursor})
+        return {"completions": completions, "cursor": cursor}
 
-    async def _cancel(self, request: Request) -> Response:
+    async def _cancel(self, request: Request) -> Answer:
         asked = await self._json(request, wire.Cancel)
         for name in asked.request_ids or [asked.request_id or ""]:
-            self._sampling.cancel(name)
-        return JSONResponse({})
+            self.sampling.cancel(name)
+        return {}
 
     # --- runs and checkpoints ------------------------------------------------------------------
 
-    async def _runs(self, request: Request) -> Response:
+    async def _runs(self, request: Request) -> Answer:
         offset, limit = _page(request)
-        return JSONResponse(await self._ledger.run(lambda c: records.runs(c, limit, offset)))
+        return await self.ledger.run(lambda c: records.runs(c, limit, offset))
 
-    async def _run(self, request: Request) -> Response:
+    async def _run(self, request: Request) -> Answer:
         model = request.path_params["model"]
-        return JSONResponse(
-            await self._ledger.run(lambda c: records.run(c, records.model(c, model)))
-        )
+        return await self.ledger.run(lambda c: records.run(c, records.model(c, model)))
 
-    async def _checkpoints(self, request: Request) -> Response:
+    async def _checkpoints(self, request: Request) -> Answer:
         model = request.path_params.get("model")
         offset, limit = _page(request)
-        return JSONResponse(
-            await self._ledger.run(lambda c: records.checkpoints(c, model, limit, offset))
-        )
+        return await self.ledger.run(lambda c: records.checkpoints(c, model, limit, offset))
 
-    async def _weights_info(self, request: Request) -> Response:
+    async def _weights_info(self, request: Request) -> Answer:
         asked = await self._json(request, wire.TinkerPath)
-        row = await self._ledger.run(lambda c: records.checkpoint(c, asked.tinker_path))
+        row = await self.ledger.run(lambda c: records.checkpoint(c, asked.tinker_path))
         config = json.loads(row["config"])
         lora = config["lora"]
-        return JSONResponse(
-            {
-                "base_model": config["base"],
-                **records.rank(config),
-                "optimizer_config": {"type": "adamw"},
-                **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
-            }
-        )
+        return {
+            "base_model": config["base"],
+            **records.rank(config),
+            "optimizer_config": {"type": "adamw"},
+            **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
+        }
 
-    async def _publish(self, request: Request) -> Response:
+    async def _publish(self, request: Request) -> None:
         await self._set_checkpoint(request, "public", int(request.method == "POST"))
-        return Response(status_code=204)
 
-    async def _ttl(self, request: Request) -> Response:
+    async def _ttl(self, request: Request) -> None:
         asked = await self._json(request, wire.SetTtl)
         expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         await self._set_checkpoint(request, "expires", expires)
-        return Response(status_code=204)
 
     async def _set_checkpoint(self, request: Request, column: str, value: float | None) -> None:
         path = _checkpoint_path(request)
@@ -586,13 +560,12 @@ class Api:
             records.checkpoint(connection, path)
             connection.execute(f"UPDATE checkpoints SET {column} = ? WHERE path = ?", (value, path))
 
-        await self._ledger.run(commit)
+        await self.ledger.run(commit)
 
-    async def _delete_checkpoint(self, request: Request) -> Response:
+    async def _delete_checkpoint(self, request: Request) -> None:
         path = _checkpoint_path(request)
-        row = await self._ledger.run(lambda c: records.checkpoint(c, path))
-        await records.delete_checkpoints(self._ledger, self._sampling, [row])
-        return Response(status_code=204)
+        row = await self.ledger.run(lambda c: records.checkpoint(c, path))
+        await self.sampling.delete(row)
 
     # --- bodies --------------------------------------------------------------------------------
 
@@ -603,7 +576,7 @@ class Api:
         """The body, unpacked; bounded before and after."""
         if (found := request.scope.get("skyctl.body")) is not None:
             return bytes(found)
-        limit, parts, size = self._offer.body_bytes, [], 0
+        limit, parts, size = self.offer.body_bytes, [], 0
         async for part in request.stream():
             size += len(part)
             if size > limit:
@@ -621,18 +594,18 @@ class Api:
             raise HTTPException(413, str(error)) from error
 
     def _check_base(self, name: str) -> None:
-        if name != self._offer.base:
-            raise Missing(f"base model {name} is not served here; this is: {self._offer.base}")
+        if name != self.offer.base:
+            raise Missing(f"base model {name} is not served here; this is: {self.offer.base}")
 
     def _check_rank(self, rank: int) -> None:
-        if rank == 0 and not self._offer.full:
+        if rank == 0 and not self.offer.full:
             raise ValueError(
                 "rank 0 trains all parameters, which is not offered here "
                 "(`tinker: full_parameters` in the fleet file)"
             )
-        if not 0 <= rank <= self._offer.largest_rank:
+        if not 0 <= rank <= self.offer.largest_rank:
             raise ValueError(
-                f"rank {rank} is not offered here: 1 to {self._offer.largest_rank} "
+                f"rank {rank} is not offered here: 1 to {self.offer.largest_rank} "
                 "(`tinker: max_rank` in the fleet file)"
             )
 
@@ -641,12 +614,12 @@ class Api:
             raise ValueError(f"optimizer {optimizer.type} is not offered here: adamw is")
 
 
-def _route(path: str, handle: Handler, method: str) -> Route:
-    return Route(f"/api/v1/{path}", handle, methods=[method])
+async def _healthz(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
 
 
 def _refusal(text: str, status: int = 400) -> Handler:
-    async def refuse(request: Request) -> Response:
+    async def refuse(request: Request) -> Answer:
         if status == 400:
             raise ValueError(text)
         raise HTTPException(status, text)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skyctl.tinker.ledger import Ledger
-    from skyctl.tinker.sampling import Sampling
+from typing import Any
 
 
 class Missing(LookupError):
@@ -204,18 +199,6 @@ def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[s
         "AND state IN ('done', 'failed')",
         [(name, owner) for name in names],
     )
-
-
-async def delete_checkpoints(
-    ledger: Ledger, sampling: Sampling, rows: Iterable[sqlite3.Row]
-) -> None:
-    """Delete checkpoints: rows, what servers hold of them, and files. Raises SkyctlError if servers
-    keep one.
-    """
-    for row in rows:
-        async with sampling.leaving(row):
-            await ledger.write("DELETE FROM checkpoints WHERE path = ?", row["path"])
-        shutil.rmtree(row["directory"], ignore_errors=True)
 
 
 def _texts(text: str | None) -> dict[str, str] | None:

@@ -11,10 +11,11 @@ import asyncio
 import json
 import logging
 import math
+import shutil
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,8 +34,11 @@ MOST_TOP = 20
 _LARGEST_SEED = 2**63 - 1
 
 
-class Unanswerable(Exception):
+class Unanswerable(Refused):
     """The request cannot be answered here; the text is for the client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "user")
 
 
 class Servers(Protocol):
@@ -86,11 +90,6 @@ class Question:
     last: int | None
     targets: dict[str, Any] | None
 
-    @property
-    def about_prompt(self) -> bool:
-        """Whether the trainer has to compute something about the prompt."""
-        return self.prompt_logprobs or self.top_prompt > 0 or self.targets is not None
-
 
 def question(body: Mapping[str, Any]) -> Question:
     """Parse an asample body.
@@ -98,11 +97,8 @@ def question(body: Mapping[str, Any]) -> Question:
     Raises:
         Unanswerable: it is not offered, or makes no sense.
     """
-    for key, name in (
-        ("prompt_alt_tokens_k", "prompt_alt_tokens_k"),
-        ("record_stability_info", "record_stability_info"),
-    ):
-        if body.get(key):
+    for name in ("prompt_alt_tokens_k", "record_stability_info"):
+        if body.get(name):
             raise Unanswerable(f"{name} is not offered here")
     tokens: list[int] = []
     for chunk in (body.get("prompt") or {}).get("chunks") or []:
@@ -223,7 +219,6 @@ class Sampling:
         servers: Servers,
         worker: Worker,
         bell: Doorbell,
-        *,
         concurrency: int = 256,
     ) -> None:
         self._ledger = ledger
@@ -248,14 +243,17 @@ class Sampling:
     def accepted(self, request: str) -> None:
         """A request is on disk: start generating."""
         if request not in self._tasks:
-            task = asyncio.create_task(self._one(request), name=request)
-            self._tasks[request] = task
-            task.add_done_callback(lambda _: self._tasks.pop(request, None))
+            self._start(request, self._one(request))
+
+    def _start(self, request: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=request)
+        self._tasks[request] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request, None))
 
     def cancel(self, request: str) -> None:
         """Stop generating; the request fails."""
         if (task := self._tasks.get(request)) is not None:
-            task.add_done_callback(lambda _: self._drop(request))
+            task.add_done_callback(lambda _: self._start(request, self._record_cancelled(request)))
             task.cancel()
 
     async def stop(self) -> None:
@@ -265,31 +263,26 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    @asynccontextmanager
-    async def leaving(self, checkpoint: sqlite3.Row) -> AsyncIterator[None]:
-        """Inside, the row of a checkpoint is removed; afterwards its directory may be.
+    async def delete(self, checkpoint: sqlite3.Row) -> None:
+        """Delete a checkpoint: its row, what servers hold of it, and its files.
 
-        An adapter is unloaded after it; if servers cannot be told now, they keep it until its place
-        is needed. The weights of a whole model must be off the servers before.
+        An adapter is unloaded after its row is gone; if servers cannot be told now, they keep it
+        until its place is needed. The weights of a whole model must be off the servers before.
 
         Raises:
-            SkyctlError: they cannot be taken off now.
+            SkyctlError: they cannot be taken off now; nothing was deleted.
         """
-        directory = str(checkpoint["directory"])
-        if not _is_adapter(checkpoint):
+        directory, sql = str(checkpoint["directory"]), "DELETE FROM checkpoints WHERE path = ?"
+        if _is_adapter(checkpoint):
+            await self._ledger.write(sql, checkpoint["path"])
+            try:
+                await self._servers.unload(label_of(directory))
+            except SkyctlError as error:
+                _LOG.warning("%s: %s", label_of(directory), error)
+        else:
             async with self._servers.leaving(directory):
-                yield
-            return
-        yield
-        try:
-            await self._servers.unload(label_of(directory))
-        except SkyctlError as error:
-            _LOG.warning("%s: %s", label_of(directory), error)
-
-    def _drop(self, request: str) -> None:
-        task = asyncio.create_task(self._record_cancelled(request), name=request)
-        self._tasks[request] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request, None))
+                await self._ledger.write(sql, checkpoint["path"])
+        shutil.rmtree(directory, ignore_errors=True)
 
     async def _record_cancelled(self, request: str) -> None:
         """Record the cancellation, wherever its task was: waiting for a slot, or not begun."""
@@ -312,16 +305,11 @@ class Sampling:
             try:
                 result = await self._sample(row)
                 outcome = Outcome(result, "application/x-protobuf")
-            except Unanswerable as error:
-                outcome = Outcome(str(error).encode(), category="user")
             except Refused as error:
                 outcome = Outcome(str(error).encode(), category=error.category)
-            except ServerError as error:
-                status = getattr(error, "status", None)
-                category = "user" if status == 400 else "server"
-                outcome = Outcome(error.message.encode(), category=category)
             except (SkyctlError, WorkerDied) as error:
-                outcome = Outcome(str(error).encode(), category="server")
+                category = "user" if getattr(error, "status", None) == 400 else "server"
+                outcome = Outcome(str(error).encode(), category=category)
             except Exception as error:
                 _LOG.exception("%s", request)
                 outcome = Outcome(f"the sample failed: {error!r}".encode(), category="server")
@@ -361,8 +349,8 @@ class Sampling:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _about_prompt(self, asked: Question, directory: str | None) -> bytes:
-        """The fields of a SampleResponse that are about the prompt."""
-        if not asked.about_prompt:
+        """The fields of a SampleResponse that are about the prompt: the worker computes them."""
+        if not asked.prompt_logprobs and not asked.top_prompt and asked.targets is None:
             return b""
         header = {
             "do": "prompt_logprobs",

@@ -23,7 +23,7 @@ class WorkerDied(Exception):
 
 
 class Refused(Exception):
-    """The worker answered with an error. `category` is user or server, as in the SDK."""
+    """The request cannot be carried out. `category` is user or server, as in the SDK."""
 
     def __init__(self, message: str, category: str) -> None:
         super().__init__(message)
