@@ -84,7 +84,6 @@ class Outcome:
     category: str = ""  # of a failure
     rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     snapshot: str | None = None
-    garbage: str | None = None  # a directory that is unused once this is recorded
 
 
 class Training:
@@ -197,35 +196,23 @@ class Training:
         kind, extra = row["kind"], json.loads(row["extra"] or "{}")
         if "refused" in extra and kind != OPTIM_STEP:
             return _failed(extra["refused"], "user")
-        if kind == CREATE:
-            life = await self._worker.ensure()
-            await self._make_room(model, await self._model(model))
-            await self._create(model, life)
-            run.life = life
-            return _json({"model_id": model, "type": "create_model"})
         if kind == LOAD:
             return await self._load(model, run, extra)
         await self._open(model, run)
+        if kind == CREATE:
+            return _json({"model_id": model, "type": "create_model"})
         if kind in (FORWARD, FORWARD_BACKWARD):
-            header = {"do": "forward_backward", "model": model}
-            _, body = await self._worker.call(header, row["body"], life=run.life)
+            _, body = await self._ask(run.life, "forward_backward", model, row["body"])
             return Outcome(body, "application/x-protobuf")
         if kind == OPTIM_STEP:
             return await self._step(model, run, extra)
         return await self._save(model, run, row, extra)
 
-    async def _create(self, model: str, life: int) -> None:
-        row = await self._model(model)
-        header = {"do": "create", "model": model, "config": json.loads(row["config"])["lora"]}
-        await self._worker.call(header, life=life)
-
     async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
         if run.broken or "refused" in extra:
-            header = {"do": "zero_gradients", "model": model}
-            await self._worker.call(header, life=run.life)
+            await self._ask(run.life, "zero_gradients", model)
             return _failed(extra.get("refused", BROKEN), "user")
-        header = {"do": "optim_step", "model": model, "params": extra["params"]}
-        answer, _ = await self._worker.call(header, life=run.life)
+        answer, _ = await self._ask(run.life, "optim_step", model, params=extra["params"])
         outcome = _json({"metrics": answer["metrics"], "type": "optim_step"})
         run.steps += 1
         since_s = time.monotonic() - run.snapshot_at
@@ -246,15 +233,8 @@ class Training:
             return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
         life = await self._worker.ensure()
         await self._make_room(model, found)
-        await self._worker.call(
-            {
-                "do": "open",
-                "model": model,
-                "directory": found["directory"],
-                "optimizer": extra["optimizer"],
-            },
-            life=life,
-        )
+        directory, optimizer = found["directory"], extra["optimizer"]
+        await self._ask(life, "open", model, directory=directory, optimizer=optimizer)
         run.life = life
         outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
@@ -266,10 +246,9 @@ class Training:
         before = await self._ledger.row("SELECT directory FROM checkpoints WHERE path = ?", path)
         if before is not None and not extra.get("overwrite"):
             return _failed(f"{path} is there already; give overwrite=True or another name", "user")
-        directory = self._checkpoints / uuid.uuid4().hex
-        answer, _ = await self._worker.call(
-            {"do": "save", "model": model, "directory": str(directory), "optimizer": training},
-            life=run.life,
+        directory = str(self._checkpoints / uuid.uuid4().hex)
+        answer, _ = await self._ask(
+            run.life, "save", model, directory=directory, optimizer=training
         )
         config = (await self._model(model))["config"]
         now = time.time()
@@ -289,7 +268,7 @@ class Training:
                     model,
                     "training" if training else "sampler",
                     path.rsplit("/", 1)[-1],
-                    str(directory),
+                    directory,
                     config,
                     int(training),
                     now,
@@ -324,9 +303,8 @@ class Training:
 
     async def _snapshot(self, model: str, run: Run) -> str:
         directory = str(self._snapshots / uuid.uuid4().hex)
-        header = {"do": "save", "model": model, "directory": directory, "optimizer": True}
         began = time.monotonic()
-        await self._worker.call(header, life=run.life)
+        await self._ask(run.life, "save", model, directory=directory, optimizer=True)
         run.snapshot_took_s = time.monotonic() - began
         return directory
 
@@ -343,10 +321,9 @@ class Training:
             raise Refused(f"this model was not created: {first['result'].decode()}", "user")
         await self._make_room(model, row)
         if row["snapshot"] is None:
-            await self._create(model, life)
+            await self._ask(life, "create", model, config=json.loads(row["config"])["lora"])
         else:
-            header = {"do": "open", "model": model, "directory": row["snapshot"]}
-            await self._worker.call({**header, "optimizer": True}, life=life)
+            await self._ask(life, "open", model, directory=row["snapshot"], optimizer=True)
         since = await self._ledger.rows(
             "SELECT * FROM requests WHERE owner = ? AND seq > ? AND seq <= ? AND kind IN (?, ?) "
             "ORDER BY seq",
@@ -357,23 +334,16 @@ class Training:
             OPTIM_STEP,
         )
         for request in since:
-            await self._again(model, request, life)
+            done, kind = request["state"] != "failed", request["kind"]
+            if done and kind == FORWARD_BACKWARD:
+                await self._ask(life, "forward_backward", model, request["body"])
+            elif done:
+                params = json.loads(request["extra"])["params"]
+                await self._ask(life, "optim_step", model, params=params)
+            elif kind == OPTIM_STEP:
+                await self._ask(life, "zero_gradients", model)
         run.life = life
         run.steps = sum(request["kind"] == OPTIM_STEP for request in since)
-
-    async def _again(self, model: str, request: sqlite3.Row, life: int) -> None:
-        """Repeat what a recorded request did to the model's state."""
-        done = request["state"] != "failed"
-        if request["kind"] == FORWARD_BACKWARD:
-            if done:
-                header: dict[str, Any] = {"do": "forward_backward", "model": model}
-                await self._worker.call(header, request["body"], life=life)
-            return
-        header = {"do": "zero_gradients", "model": model}
-        if done:
-            params = json.loads(request["extra"])["params"]
-            header = {"do": "optim_step", "model": model, "params": params}
-        await self._worker.call(header, life=life)
 
     async def _make_room(self, model: str, row: sqlite3.Row) -> None:
         """Before a model is opened, drop from the worker the models with the oldest turns, and
@@ -390,7 +360,7 @@ class Training:
             gone += [name for name in held if name in whole and name not in gone]
         for name in gone:
             self._runs[name].life = self._runs[name].tried = 0
-            await self._worker.call({"do": "close", "model": name})
+            await self._ask(None, "close", name)
         self._runs[model].tried = life
 
     async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
@@ -432,9 +402,8 @@ class Training:
         run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
         if outcome.snapshot is not None:
             run.steps, run.snapshot_at = 0, time.monotonic()
-            outcome.garbage = old["snapshot"]
-        if outcome.garbage is not None:
-            shutil.rmtree(outcome.garbage, ignore_errors=True)
+            if old["snapshot"] is not None:
+                shutil.rmtree(old["snapshot"], ignore_errors=True)
         self._bell.ring(row["id"])
 
     async def _skip_gaps(self) -> None:
@@ -449,6 +418,12 @@ class Training:
                 run.waiting = {n: name for n, name in run.waiting.items() if n >= run.next_seq}
                 run.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
+
+    async def _ask(
+        self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """The worker's answer, in this life of it. Raises WorkerDied, Refused."""
+        return await self._worker.call({"do": do, "model": model, **fields}, body, life=life)
 
     async def _model(self, model: str) -> sqlite3.Row:
         row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
