@@ -187,7 +187,11 @@ class Base:
         transformers, with the base's tokenizer.
         """
         if rank_of(parameters):
-            save_file(peft_tensors(parameters), directory / files.ADAPTER, {"format": "pt"})
+            tensors = {
+                f"{_PREFIX}{name}.weight": value.detach().cpu().contiguous()
+                for name, value in parameters.items()
+            }
+            save_file(tensors, directory / files.ADAPTER, {"format": "pt"})
             return
         state = {name: value.detach().to(dtype) for name, value in parameters.items()}
         kept = self.model.state_dict().keys()
@@ -202,9 +206,10 @@ class Base:
         same bits.
         """
         if config.rank:
-            found = from_peft_tensors(load_file(directory / files.ADAPTER), self.device)
+            tensors = load_file(directory / files.ADAPTER)
             names = [f"{name}.lora_{part}" for name in self.targets(config) for part in "AB"]
-            return {name: found[name] for name in names}
+            stored = {name: tensors[f"{_PREFIX}{name}.weight"] for name in names}
+            return {name: value.to(self.device, torch.float32) for name, value in stored.items()}
         import transformers
 
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -265,22 +270,6 @@ def _of_the_model(path: Path) -> bool:
     """Whether the file is weights, their index, or says how to read them."""
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     return path.name.endswith(kinds) or path.name == "config.json"
-
-
-def peft_tensors(parameters: Parameters) -> dict[str, Tensor]:
-    """The adapter under PEFT's names, on the CPU."""
-    return {
-        f"{_PREFIX}{name}.weight": value.detach().cpu().contiguous()
-        for name, value in parameters.items()
-    }
-
-
-def from_peft_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> Parameters:
-    """Inverse of `peft_tensors`."""
-    return {
-        name.removeprefix(_PREFIX).removesuffix(".weight"): value.to(device, torch.float32)
-        for name, value in tensors.items()
-    }
 
 
 def peft_config(parameters: Parameters, base: str) -> dict[str, Any]:

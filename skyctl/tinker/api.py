@@ -463,7 +463,7 @@ class Api:
         with self.bell.listen(asked.request_id) as listening:
             row = await self._future(asked.request_id)
             if row["state"] == "accepted":
-                await listening.wait(POLL_S)
+                await listening.rung(POLL_S)
                 row = await self._future(asked.request_id)
         if row["state"] == "accepted":
             return {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
@@ -497,7 +497,7 @@ class Api:
                     lambda c: records.finished(c, sampler, clone, asked.prev_cursor)
                 )
                 left = deadline - time.monotonic()
-                if rows or left <= 0 or not await listening.wait(left):
+                if rows or left <= 0 or not await listening.rung(left):
                     break
         completions = [
             {"state": "failed", "request_id": row["id"]}

@@ -190,55 +190,58 @@ class Trainer:
         found.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": float(norm), "learning_rate": group["lr"], **speed}
 
-    def prompt_logprobs(
-        self,
-        directory: Path | None,
-        tokens: Sequence[int],
-        *,
-        top: int,
-        last: int | None,
-        targets: Tensor | None,
-    ) -> dict[str, bytes]:
-        """float32 logprobs of each prompt token (NaN where there is none), with `top` also the most
-        likely ids and their logprobs, (N, top); with int64 `targets` (N−1, K) those tokens' (0 for
-        −1). `directory` holds the sampler's adapter, None is the base; only the `last` rows.
+    def prompt_logprobs(self, asked: Mapping[str, Any], body: bytes) -> bytes:
+        """A serialized SampleResponse with what it says about the prompt, its N `tokens`.
+
+        float32 logprobs of each token if `wanted`, NaN where there is none; with `top` the most
+        likely ids and their logprobs, (N, top); with `body`, a serialized Tensor of int64 (N−1, K),
+        those of these tokens, 0 for −1. `directory` holds the sampler's weights, None is the base;
+        only the `last` rows.
+
+        Raises:
+            LossError: the tokens or the targets make no sense.
         """
-        row = torch.tensor(list(tokens), dtype=torch.int64)
+        top, last = asked["top"], asked["last"]
+        row = torch.tensor(asked["tokens"], dtype=torch.int64)
         self._check_tokens(row, "prompt")
-        with torch.no_grad(), self.base.using(self._sampler(directory)):
+        with torch.no_grad(), self.base.using(self._sampler(asked["directory"])):
             rows = torch.log_softmax(self.base.logits([row])[0, :-1], dim=-1).cpu()
         first = 0 if last is None else max(len(row) - 1 - last, 0)
-        scored = torch.full((len(row),), float("nan"))
-        scored[1 + first :] = rows.gather(1, row[1:, None])[first:, 0]
-        answer = {"prompt_logprobs": scored.numpy().tobytes()}
+        answer = wire.message("SampleResponse")()
+        if asked["wanted"]:
+            scored = torch.full((len(row),), float("nan"))
+            scored[1 + first :] = rows.gather(1, row[1:, None])[first:, 0]
+            answer.prompt_logprobs = scored.numpy().tobytes()
         if top:
             best = rows.topk(min(top, rows.shape[-1]), dim=-1)
             ids = torch.zeros(len(row), top, dtype=torch.int32)
             values = torch.full((len(row), top), -99999.0)
             ids[1 + first :, : best.indices.shape[1]] = best.indices[first:].to(torch.int32)
             values[1 + first :, : best.values.shape[1]] = best.values[first:]
-            answer["top_ids"], answer["top_logprobs"] = (
-                ids.numpy().tobytes(),
-                values.numpy().tobytes(),
-            )
-        if targets is not None:
-            if targets.shape[0] != len(row) - 1 or int(targets.max()) >= self.base.vocabulary:
+            likely = answer.topk_prompt_logprobs
+            likely.token_ids, likely.logprobs = ids.numpy().tobytes(), values.numpy().tobytes()
+            likely.k, likely.length = top, len(row)
+        if body:
+            targets = tensor_of("target_tokens", wire.message("Tensor").FromString(body))
+            wrong = targets.dim() != 2 or targets.shape[0] != len(row) - 1
+            if wrong or int(targets.max()) >= self.base.vocabulary:
                 raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
-            asked = rows.gather(1, targets.clamp(min=0))
-            answer["targets"] = asked.masked_fill(targets < 0, 0.0).numpy().tobytes()
-        return answer
+            picked = rows.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+            found = answer.target_prompt_logprobs
+            found.dense, found.dtype = picked.numpy().tobytes(), wire.FLOAT32
+            found.shape.extend(targets.shape)
+        return bytes(answer.SerializeToString())
 
-    def _sampler(self, directory: Path | None) -> Parameters | None:
+    def _sampler(self, directory: str | None) -> Parameters | None:
         """A sampler's parameters; the latest few adapters, or the latest model, are cached."""
         if directory is None:
             return None
-        key = str(directory)
-        if key not in self._samplers:
-            config, _ = self._checked(directory, optimizer=False)
+        if directory not in self._samplers:
+            config, _ = self._checked(Path(directory), optimizer=False)
             while len(self._samplers) >= (4 if config.rank else 1):
                 del self._samplers[next(iter(self._samplers))]
-            self._samplers[key] = self.base.read(directory, config)
-        return self._samplers[key]
+            self._samplers[directory] = self.base.read(Path(directory), config)
+        return self._samplers[directory]
 
     def _datum(self, datum: Any, loss: str) -> Datum:
         chunks = []
@@ -295,17 +298,9 @@ def _model(config: LoraConfig, parameters: Parameters) -> Model:
 
 
 def _adam(params: Mapping[str, float]) -> dict[str, Any]:
-    value = {
-        name: float(params.get(name, default))
-        for name, default in (
-            ("learning_rate", 1e-4),
-            ("beta1", 0.9),
-            ("beta2", 0.95),
-            ("eps", 1e-12),
-            ("weight_decay", 0.0),
-            ("grad_clip_norm", 0.0),
-        )
-    }
+    defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+    defaults |= {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+    value = {name: float(params.get(name, default)) for name, default in defaults.items()}
     # without it, a gradient of zero makes a parameter NaN: 0 / (sqrt(0) + eps)
     least = {"eps": float(np.finfo(np.float32).tiny)}
     for name, number in value.items():

@@ -101,15 +101,11 @@ class Worker:
                     await writer.drain()
                     answer, content = await frames.read_async(reader)
             except (OSError, EOFError, TimeoutError) as error:
-                await self._end()
+                await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
         if "error" in answer:
             raise Refused(answer["error"], answer["category"])
         return answer, content
-
-    async def stop(self) -> None:
-        """End the worker."""
-        await self._end()
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -132,7 +128,7 @@ class Worker:
             async with asyncio.timeout(START_TIMEOUT_S):
                 self.hello, _ = await frames.read_async(self._streams[0])
         except BaseException as error:
-            await self._end()
+            await self.stop()
             self._failures += 1
             if isinstance(error, OSError | EOFError | TimeoutError):
                 took = time.monotonic() - began
@@ -143,7 +139,8 @@ class Worker:
         self._failures = 0
         self.life += 1
 
-    async def _end(self) -> None:
+    async def stop(self) -> None:
+        """End the worker."""
         process, streams, self._process, self._streams = self._process, self._streams, None, None
         if streams is not None:
             streams[1].close()

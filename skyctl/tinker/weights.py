@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -219,24 +220,18 @@ class ServedWeights:
         return (_MIXED if failed or len(versions) > 1 else trained.pop()) if trained else None
 
 
+@dataclass(eq=False)
 class FleetServers:
-    """The servers of one fleet; made by `connected`."""
+    """The servers of one fleet, which hold at most `most` adapters; made by `connected`."""
 
-    def __init__(
-        self,
-        fleet: FleetService,
-        client: GenerationClient,
-        base: str,
-        context: int,
-        most: int,
-        weights: ServedWeights,
-    ) -> None:
-        self._weights = weights
-        self.base = base
-        self.context = context
-        self._fleet = fleet
-        self._client = client
-        self._most = most
+    fleet: FleetService
+    client: GenerationClient
+    base: str
+    context: int
+    most: int
+    weights: ServedWeights
+
+    def __post_init__(self) -> None:
         self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
         self._unwanted: set[str] = set()  # on servers, perhaps only some of them: removed first
         self._changing = asyncio.Lock()
@@ -246,13 +241,13 @@ class FleetServers:
         """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
 
         async def ask() -> dict[str, Any]:
-            return await self._client.ask(COMPLETIONS, body)
+            return await self.client.ask(COMPLETIONS, body)
 
-        return await self._awake(lambda: self._weights.answer(weights, ask))
+        return await self._awake(lambda: self.weights.answer(weights, ask))
 
     def leaving(self, directory: str) -> AbstractAsyncContextManager[None]:
         """See `Servers`."""
-        return self._weights.leaving(directory)
+        return self.weights.leaving(directory)
 
     @asynccontextmanager
     async def using(self, name: str, directory: str) -> AsyncIterator[None]:
@@ -286,7 +281,7 @@ class FleetServers:
 
     async def adopt(self) -> None:
         """Count what an earlier process has loaded: names are never used twice."""
-        for adapter in await self._fleet.adapters():
+        for adapter in await self.fleet.adapters():
             if adapter.name.startswith(PREFIX):
                 self._loaded[adapter.name] = 0
 
@@ -305,7 +300,7 @@ class FleetServers:
         """Wait while servers sleep and none is ready; False if there was nothing to wait for."""
         slept = False
         while True:
-            status = await patiently(self._fleet.status, FleetDownError, DeadlineExceeded)
+            status = await patiently(self.fleet.status, FleetDownError, DeadlineExceeded)
             states = {replica.state for replica in status.replicas}
             if "asleep" not in states or "ready" in states:
                 return slept
@@ -315,7 +310,10 @@ class FleetServers:
     async def _make_room(self) -> None:
         for name in self._unwanted - self._loaded.keys():
             await self._unload(name)
-        while len(self._loaded) >= max(1, self._most - await self._others()):
+        while True:
+            others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
+            if len(self._loaded) < max(1, self.most - len(others)):
+                return
             idle = [name for name, users in self._loaded.items() if users == 0]
             if idle:
                 del self._loaded[idle[0]]
@@ -324,16 +322,12 @@ class FleetServers:
             self._freed.clear()
             await self._freed.wait()
 
-    async def _others(self) -> int:
-        """The number of adapters of this fleet that are not ours."""
-        return sum(not adapter.name.startswith(PREFIX) for adapter in await self._fleet.adapters())
-
     async def _place(self, name: str, directory: str) -> None:
         await self._make_room()
         # any base: the adapter names the base as this API does, not by the fleet's path to it
         asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
         try:
-            await self._fleet.load_adapter(asked)
+            await self.fleet.load_adapter(asked)
         except ConflictError:
             raise  # nothing was sent
         except BaseException:
@@ -344,7 +338,7 @@ class FleetServers:
         self._unwanted.add(name)
         try:
             asked = UnloadAdapter(name=name)
-            await patiently(lambda: self._fleet.unload_adapter(asked), ConflictError)
+            await patiently(lambda: self.fleet.unload_adapter(asked), ConflictError)
         except FleetDownError:  # a NotFoundError too, but about the fleet: it still has the adapter
             raise
         except NotFoundError:

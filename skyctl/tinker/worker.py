@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from skyctl.tinker import frames, wire
+from skyctl.tinker import frames
 from skyctl.tinker.adapter import Base
 from skyctl.tinker.files import DamagedCheckpoint
 from skyctl.tinker.losses import LossError
-from skyctl.tinker.trainer import Trainer, tensor_of
+from skyctl.tinker.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,41 +82,10 @@ def _do(trainer: Trainer, asked: dict[str, Any], body: bytes) -> tuple[dict[str,
     elif operation == "optim_step":
         return {"metrics": trainer.optim_step(model, asked["params"])}, b""
     elif operation == "prompt_logprobs":
-        return {}, _prompt_logprobs(trainer, asked, body)
+        return {}, trainer.prompt_logprobs(asked, body)
     else:
         raise ValueError(f"no operation {operation!r}")
     return {}, b""
-
-
-def _prompt_logprobs(trainer: Trainer, asked: dict[str, Any], body: bytes) -> bytes:
-    """The fields of a SampleResponse that are about the prompt. `body` is a serialized Tensor."""
-    message = wire.message("Tensor").FromString(body) if body else None
-    targets = tensor_of("target_tokens", message) if message is not None else None
-    if message is not None and message.WhichOneof("one") == "sparse_csr":
-        raise LossError("target_prompt_logprobs must be dense here")
-    if targets is not None and targets.dim() != 2:
-        raise LossError("target_prompt_logprobs must be (prompt length − 1, K)")
-    directory = asked["directory"]
-    found = trainer.prompt_logprobs(
-        Path(directory) if directory else None,
-        asked["tokens"],
-        top=asked["top"],
-        last=asked["last"],
-        targets=targets,
-    )
-    answer = wire.message("SampleResponse")()
-    if asked["wanted"]:
-        answer.prompt_logprobs = found["prompt_logprobs"]
-    if asked["top"]:
-        answer.topk_prompt_logprobs.token_ids = found["top_ids"]
-        answer.topk_prompt_logprobs.logprobs = found["top_logprobs"]
-        answer.topk_prompt_logprobs.k = asked["top"]
-        answer.topk_prompt_logprobs.length = len(asked["tokens"])
-    if targets is not None:
-        answer.target_prompt_logprobs.dense = found["targets"]
-        answer.target_prompt_logprobs.dtype = wire.FLOAT32
-        answer.target_prompt_logprobs.shape.extend(targets.shape)
-    return bytes(answer.SerializeToString())
 
 
 if __name__ == "__main__":

@@ -79,6 +79,21 @@ def request(
     return bytes(message.SerializeToString())
 
 
+def asked_of(
+    trainer: Trainer,
+    directory: Path | None,
+    tokens: list[int],
+    body: bytes = b"",
+    *,
+    top: int = 0,
+    last: int | None = None,
+) -> Any:
+    """What the trainer says about a prompt, as the SampleResponse that it is."""
+    where = None if directory is None else str(directory)
+    asked = {"directory": where, "tokens": tokens, "wanted": True, "top": top, "last": last}
+    return wire.message("SampleResponse").FromString(trainer.prompt_logprobs(asked, body))
+
+
 def inputs_for(loss: str, count: int, generator: Any) -> dict[str, Tensor]:
     found = {"target_tokens": torch.randint(0, 512, (count,), generator=generator)}
     if loss == "cross_entropy":
@@ -311,10 +326,10 @@ def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
     trainer.save("m", tmp_path / "t", optimizer=True)  # its optimizer's state is no part of it
     names = {tensor.name for tensor in read_checkpoint(str(tmp_path / "t")).tensors}
     assert names == {tensor.name for tensor in read_checkpoint(base.path).tensors}
-    rows = trainer.prompt_logprobs(tmp_path / "c", ROWS[0], top=0, last=None, targets=None)
+    answer = asked_of(trainer, tmp_path / "c", ROWS[0])
     with torch.no_grad():
         wanted = torch.log_softmax(read(torch.tensor([ROWS[0]])).logits[0], -1)
-    seen = torch.frombuffer(bytearray(rows["prompt_logprobs"]), dtype=torch.float32)
+    seen = torch.frombuffer(bytearray(answer.prompt_logprobs), dtype=torch.float32)
     assert torch.allclose(seen[1:], wanted[range(5), ROWS[0][1:]], atol=1e-5)
 
 
@@ -438,17 +453,18 @@ def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) ->
     with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
         rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1).numpy()
     targets = torch.tensor([[1, -1]] * 5)
-    found = trainer.prompt_logprobs(tmp_path / "c", tokens, top=2, last=2, targets=targets)
-    scored = np.frombuffer(found["prompt_logprobs"], np.float32)
+    body = tensor(targets).SerializeToString()
+    found = asked_of(trainer, tmp_path / "c", tokens, body, top=2, last=2)
+    scored = np.frombuffer(found.prompt_logprobs, np.float32)
     assert np.isnan(scored[:4]).all()
     assert np.allclose(scored[4:], [rows[3, tokens[4]], rows[4, tokens[5]]], atol=1e-6)
-    best = np.frombuffer(found["top_ids"], np.int32).reshape(6, 2)
+    best = np.frombuffer(found.topk_prompt_logprobs.token_ids, np.int32).reshape(6, 2)
     assert list(best[5]) == list(np.argsort(-rows[4])[:2])
-    asked = np.frombuffer(found["targets"], np.float32).reshape(5, 2)
+    asked = np.frombuffer(found.target_prompt_logprobs.dense, np.float32).reshape(5, 2)
     assert np.allclose(asked[:, 0], rows[:5, 1], atol=1e-6)
     assert not asked[:, 1].any()
-    plain = trainer.prompt_logprobs(None, tokens, top=0, last=None, targets=None)
-    assert not np.allclose(np.frombuffer(plain["prompt_logprobs"], np.float32)[4:], scored[4:])
+    plain = asked_of(trainer, None, tokens)
+    assert not np.allclose(np.frombuffer(plain.prompt_logprobs, np.float32)[4:], scored[4:])
 
 
 @pytest.mark.parametrize("params", [{"beta1": 1.0}, {"eps": 0.0}, {"eps": 1e-46}])
