@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Base:
             for leaf, value in module.named_parameters(recurse=False):
                 self._places.setdefault(id(value), []).append((module, leaf))
         for name, linear in self.linears.items():
-            linear.register_forward_hook(self._hook(name))
+            linear.register_forward_hook(partial(self._add, name))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():  # only these read the flag: dropout stays off below them
@@ -217,17 +218,13 @@ class Base:
         )
         return {name: value.to(self.device).detach() for name, value in model.named_parameters()}
 
-    def _hook(self, name: str) -> Any:
-        key_a, key_b = f"{name}.lora_A", f"{name}.lora_B"
-
-        def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
-            if self._active is None or key_a not in self._active[0]:
-                return None
-            parameters, scale = self._active
-            a, b = parameters[key_a], parameters[key_b]
-            return _LowRank.apply(output, inputs[0], a, b, scale)
-
-        return add
+    def _add(self, name: str, module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
+        """The output of a linear layer with the active adapter; None if it has no part here."""
+        parameters, scale = self._active or ({}, 0.0)
+        if f"{name}.lora_A" not in parameters:
+            return None
+        a, b = parameters[f"{name}.lora_A"], parameters[f"{name}.lora_B"]
+        return _LowRank.apply(output, inputs[0], a, b, scale)
 
 
 class _LowRank(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here

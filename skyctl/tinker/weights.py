@@ -90,7 +90,7 @@ class ServedWeights:
             while True:
                 last = await self._bring(directory)
                 answer = await ask()
-                if (await self._jobs())[:1] == last:
+                if [job.id for job in (await self._jobs())[:1]] == last:
                     return answer
 
     @asynccontextmanager
@@ -111,8 +111,8 @@ class ServedWeights:
                 "servers answer from these weights", hint="try again when they are done"
             ) from error
 
-    async def _bring(self, directory: str | None) -> list[tuple[str, bool]]:
-        """Push what servers lack; returns the last job, as `_jobs` reports it."""
+    async def _bring(self, directory: str | None) -> list[str]:
+        """Push what servers lack; returns the id of the last job, if there was any."""
         async with self._bringing:
             task = asyncio.create_task(self._brought(directory))
             try:
@@ -121,13 +121,13 @@ class ServedWeights:
                 await asyncio.wait({task})  # the next caller must not find it half done
                 raise
 
-    async def _brought(self, directory: str | None) -> list[tuple[str, bool]]:
+    async def _brought(self, directory: str | None) -> list[str]:
         label = None if directory is None else label_of(directory)
         while True:
             jobs = await self._settled()
             held = await self._held(jobs)
             if held == label:
-                return [(job.id, job.ended) for job in jobs[:1]]
+                return [job.id for job in jobs[:1]]
             if directory is not None and held is None:
                 await self._remember_own()
             await self._push(directory, label)
@@ -180,15 +180,14 @@ class ServedWeights:
         except FileNotFoundError:
             return self._model
 
-    async def _jobs(self) -> list[tuple[str, bool]]:
-        jobs = await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
-        return [(job.id, job.ended) for job in jobs]
+    async def _jobs(self) -> tuple[Job, ...]:
+        return await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
 
-    async def _settled(self) -> tuple[Any, ...]:
+    async def _settled(self) -> tuple[Job, ...]:
         """The latest jobs, once none is under way."""
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
         while True:
-            jobs = await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
+            jobs = await self._jobs()
             if all(job.ended for job in jobs):
                 return jobs
             if time.monotonic() > deadline:
