@@ -63,16 +63,13 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go: the router's URL or one server's. `session_id` makes them sticky.
-
-    `server_urls` take the requests that vllm-router 0.1.17 strips of their key; `url` if there are
-    none.
+    """Where requests go: the router's URL or one server's. `server_urls` take the requests that
+    vllm-router 0.1.17 strips of their key; `url` if there are none.
     """
 
     url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
-    session_id: str | None = None
     server_urls: tuple[str, ...] = ()
 
 
@@ -219,7 +216,7 @@ class GenerationClient:
             Cut: it did not come, or broke off.
             ServerError: the server refused it for good.
         """
-        headers = self._headers(session_id or self._endpoint.session_id)
+        headers = self._headers(session_id)
         try:
             async with self._http.stream("POST", base + path, json=body, headers=headers) as answer:
                 if not answer.is_success:

@@ -133,12 +133,10 @@ async def test_the_session_id_reaches_the_worker_and_keeps_it() -> None:
     stubs = [StubServer(), StubServer()]
     async with running(stubs) as targets:
         sticky = routing(targets, "--policy", "consistent_hash")
-        async with (
-            sticky as url,
-            GenerationClient(Endpoint(url, "stub", session_id="user-7")) as client,
-        ):
+        async with sticky as url, GenerationClient(Endpoint(url, "stub")) as client:
             for n in range(6):
-                request = GenerationRequest(f"r{n}", {"max_tokens": 2}, prompt=f"prompt {n}")
+                body = {"max_tokens": 2}
+                request = GenerationRequest(f"r{n}", body, f"prompt {n}", session_id="user-7")
                 assert not (await client.generate_one(request)).error
     calls = [stub.asgi.calls["/v1/completions"] for stub in stubs]
     assert sorted(calls) == [0, 6]

@@ -22,8 +22,10 @@ from skyctl.generate.requests import (
     request_body,
 )
 
-ENDPOINT = Endpoint("http://router", "tiny", "s3cret", session_id="fleet-session")
-REQUEST = GenerationRequest("r", {"max_tokens": 4, "min_tokens": 3, "temperature": 0.0}, prompt="p")
+ENDPOINT = Endpoint("http://router", "tiny", "s3cret")
+REQUEST = GenerationRequest(
+    "r", {"max_tokens": 4, "min_tokens": 3, "temperature": 0.0}, prompt="p", session_id="mine"
+)
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -84,7 +86,7 @@ async def test_an_undisturbed_request_is_sent_once_with_key_and_session() -> Non
     assert (result.text, result.token_ids, result.finish_reason) == ("ab", [97, 98], "stop")
     assert (result.retries, result.error, script.waits) == (0, "", [])
     assert script.requests[0].headers["authorization"] == "Bearer s3cret"
-    assert script.requests[0].headers["x-session-id"] == "fleet-session"
+    assert script.requests[0].headers["x-session-id"] == "mine"
     assert script.bodies[0] == {
         "model": "tiny",
         "prompt": "p",
