@@ -6,7 +6,6 @@ Each check takes the facts and what the fleet needs, and yields findings.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -84,7 +83,7 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
         gpus=gpus,
         driver=driver,
         packages=read_packages(python),
-        infiniband=_has_entries(Path("/sys/class/infiniband")),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
         shm_size=_size_of_mount(Path("/dev/shm")),
         memory_available=read_available_memory(),
         memory_lock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -181,10 +180,9 @@ def read_available_memory(
 
 def _size_of_mount(path: Path) -> int | None:
     try:
-        found = os.statvfs(path)
+        return shutil.disk_usage(path).total
     except OSError:
         return None
-    return found.f_frsize * found.f_blocks
 
 
 def _free_space(path: Path) -> int | None:
@@ -193,13 +191,6 @@ def _free_space(path: Path) -> int | None:
         if place.exists():
             return shutil.disk_usage(place).free
     return None
-
-
-def _has_entries(directory: Path) -> bool:
-    try:
-        return any(directory.iterdir())
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)
