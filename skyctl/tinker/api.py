@@ -193,17 +193,11 @@ class Api:
     async def _create_session(self, request: Request) -> Answer:
         asked = await self._json(request, wire.CreateSession)
         session, now = secrets.token_hex(8), time.time()
-        await self.ledger.write(
-            "INSERT INTO sessions (id, created, seen, tags, metadata, display_name, project) "
-            "VALUES (?,?,?,?,?,?,?)",
-            session,
-            now,
-            now,
-            json.dumps(asked.tags),
-            json.dumps(asked.user_metadata),
-            asked.display_name,
-            asked.project_id,
-        )
+        tags, metadata = json.dumps(asked.tags), json.dumps(asked.user_metadata)
+        columns = "id, created, seen, tags, metadata, display_name, project"
+        sql = f"INSERT INTO sessions ({columns}) VALUES (?,?,?,?,?,?,?)"
+        named = (asked.display_name, asked.project_id)
+        await self.ledger.write(sql, session, now, now, tags, metadata, *named)
         return {"session_id": session, "type": "create_session"}
 
     async def _heartbeat(self, request: Request) -> Answer:

@@ -38,17 +38,10 @@ def add_request(
     body: bytes | None = None,
 ) -> None:
     """Accept a request."""
+    text = None if extra is None else json.dumps(extra)
     connection.execute(
         "INSERT INTO requests (id, owner, seq, kind, body, extra, created) VALUES (?,?,?,?,?,?,?)",
-        (
-            request_id(owner, seq),
-            owner,
-            seq,
-            kind,
-            body,
-            None if extra is None else json.dumps(extra),
-            time.time(),
-        ),
+        (request_id(owner, seq), owner, seq, kind, body, text, time.time()),
     )
 
 

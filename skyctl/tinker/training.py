@@ -29,12 +29,8 @@ from skyctl.tinker.waiting import Doorbell
 
 _LOG = logging.getLogger(__name__)
 
-CREATE, LOAD, SAVE, SAVE_SAMPLER = (
-    "create_model",
-    "load_weights",
-    "save_weights",
-    "save_weights_for_sampler",
-)
+CREATE, LOAD = "create_model", "load_weights"
+SAVE, SAVE_SAMPLER = "save_weights", "save_weights_for_sampler"
 FORWARD, FORWARD_BACKWARD, OPTIM_STEP = "forward", "forward_backward", "optim_step"
 MOST_ATTEMPTS = 3
 """A request under which the worker died this often has failed."""
@@ -251,8 +247,7 @@ class Training:
             run.life, "save", model, directory=directory, optimizer=training
         )
         config = (await self._model(model))["config"]
-        now = time.time()
-        ttl = extra.get("ttl_seconds")
+        now, ttl = time.time(), extra.get("ttl_seconds")
         outcome = _json({"path": path, "type": row["kind"]})
         outcome.rows = [
             # an overwritten checkpoint goes like those that nobody can name any more
@@ -281,24 +276,17 @@ class Training:
         ]
         if "sampler" in extra:
             outcome.result = json.dumps({"sampling_session_id": extra["sampler"]}).encode()
-            outcome.rows.append(
+            sampler, session = extra["sampler"], extra["session"]
+            inflight = model if extra["inflight"] else None
+            outcome.rows += [
                 (
                     "INSERT OR REPLACE INTO samplers (id, session, path, inflight, created, used) "
                     "VALUES (?,?,?,?,?,?)",
-                    (
-                        extra["sampler"],
-                        extra["session"],
-                        path,
-                        model if extra["inflight"] else None,
-                        now,
-                        now,
-                    ),
-                )
-            )
-            if extra["inflight"]:  # all of this model's move on together
-                outcome.rows.append(
-                    ("UPDATE samplers SET path = ? WHERE inflight = ?", (path, model))
-                )
+                    (sampler, session, path, inflight, now, now),
+                ),
+                # those that follow this model move on together; NULL equals none of them
+                ("UPDATE samplers SET path = ? WHERE inflight = ?", (path, inflight)),
+            ]
         return outcome
 
     async def _snapshot(self, model: str, run: Run) -> str:
@@ -459,19 +447,11 @@ def record_outcome(
     """Give a request its outcome. A body that no replay needs is dropped."""
     replayed = row["kind"] == FORWARD_BACKWARD and not outcome.category
     order = connection.execute("SELECT COALESCE(MAX(done_order), 0) + 1 FROM requests").fetchone()
+    state = "failed" if outcome.category else "done"
     connection.execute(
         "UPDATE requests SET state = ?, result = ?, type = ?, category = ?, done_at = ?, "
         "done_order = ?, body = CASE WHEN ? THEN body END WHERE id = ?",
-        (
-            "failed" if outcome.category else "done",
-            outcome.result,
-            outcome.type,
-            outcome.category,
-            now,
-            order[0],
-            replayed,
-            row["id"],
-        ),
+        (state, outcome.result, outcome.type, outcome.category, now, order[0], replayed, row["id"]),
     )
 
 
