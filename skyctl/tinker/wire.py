@@ -42,13 +42,7 @@ _MESSAGES = {
     "ImageChunk": ("1 data bytes", "2 format string"),
     "DmelChunk": ("1 dmel bytes",),
     "Chunk": ("1 encoded_text EncodedTextChunk|", "2 image ImageChunk|", "3 dmel DmelChunk|"),
-    "ProvenanceSpan": (),
-    "Datum": (
-        "1 model_input Chunk[]",
-        "2 loss_fn_inputs map:Tensor",
-        "3 model_input_spans ProvenanceSpan[]",
-        "4 loss_fn_input_spans ProvenanceSpan[]",
-    ),
+    "Datum": ("1 model_input Chunk[]", "2 loss_fn_inputs map:Tensor"),
     "LossConfigValue": ("1 number double|", "2 text string|"),
     "ForwardBackwardRequest": (
         "1 model_id string",
@@ -262,7 +256,6 @@ class Sample(_Body):
 
 class Future(_Body):
     request_id: str
-    allow_metadata_only: bool = False
 
 
 class Cancel(_Body):
