@@ -16,7 +16,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -27,7 +26,7 @@ from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_tinker_key
 from skyctl.store.paths import create_private_file, fleet_paths, private_directory
 from skyctl.supervisor.client import RemoteFleet
-from skyctl.tinker.api import Api, Offer
+from skyctl.tinker.api import Api
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.sampling import Sampling, Servers
 from skyctl.tinker.training import Limits, Training
@@ -45,64 +44,50 @@ adapter, and a whole model.
 RESULT_S = 24 * 3600.0
 
 
-@dataclass(frozen=True)
-class Settings:
-    """`directory` holds the ledger and every checkpoint; `port` 0 picks a free one."""
-
-    directory: Path
-    host: str
-    port: int
-    offer: Offer
-    worker: WorkerSettings
-    limits: Limits = field(default_factory=Limits)
-
-
-async def beside(asked: TinkerSettings) -> None:
+async def beside(settings: TinkerSettings) -> None:
     """Serve the API of a running fleet, until TERM.
 
     Raises:
         FleetDownError: the fleet does not run. SkyctlError: an address cannot be used.
     """
-    paths = fleet_paths(asked.fleet)
-    worker = WorkerSettings(
-        asked.base_model,
-        asked.model,
-        asked.device,
-        asked.dtype,
-        asked.threads,
-        asked.batch_tokens,
-        asked.gradient_checkpointing,
-    )
-    settings = Settings(
-        Path(asked.storage) if asked.storage else paths.tinker,
-        asked.host,
-        asked.port,
-        Offer(asked.base_model, asked.max_rank, asked.full_parameters, asked.max_body),
-        worker,
-    )
-    context = asked.context or context_of(asked.model)
+    paths = fleet_paths(settings.fleet)
+    directory = Path(settings.storage) if settings.storage else paths.tinker
+    model, whole, most = settings.model, settings.full_parameters, settings.max_adapters
+    context = settings.context or context_of(model)
     async with RemoteFleet.on_this_machine(paths) as fleet:
-        weights = ServedWeights(
-            fleet, asked.model, settings.directory, offered=asked.full_parameters
-        )
-        async with connected(fleet, weights, context=context, most=asked.max_adapters) as servers:
-            await serve(settings, ensure_tinker_key(paths), servers)
+        weights = ServedWeights(fleet, model, directory, offered=whole)
+        async with connected(fleet, weights, context=context, most=most) as servers:
+            await serve(settings, directory, ensure_tinker_key(paths), servers, Limits())
 
 
-async def serve(settings: Settings, key: str, servers: Servers) -> None:
+async def serve(
+    settings: TinkerSettings, directory: Path, key: str, servers: Servers, limits: Limits
+) -> None:
     """Answer the SDK until TERM or INT. Accepted, unfinished requests are left to the next process.
+    `directory` holds the ledger and every checkpoint; port 0 picks a free one.
 
     Raises:
         ConflictError: another process serves this directory.
         SkyctlError: the address or the ledger cannot be used.
     """
-    directory = private_directory(settings.directory)
+    directory = private_directory(directory)
     lock = _lock(directory)
     listener = _listen(settings.host, settings.port)
-    ledger, worker, bell = Ledger(directory / "ledger.sqlite"), Worker(settings.worker), Doorbell()
-    training = Training(ledger, worker, directory, bell, settings.limits)
+    ledger, bell = Ledger(directory / "ledger.sqlite"), Doorbell()
+    worker = Worker(
+        WorkerSettings(
+            settings.base_model,
+            settings.model,
+            settings.device,
+            settings.dtype,
+            settings.threads,
+            settings.batch_tokens,
+            settings.gradient_checkpointing,
+        )
+    )
+    training = Training(ledger, worker, directory, bell, limits)
     sampling = Sampling(ledger, servers, worker, bell)
-    api = Api(settings.offer, key, ledger, worker, training, sampling, bell, servers.context)
+    api = Api(settings, key, ledger, worker, training, sampling, bell, servers.context)
     try:
         await training.load()
         await sampling.load()

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import SkyctlError
 from skyctl.tinker import records, training, wire
 from skyctl.tinker.ledger import Ledger
@@ -53,23 +54,14 @@ SEARCH = "searching sessions is not offered here: list_sessions lists them"
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What this server offers. `base` is the model's name in the API, by which SDKs also find a
-    tokenizer; `full`: rank 0 trains all parameters; `body_bytes` bounds a body as received, and
-    four times that once unpacked.
+class Api:
+    """The routes of one API process. `context` is how many tokens a server takes.
+
+    The base model's name is that by which SDKs also find a tokenizer. `max_body` bounds a body as
+    received, and four times that once unpacked.
     """
 
-    base: str
-    largest_rank: int
-    full: bool = False
-    body_bytes: int = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Api:
-    """The routes of one API process. `context` is how many tokens a server takes."""
-
-    offer: Offer
+    settings: TinkerSettings
     key: str
     ledger: Ledger
     worker: Worker
@@ -183,7 +175,7 @@ class Api:
 
     async def _capabilities(self, request: Request) -> Answer:
         model = {
-            "model_name": self.offer.base,
+            "model_name": self.settings.base_model,
             "max_context_length": self.context,
             "trainable": True,
             "sampleable": True,
@@ -239,7 +231,7 @@ class Api:
         self._check_rank(lora["rank"])
         if lora["seed"] is None:
             lora["seed"] = secrets.randbelow(2**31)
-        config = {"base": self.offer.base, "lora": lora}
+        config = {"base": self.settings.base_model, "lora": lora}
         number, metadata = asked.model_seq_id, asked.user_metadata
         return await self._new_model(asked.session_id, number, training.CREATE, config, metadata)
 
@@ -423,7 +415,11 @@ class Api:
     async def _get_sampler(self, request: Request) -> Answer:
         sampler = request.path_params["sampler"]
         row = await self.ledger.run(lambda c: records.sampler(c, sampler))
-        return {"sampler_id": sampler, "base_model": self.offer.base, "model_path": row["path"]}
+        return {
+            "sampler_id": sampler,
+            "base_model": self.settings.base_model,
+            "model_path": row["path"],
+        }
 
     async def _sample(self, request: Request) -> Answer:
         body = await self._body(request)
@@ -570,7 +566,7 @@ class Api:
         """The body, unpacked; bounded before and after."""
         if (found := request.scope.get("skyctl.body")) is not None:
             return bytes(found)
-        limit, parts, size = self.offer.body_bytes, [], 0
+        limit, parts, size = self.settings.max_body, [], 0
         async for part in request.stream():
             size += len(part)
             if size > limit:
@@ -588,18 +584,20 @@ class Api:
             raise HTTPException(413, str(error)) from error
 
     def _check_base(self, name: str) -> None:
-        if name != self.offer.base:
-            raise Missing(f"base model {name} is not served here; this is: {self.offer.base}")
+        if name != self.settings.base_model:
+            raise Missing(
+                f"base model {name} is not served here; this is: {self.settings.base_model}"
+            )
 
     def _check_rank(self, rank: int) -> None:
-        if rank == 0 and not self.offer.full:
+        if rank == 0 and not self.settings.full_parameters:
             raise ValueError(
                 "rank 0 trains all parameters, which is not offered here "
                 "(`tinker: full_parameters` in the fleet file)"
             )
-        if not 0 <= rank <= self.offer.largest_rank:
+        if not 0 <= rank <= self.settings.max_rank:
             raise ValueError(
-                f"rank {rank} is not offered here: 1 to {self.offer.largest_rank} "
+                f"rank {rank} is not offered here: 1 to {self.settings.max_rank} "
                 "(`tinker: max_rank` in the fleet file)"
             )
 

@@ -23,11 +23,10 @@ from typing import Any, NoReturn
 
 import httpx
 
+from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import ServerError
-from skyctl.tinker.__main__ import Settings, serve
-from skyctl.tinker.api import Offer
+from skyctl.tinker.__main__ import serve
 from skyctl.tinker.training import Limits
-from skyctl.tinker.training_process import WorkerSettings
 from tests.forking import command
 
 BASE, KEY = "org/tiny", "tml-" + "0" * 32
@@ -198,15 +197,29 @@ def main() -> None:
     directory, port, checkpoint, limits = sys.argv[1:]
     if "skyctl.tinker.worker" in sys.modules:
         asyncio.create_subprocess_exec = fork_worker  # type: ignore[assignment]
-    settings = Settings(
-        Path(directory),
-        "127.0.0.1",
-        int(port),
-        Offer(BASE, largest_rank=64, full=True, body_bytes=1_000_000),
-        WorkerSettings(BASE, checkpoint, "cpu", "float32", threads=1),
-        Limits(**json.loads(limits)),
+    settings = TinkerSettings(
+        fleet="tiny",
+        model=checkpoint,
+        base_model=BASE,
+        host="127.0.0.1",
+        port=int(port),
+        storage=directory,
+        device="cpu",
+        dtype="float32",
+        threads=1,
+        batch_tokens=4096,
+        gradient_checkpointing=False,
+        max_rank=64,
+        full_parameters=True,
+        max_body=1_000_000,
+        max_adapters=4,
+        context=256,
+        entry="",
+        served_model_name="served",
+        key_source=None,
     )
-    asyncio.run(serve(settings, KEY, FixedServers(Path(directory))))
+    servers, found = FixedServers(Path(directory)), Limits(**json.loads(limits))
+    asyncio.run(serve(settings, Path(directory), KEY, servers, found))
 
 
 if __name__ == "__main__":
