@@ -129,12 +129,10 @@ class Api:
                 if isinstance(answer, Response):
                     return answer
                 return Response(status_code=204) if answer is None else JSONResponse(answer)
-            except ValidationError as error:
-                raise HTTPException(400, _readable(error)) from error
             except Missing as error:
                 raise HTTPException(404, str(error)) from error
             except (Unanswerable, ValueError, OverflowError) as error:
-                raise HTTPException(400, str(error)) from error
+                raise HTTPException(400, _readable(error)) from error
             except SkyctlError as error:  # the disk is full, or servers keep what was to go
                 await asyncio.sleep(1.0)  # the SDK repeats the request at once
                 raise HTTPException(503, error.message) from error
@@ -151,13 +149,13 @@ class Api:
             request.scope["skyctl.body"] = body
             try:
                 return await handle(request)
-            except (ValidationError, Missing, ValueError) as error:
+            except (Missing, ValueError) as error:
                 try:
                     place = wire.Place.model_validate_json(body)
                 except ValidationError:
                     raise error from None
-                text = _readable(error) if isinstance(error, ValidationError) else str(error)
-                return await self._of_model(place.model_id, place.seq_id, kind, {"refused": text})
+                refused = {"refused": _readable(error)}
+                return await self._of_model(place.model_id, place.seq_id, kind, refused)
 
         return in_order
 
@@ -624,7 +622,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": error.detail}, status_code=error.status_code)
 
 
-def _readable(error: ValidationError) -> str:
+def _readable(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
     return "; ".join(
         f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()[:3]
     )
