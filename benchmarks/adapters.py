@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 
 from benchmarks.cpu_transports import taken_on
-from benchmarks.push import RESULTS, Fleet, control_token
+from benchmarks.push import RESULTS, Fleet, control_token, on_cpu
 from skyctl import Fleet as Api
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.vllm.server import VLLMServer
@@ -39,20 +39,6 @@ PROMPT = [300, 401, 302, 455]
 TOKENS = 16
 MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MODULES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-
-
-def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
-    """The fleet file of this run."""
-    return {
-        "name": "bench",
-        "model": str(model),
-        "served_model_name": "bench",
-        "replicas": options.servers,
-        "device": "cpu",
-        "args": {"max-model-len": 1024, "enforce-eager": True},
-        "router": {"policy": "round_robin"},
-        "lora": {"max_adapters": 4},
-    }
 
 
 def adapter(model: Path, seed: int) -> dict[str, Any]:
@@ -175,7 +161,8 @@ def main() -> None:
     fleet = None
     try:
         model = make_tiny_checkpoint(options.scratch / "model", seed=1)
-        fleet = Fleet(options.scratch / "fleet", settings(options, model))
+        sections = {"router": {"policy": "round_robin"}, "lora": {"max_adapters": 4}}
+        fleet = Fleet(options.scratch / "fleet", on_cpu(model, options.servers, **sections))
         fleet.run("up")
         urls, token = fleet.data("urls")["servers"], control_token(fleet)
         targets = [ServerTarget(name, url, token) for name, url in urls.items()]

@@ -70,28 +70,34 @@ def supervised(directory: Path) -> Iterator[StubFleet]:
 
 
 @contextlib.contextmanager
-def attached(directory: Path) -> Iterator[StubFleet]:
-    ports = [free_port(), free_port()]
-    config = ["--weight-transfer-config", json.dumps({"backend": "skyctl"})]
+def stub_servers(count: int, *arguments: str) -> Iterator[list[str]]:
+    """URLs of stubs, each a process of its own."""
+    ports = [free_port() for _ in range(count)]
     servers = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.stub.server", "--port", str(port), *config],
+            [sys.executable, "-m", "tests.stub.server", "--port", str(port), *arguments],
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         for port in ports
     ]
-    fleet = StubFleet(directory, environ=AS_INSTALLED)
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    (directory / "fleet.yaml").write_text(f"name: far\nservers: {json.dumps(urls)}\n")
     try:
-        fleet.run("wait", "--timeout", f"{_READY_S:g}")
-        yield fleet
+        yield [f"http://127.0.0.1:{port}" for port in ports]
     finally:
         for server in servers:
             server.terminate()
             server.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def attached(directory: Path) -> Iterator[StubFleet]:
+    config = json.dumps({"backend": "skyctl"})
+    with stub_servers(2, "--weight-transfer-config", config) as urls:
+        fleet = StubFleet(directory, environ=AS_INSTALLED)
+        (directory / "fleet.yaml").write_text(f"name: far\nservers: {json.dumps(urls)}\n")
+        fleet.run("wait", "--timeout", f"{_READY_S:g}")
+        yield fleet
 
 
 def main() -> None:

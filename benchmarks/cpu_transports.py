@@ -24,23 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write_checkpoint
-from benchmarks.push import RESULTS, Fleet, answer, control_token, wait_until_warm
+from benchmarks.push import RESULTS, Fleet, answer, control_token, on_cpu, wait_until_warm
 
 TRANSPORTS = ("disk", "shm", "gloo")
 
 
 def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     """The fleet file of this run."""
-    return {
-        "name": "bench",
-        "model": str(model),
-        "served_model_name": "bench",
-        "replicas": options.servers,
-        "device": "cpu",
-        "args": {"max-model-len": 1024, "enforce-eager": True, "dtype": "bfloat16"},
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
-        "router": {"enabled": False},
-    }
+    args = {"max-model-len": 1024, "enforce-eager": True, "dtype": "bfloat16"}
+    return on_cpu(model, options.servers, args=args, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
 def pushes(

@@ -72,6 +72,20 @@ class Fleet:
         return list(self.data("urls")["servers"].values())
 
 
+def on_cpu(model: Path, servers: int, **more: Any) -> dict[str, Any]:
+    """The content of a fleet file: servers on CPU behind no router, unless `more` says so."""
+    return {
+        "name": "bench",
+        "model": str(model),
+        "served_model_name": "bench",
+        "replicas": servers,
+        "device": "cpu",
+        "args": {"max-model-len": 1024, "enforce-eager": True},
+        "router": {"enabled": False},
+        **more,
+    }
+
+
 ONE_SERVER: dict[str, Any] = {
     "servers": 1,
     "tensor_parallel_size": 1,

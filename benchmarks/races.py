@@ -21,7 +21,6 @@ import argparse
 import json
 import platform
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_wall import stub_servers
 from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from tests.faults.attached_fleet import free_port
-from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.faults.stub_fleet import StubFleet
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "races.json"
@@ -79,31 +78,12 @@ def fleet(kind: str, directory: Path) -> Iterator[StubFleet]:
         finally:
             made.run("down", "--drain-timeout", "0")
         return
-    with ExitStack() as stack:
-        ports = [stack.enter_context(_stub(directory)) for _ in range(2)]
-        urls = "".join(f"  - http://127.0.0.1:{port}\n" for port in ports)
-        text = f"name: stubs\nservers:\n{urls}weight_transfer: {{transport: disk}}\n"
+    with stub_servers(2, "--model", str(directory / "model"), "--faults", FAULTS) as urls:
+        text = f"name: stubs\nservers: {json.dumps(urls)}\n{extra}\n"
         (directory / "fleet.yaml").write_text(text)
         while made.json("status")["data"]["health"] != "healthy":
             time.sleep(0.1)
         yield made
-
-
-@contextmanager
-def _stub(directory: Path) -> Iterator[int]:
-    port = free_port()
-    argv = (sys.executable, "-m", "tests.stub.server", "--port", str(port))
-    process = subprocess.Popen(
-        [*argv, "--model", str(directory / "model"), "--faults", FAULTS],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        yield port
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 def race(raced: StubFleet, pair: Pair, dice: random.Random) -> dict[str, Any]:
