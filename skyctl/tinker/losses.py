@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
@@ -19,37 +21,35 @@ class LossError(ValueError):
     """The client's data cannot be trained on; the text is for that client."""
 
 
-def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def cross_entropy(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """−weight · log p; with targets of shape (N, K) each token has K of them."""
     return -lp
 
 
-def importance_sampling(
-    lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> Tensor:
+def importance_sampling(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """−ratio · advantage, the ratio to the sampler's probability unclipped."""
     return -(lp - inputs["logprobs"]).exp() * inputs["advantages"]
 
 
-def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def ppo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """−min(ratio · A, clamp(ratio) · A)."""
     return _clipped((lp - inputs["logprobs"]).exp(), inputs, config)
 
 
-def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def cispo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """−clamp(ratio) · log p · A, the clamped ratio a constant."""
     low, high = _thresholds(inputs, config)
     ratio = (lp.detach() - inputs["logprobs"]).exp()
     return -torch.minimum(torch.maximum(ratio, low), high) * lp * inputs["advantages"]
 
 
-def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def dro(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """−(log p · A − ½ beta (log p − log q)²)."""
     distance = lp - inputs["logprobs"]
     return -(lp * inputs["advantages"] - 0.5 * config["beta"] * distance**2)
 
 
-def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def gspo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """ppo with one ratio per sequence: its mean over `sequence_ratio_mask`, constant except for
     each token's own gradient.
     """
@@ -59,14 +59,14 @@ def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) 
     return _clipped(sequence * (lp - lp.detach()).exp(), inputs, config)
 
 
-def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def _clipped(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
     low, high = _thresholds(inputs, config)
     advantages = inputs["advantages"]
     clipped = torch.minimum(torch.maximum(ratio, low), high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+def _thresholds(inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
     """Per token if the datum has them, else the request's, else the defaults."""
     like = inputs["logprobs"]
     low, high = (
@@ -77,7 +77,7 @@ def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tu
 
 
 _RL = ("logprobs", "advantages")
-Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+Loss = Callable[[Tensor, Inputs, Config], Tensor]
 # loss -> function, inputs it needs beside target_tokens, keys of its config
 LOSSES: dict[str, tuple[Loss, tuple[str, ...], tuple[str, ...]]] = {
     "cross_entropy": (cross_entropy, (), ()),
@@ -108,7 +108,7 @@ def check(name: str, config: Mapping[str, Any]) -> None:
         raise LossError("loss_fn dro needs loss_fn_config={'beta': …}; it has no default")
 
 
-def check_inputs(name: str, inputs: Mapping[str, Tensor], length: int) -> None:
+def check_inputs(name: str, inputs: Inputs, length: int) -> None:
     """Refuse inputs that are missing, unknown, or do not fit a datum of `length` tokens.
 
     Raises:
@@ -138,9 +138,7 @@ def check_inputs(name: str, inputs: Mapping[str, Tensor], length: int) -> None:
             raise LossError(f"{key} has values that are not finite")
 
 
-def loss_of(
-    name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> Tensor:
+def loss_of(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """The summed loss of one datum. `logprobs` (N,) or (N, K) are those of its target tokens."""
     per_token = LOSSES[name][0](logprobs, inputs, config)
     if "weights" in inputs:
