@@ -366,10 +366,9 @@ class Api:
     async def _accept(
         self, model: str, seq: int, commit: Callable[[sqlite3.Connection], bool]
     ) -> Answer:
-        request = records.request_id(model, seq)
         if await self.ledger.run(commit):
-            self.training.accepted(model, seq, request)
-        return {"request_id": request, "model_id": model}
+            self.training.accepted(model, seq)
+        return {"request_id": records.request_id(model, seq), "model_id": model}
 
     # --- sampling ------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import logging
 import math
 import shutil
 import sqlite3
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -291,7 +290,7 @@ class Sampling:
             row = connection.execute("SELECT * FROM requests WHERE id = ?", (request,)).fetchone()
             if row["state"] == "accepted":
                 outcome = Outcome(b"cancelled by its client", category="user")
-                record_outcome(connection, row, outcome, time.time())
+                record_outcome(connection, row, outcome)
             return str(row["owner"])
 
         self._bell.ring(request, await self._ledger.insist(commit))
@@ -313,11 +312,7 @@ class Sampling:
             except Exception as error:
                 _LOG.exception("%s", request)
                 outcome = Outcome(f"the sample failed: {error!r}".encode(), category="server")
-
-            def commit(connection: sqlite3.Connection) -> None:
-                record_outcome(connection, row, outcome, time.time())
-
-            await self._ledger.insist(commit)
+            await self._ledger.insist(lambda c: record_outcome(c, row, outcome))
             self._bell.ring(request, row["owner"])
 
     async def _sample(self, row: sqlite3.Row) -> bytes:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.records import request_id
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied
 from skyctl.tinker.waiting import Doorbell
 
@@ -58,11 +59,11 @@ class Limits:
 
 @dataclass
 class Run:
-    """One model as the scheduler sees it. `waiting`: seq id → request id."""
+    """One model as the scheduler sees it, with the seq ids of accepted requests."""
 
     next_seq: int
     broken: bool
-    waiting: dict[int, str] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
     arrived: float = 0.0
     steps: int = 0  # since the snapshot
     snapshot_at: float = field(default_factory=time.monotonic)
@@ -103,10 +104,10 @@ class Training:
         for row in await self._ledger.rows("SELECT id, done_seq, broken FROM models"):
             self._runs[row["id"]] = Run(row["done_seq"] + 1, bool(row["broken"]))
         for row in await self._ledger.rows(
-            "SELECT id, owner, seq FROM requests WHERE state = 'accepted' AND owner IN "
+            "SELECT owner, seq FROM requests WHERE state = 'accepted' AND owner IN "
             "(SELECT id FROM models)"
         ):
-            self.accepted(row["owner"], row["seq"], row["id"])
+            self.accepted(row["owner"], row["seq"])
         kept = await self._ledger.run(self._follow_move)
         for parent in (self._snapshots, self._checkpoints):
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -133,11 +134,11 @@ class Training:
                     connection.execute(sql, (now, before))
         return kept
 
-    def accepted(self, model: str, seq: int, request: str) -> None:
+    def accepted(self, model: str, seq: int) -> None:
         """A request is on disk; its turn comes once those before it are done."""
         run = self._runs.setdefault(model, Run(0, False))
         if seq >= run.next_seq:
-            run.waiting[seq] = request
+            run.waiting.add(seq)
             run.arrived = time.monotonic()
             self._woken.set()
 
@@ -166,7 +167,7 @@ class Training:
 
     async def _one(self, model: str) -> None:
         run = self._runs[model]
-        request = run.waiting[run.next_seq]
+        request = request_id(model, run.next_seq)
         if model in self._turns:
             self._turns.remove(model)
         self._turns.append(model)
@@ -353,7 +354,7 @@ class Training:
 
     async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
         """Record the outcome, the model's position and all that follows from it: one commit."""
-        seq, kind, now = row["seq"], row["kind"], time.time()
+        seq, kind = row["seq"], row["kind"]
         failed = bool(outcome.category)
         broken = run.broken
         if kind == FORWARD_BACKWARD:
@@ -365,10 +366,10 @@ class Training:
         def commit(connection: sqlite3.Connection) -> None:
             for sql, parameters in outcome.rows:
                 connection.execute(sql, parameters)
-            record_outcome(connection, row, outcome, now)
+            record_outcome(connection, row, outcome)
             connection.execute(
                 "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
-                (seq, broken, now, model),
+                (seq, broken, time.time(), model),
             )
             if outcome.snapshot is not None:
                 connection.execute(
@@ -386,7 +387,7 @@ class Training:
                 )
 
         await self._ledger.insist(commit)  # the worker has done it, and must not do it again
-        del run.waiting[seq]
+        run.waiting.remove(seq)
         run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
         if outcome.snapshot is not None:
             run.steps, run.snapshot_at = 0, time.monotonic()
@@ -403,7 +404,7 @@ class Training:
             skipped, broken = await self._ledger.insist(partial(_skip, model, run.next_seq))
             if skipped:
                 run.next_seq, run.broken = skipped[-1]["seq"] + 1, broken
-                run.waiting = {n: name for n, name in run.waiting.items() if n >= run.next_seq}
+                run.waiting = {seq for seq in run.waiting if seq >= run.next_seq}
                 run.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
 
@@ -430,24 +431,22 @@ def _skip(
     if rows[0]["seq"] == missing:
         return [], False
     outcome = _failed(f"request {missing} of this model never came", "user")
-    broken, now = True, time.time()  # it may have been a forward_backward
+    broken = True  # it may have been a forward_backward
     for row in rows:
         broken = row["kind"] == FORWARD_BACKWARD or (broken and row["kind"] != OPTIM_STEP)
-        record_outcome(connection, row, outcome, now)
+        record_outcome(connection, row, outcome)
     connection.execute(
         "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
-        (rows[-1]["seq"], broken, now, model),
+        (rows[-1]["seq"], broken, time.time(), model),
     )
     return rows, broken
 
 
-def record_outcome(
-    connection: sqlite3.Connection, row: sqlite3.Row, outcome: Outcome, now: float
-) -> None:
+def record_outcome(connection: sqlite3.Connection, row: sqlite3.Row, outcome: Outcome) -> None:
     """Give a request its outcome. A body that no replay needs is dropped."""
     replayed = row["kind"] == FORWARD_BACKWARD and not outcome.category
     order = connection.execute("SELECT COALESCE(MAX(done_order), 0) + 1 FROM requests").fetchone()
-    state = "failed" if outcome.category else "done"
+    state, now = "failed" if outcome.category else "done", time.time()
     connection.execute(
         "UPDATE requests SET state = ?, result = ?, type = ?, category = ?, done_at = ?, "
         "done_order = ?, body = CASE WHEN ? THEN body END WHERE id = ?",

@@ -71,7 +71,7 @@ async def add(
             records.add_request(connection, model, seq, kind, extra, b"")
 
         await ledger.run(commit)
-        found.accepted(model, seq, records.request_id(model, seq))
+        found.accepted(model, seq)
 
 
 async def until_ended(ledger: Ledger, model: str) -> list[str]:
@@ -289,7 +289,7 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
     order = [ledger.run(commit), found._skip_gaps()]
     await asyncio.gather(*(order if late == "is there" else reversed(order)))
     if late == "is there":
-        found.accepted("m", 1, records.request_id("m", 1))
+        found.accepted("m", 1)
     else:
         assert done == [2]
     task = asyncio.create_task(found.run())
