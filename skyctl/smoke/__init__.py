@@ -187,13 +187,19 @@ async def _one(step: Step, run: FleetUnderTest, timeout_s: float) -> StepResult:
 
 async def _keep(ref: FleetRef, options: SmokeOptions) -> Path | None:
     """Copy every log, the fleet file and the status to where the user wants them."""
+    from skyctl.service import connect
+
     directory = options.keep_logs
     if directory is None:
         return None
-    await asyncio.to_thread(
-        _copy, [*ref.paths.logs.glob("*.log*"), ref.paths.fleet_file], directory
-    )
-    (directory / "status.json").write_text(json.dumps(await _status(ref), indent=2) + "\n")
+    files = [*ref.paths.logs.glob("*.log*"), ref.paths.fleet_file]
+    await asyncio.to_thread(_copy, files, directory)
+    try:
+        async with asyncio.timeout(10.0), connect(ref) as fleet:
+            status = (await fleet.status()).to_json()
+    except (SkyctlError, TimeoutError) as error:
+        status = {"error": str(error)}
+    (directory / "status.json").write_text(json.dumps(status, indent=2) + "\n")
     return directory
 
 
@@ -202,16 +208,6 @@ def _copy(files: Sequence[Path], directory: Path) -> None:
     for file in files:
         if file.exists():
             shutil.copyfile(file, directory / file.name)
-
-
-async def _status(ref: FleetRef) -> dict[str, object]:
-    from skyctl.service import connect
-
-    try:
-        async with asyncio.timeout(10.0), connect(ref) as fleet:
-            return (await fleet.status()).to_json()
-    except (SkyctlError, TimeoutError) as error:
-        return {"error": str(error)}
 
 
 def junit_xml(report: SmokeReport) -> str:
