@@ -224,7 +224,7 @@ class Trainer:
         if body:
             targets = tensor_of("target_tokens", wire.message("Tensor").FromString(body))
             wrong = targets.dim() != 2 or targets.shape[0] != len(row) - 1
-            if wrong or int(targets.max()) >= self.base.vocabulary:
+            if wrong or (targets.numel() and int(targets.max()) >= self.base.vocabulary):
                 raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
             picked = rows.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
             found = answer.target_prompt_logprobs

@@ -465,6 +465,8 @@ def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) ->
     assert not asked[:, 1].any()
     plain = asked_of(trainer, None, tokens)
     assert not np.allclose(np.frombuffer(plain.prompt_logprobs, np.float32)[4:], scored[4:])
+    none = tensor(torch.zeros((5, 0), dtype=torch.int64)).SerializeToString()
+    assert asked_of(trainer, None, tokens, none).target_prompt_logprobs.dense == b""
 
 
 @pytest.mark.parametrize("params", [{"beta1": 1.0}, {"eps": 0.0}, {"eps": 1e-46}])
