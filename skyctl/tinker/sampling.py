@@ -244,15 +244,16 @@ class Sampling:
         if request not in self._tasks:
             self._start(request, self._one(request))
 
-    def _start(self, request: str, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=request)
-        self._tasks[request] = task
-        task.add_done_callback(lambda _: self._tasks.pop(request, None))
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[name] = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     def cancel(self, request: str) -> None:
-        """Stop generating; the request fails."""
-        if (task := self._tasks.get(request)) is not None:
-            task.add_done_callback(lambda _: self._start(request, self._record_cancelled(request)))
+        """Stop generating; the request fails. Once more changes nothing."""
+        task = self._tasks.get(request)
+        if task is not None and not task.cancelling():
+            record = f"end of {request}"
+            task.add_done_callback(lambda _: self._start(record, self._record_cancelled(request)))
             task.cancel()
 
     async def stop(self) -> None:

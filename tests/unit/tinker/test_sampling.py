@@ -65,18 +65,30 @@ async def accept(ledger: Ledger, seq: int) -> str:
     return records.request_id("s", seq)
 
 
-async def test_a_cancelled_sample_has_an_outcome_wherever_it_was(ledger: Ledger) -> None:
+async def test_a_cancelled_sample_has_an_outcome_wherever_it_was(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampling = sampling_of(ledger, concurrency=1)
     names = [await accept(ledger, seq) for seq in range(3)]
     for name in names[:2]:
         sampling.accepted(name)
     await asyncio.sleep(0.05)  # the first is with the servers, the second waits for its slot
     sampling.accepted(names[2])  # has not begun
-    for name in names:
+    recorded: list[str] = []
+    record = sampling._record_cancelled
+
+    async def count(request: str) -> None:
+        recorded.append(request)
+        await record(request)
+
+    monkeypatch.setattr(sampling, "_record_cancelled", count)
+    for name in [*names, *names]:  # by an impatient client
         sampling.cancel(name)
     async with asyncio.timeout(5):
         while sampling.busy:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
+            sampling.cancel(names[0])
+    assert sorted(recorded) == sorted(names)
     rows = await ledger.rows("SELECT state, category, result FROM requests")
     assert [tuple(row) for row in rows] == [("failed", "user", b"cancelled by its client")] * 3
 
