@@ -36,7 +36,7 @@ def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) ->
                 launched_with="" if pushed_to else launches.get(server.name, ""),
             )
         )
-    content = known_content(state.database.path.parent) if by_tensor else None
+    content = known_content(state.path.parent) if by_tensor else None
     return replace(fleet, servers=tuple(servers), expected=state.expected.known(), content=content)
 
 

@@ -194,7 +194,7 @@ async def run_push(
             own.record(result)
             record(result)
             if result.content is not None and not request.dry_run:
-                remember_content(state.database.path.parent, result.content)
+                remember_content(state.path.parent, result.content)
 
 
 @contextmanager

@@ -69,9 +69,9 @@ def served(state: FleetState) -> dict[str, AdapterVersion]:
     """The adapters every routed server must have, by name."""
     holders: dict[tuple[str, int], list[str]] = {}
     with state.understanding():
-        for row in state.database.rows("SELECT * FROM server_adapters ORDER BY server"):
+        for row in state.rows("SELECT * FROM server_adapters ORDER BY server"):
             holders.setdefault((row["name"], row["version"]), []).append(row["server"])
-        rows = state.database.rows(
+        rows = state.rows(
             f"SELECT {_COLUMNS} FROM adapter_versions v JOIN adapters a "
             "ON a.name = v.name AND a.version = v.version ORDER BY v.name"
         )
@@ -83,7 +83,7 @@ def served(state: FleetState) -> dict[str, AdapterVersion]:
 
 def recorded(state: FleetState, server: str) -> dict[str, int]:
     """The recorded version of each adapter on this server."""
-    rows = state.database.rows("SELECT * FROM server_adapters WHERE server = ?", server)
+    rows = state.rows("SELECT * FROM server_adapters WHERE server = ?", server)
     return {row["name"]: row["version"] for row in rows}
 
 
@@ -91,7 +91,7 @@ def names(state: FleetState) -> frozenset[str]:
     """Every name that the fleet has ever served: an adapter of such a name on a server is the
     fleet's.
     """
-    return frozenset(row["name"] for row in state.database.rows("SELECT name FROM adapters"))
+    return frozenset(row["name"] for row in state.rows("SELECT name FROM adapters"))
 
 
 def is_current(state: FleetState, server: str) -> bool:
@@ -102,13 +102,13 @@ def is_current(state: FleetState, server: str) -> bool:
 
 def unfinished(state: FleetState) -> dict[str, int]:
     """Targets of changes that are under way or were interrupted, by name."""
-    rows = state.database.rows("SELECT name, target FROM adapters WHERE target IS NOT NULL")
+    rows = state.rows("SELECT name, target FROM adapters WHERE target IS NOT NULL")
     return {row["name"]: row["target"] for row in rows}
 
 
 def next_version(state: FleetState, name: str) -> int:
     """The next unused version number of this name."""
-    row = state.database.row("SELECT last FROM adapters WHERE name = ?", name)
+    row = state.row("SELECT last FROM adapters WHERE name = ?", name)
     return 1 if row is None else row["last"] + 1
 
 
@@ -119,12 +119,12 @@ def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[s
         StateUnwritable: that cannot be put on record.
     """
     with state.durable():
-        state.database.write(
+        state.write(
             "INSERT INTO adapters (name, last, target) VALUES (?, ?, ?) ON CONFLICT (name) "
             "DO UPDATE SET last = excluded.last, target = excluded.target",
             new.name, new.version, new.version,
         )  # fmt: skip
-        state.database.write(
+        state.write(
             "INSERT INTO adapter_versions (name, version, path, digest, source, rank, bytes, at) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             new.name, new.version, new.path, new.digest, new.source, new.rank, new.bytes, new.at,
@@ -135,27 +135,25 @@ def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[s
 def intend_unload(state: FleetState, name: str, servers: Collection[str]) -> None:
     """An adapter is about to be unloaded from these servers. Raises StateUnwritable."""
     with state.durable():
-        state.database.write("UPDATE adapters SET target = ? WHERE name = ?", UNLOAD, name)
+        state.write("UPDATE adapters SET target = ? WHERE name = ?", UNLOAD, name)
         _in_doubt(state, name, servers)
 
 
 def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
     """Record that these servers have completed the change of `name`."""
     with state.transaction():
-        row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
+        row = state.row("SELECT target FROM adapters WHERE name = ?", name)
         target = row["target"] or None if row is not None else None
-        state.database.write(
+        state.write(
             "UPDATE adapter_versions SET until = ? WHERE name = ? AND version IS NOT ? "
             "AND until IS NULL",
             time.time(), name, target,
         )  # fmt: skip
-        state.database.write(
-            "UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name
-        )
+        state.write("UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name)
         # a server restarted meanwhile is no longer in doubt: it holds nothing
         doubted = "SELECT server FROM server_adapters WHERE name = ? AND version = 0"
-        done = {row["server"] for row in state.database.rows(doubted, name)} & set(servers)
-        state.database.write("DELETE FROM server_adapters WHERE name = ?", name)
+        done = {row["server"] for row in state.rows(doubted, name)} & set(servers)
+        state.write("DELETE FROM server_adapters WHERE name = ?", name)
         if target is not None:
             for server in done:
                 _record(state, server, name, target)
@@ -166,20 +164,20 @@ def withdraw(state: FleetState, name: str) -> None:
     (`is_current`).
     """
     with state.transaction():
-        row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
+        row = state.row("SELECT target FROM adapters WHERE name = ?", name)
         if row is None or row["target"] is None:
             return
-        state.database.write(
+        state.write(
             "UPDATE adapter_versions SET until = ? WHERE name = ? AND version = ?",
             time.time(), name, row["target"],
         )  # fmt: skip
-        state.database.write("UPDATE adapters SET target = NULL WHERE name = ?", name)
+        state.write("UPDATE adapters SET target = NULL WHERE name = ?", name)
 
 
 def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersion]) -> None:
     """Record that this server has these adapters and no others. A new process has none."""
     with state.transaction():
-        state.database.write("DELETE FROM server_adapters WHERE server = ?", server)
+        state.write("DELETE FROM server_adapters WHERE server = ?", server)
         for name, one in has.items():
             _record(state, server, name, one.version)
 
@@ -199,7 +197,7 @@ def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
     """Versions whose files still exist although nobody has been able to request them since `before`
     (epoch seconds).
     """
-    rows = state.database.rows(
+    rows = state.rows(
         f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
     )
     return [_version(row) for row in rows]
@@ -207,14 +205,14 @@ def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
 
 def forget_version(state: FleetState, gone: AdapterVersion) -> None:
     """Forget a superseded version: its files may be removed."""
-    state.database.write(
+    state.write(
         "DELETE FROM adapter_versions WHERE name = ? AND version = ?", gone.name, gone.version
     )
 
 
 def record_path(state: FleetState, one: AdapterVersion, path: str) -> None:
     """Record a new path of the fleet's own copy of a version."""
-    state.database.write(
+    state.write(
         "UPDATE adapter_versions SET path = ? WHERE name = ? AND version = ?",
         path, one.name, one.version,
     )  # fmt: skip
@@ -222,13 +220,13 @@ def record_path(state: FleetState, one: AdapterVersion, path: str) -> None:
 
 def kept_paths(state: FleetState) -> set[str | None]:
     """Every copy that must stay."""
-    return {row["path"] for row in state.database.rows("SELECT path FROM adapter_versions")}
+    return {row["path"] for row in state.rows("SELECT path FROM adapter_versions")}
 
 
 def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:
     """Record these servers as holding an unknown version, until they are recorded again."""
     for server in servers:
-        state.database.write(
+        state.write(
             "INSERT OR REPLACE INTO server_adapters (server, name, version, digest) "
             "VALUES (?, ?, 0, '')",
             server, name,
@@ -236,7 +234,7 @@ def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:
 
 
 def _record(state: FleetState, server: str, name: str, version: int) -> None:
-    state.database.write(
+    state.write(
         "INSERT OR REPLACE INTO server_adapters SELECT ?, name, version, digest "
         "FROM adapter_versions WHERE name = ? AND version = ?",
         server, name, version,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -41,12 +41,14 @@ Statement = tuple[str, tuple[Any, ...]]
 
 
 def understood(read: Callable[P, R]) -> Callable[P, R]:
-    """Wraps a method that interprets rows; its class has a `_database` (see `understanding`)."""
+    """Wraps a method that interprets rows (see `understanding`), of a database or of a class that
+    has a `_database`.
+    """
 
     @wraps(read)
     def reading(*args: P.args, **kwargs: P.kwargs) -> R:
         own: Any = args[0]
-        database: Database = own._database
+        database = own if isinstance(own, Database) else own._database
         with database.understanding():
             return read(*args, **kwargs)
 
@@ -214,6 +216,10 @@ class Database:
         finally:
             self._transaction = None
             self._durable = False
+
+    def durable(self) -> AbstractContextManager[None]:
+        """A `durable` transaction: for what must be on record before it is acted upon."""
+        return self.transaction(durable=True)
 
     def reserve(self) -> None:
         """Reserve disk space for the records of something long that is about to begin.

@@ -137,7 +137,7 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
                 bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
                 row["digest"], row["version"],
             )
-            for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
+            for row in state.rows("SELECT * FROM in_doubt ORDER BY server")
         ]  # fmt: skip
     return {one.server: one for one in found}
 
@@ -227,7 +227,7 @@ def leave_to_next_push(state: FleetState, name: str) -> None:
 def trust(state: FleetState, *names: str) -> None:
     """These servers were repaired, or run in a new process."""
     marks = ", ".join("?" * len(names))
-    state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
+    state.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
@@ -278,7 +278,7 @@ def _roll_forward(
 
 
 def _save(state: FleetState, one: InDoubt) -> None:
-    state.database.write(
+    state.write(
         "INSERT OR REPLACE INTO in_doubt "
         "(server, job, stage, half_updated, thaw, woken, digest, version) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

@@ -6,12 +6,11 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.store.database import Database, Retention, understood
+from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal, prune, prune_events
@@ -19,7 +18,6 @@ from skyctl.store.locks import Locks
 from skyctl.store.news import News
 from skyctl.store.opening import Connect, connect
 from skyctl.store.processes import ProcessRow, live_processes
-from skyctl.store.unrecorded import Unrecorded
 
 _PRUNE_EVERY_EVENTS = 500
 
@@ -85,11 +83,8 @@ class Event:
     message: str
 
 
-class FleetState:
-    """A fleet's state file, for one thread of one process; close it, or use it in a `with`.
-
-    Its parameters are those of `Database`, which goes on in memory if the disk fails.
-    """
+class FleetState(Database):
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
 
     def __init__(
         self,
@@ -100,15 +95,12 @@ class FleetState:
         or_memory: bool = False,
         connect: Connect = connect,
     ) -> None:
-        self._database = Database(
-            path, warn=warn, owner=owner, or_memory=or_memory, connect=connect
-        )
+        super().__init__(path, warn=warn, owner=owner, or_memory=or_memory, connect=connect)
         news = News()
-        self.journal = Journal(self._database, news)
-        self.locks = Locks(path.parent, news, self._database.refresh)
-        self.expected = ExpectedDigests(self._database)
-        self._directory = path.parent
-        if self._database.begun_anew and (found := live_processes(self._directory)):
+        self.journal = Journal(self, news)
+        self.locks = Locks(path.parent, news, self.refresh)
+        self.expected = ExpectedDigests(self)
+        if self.begun_anew and (found := live_processes(path.parent)):
             for row in found:
                 self.save_process(row)
             warn(f"found alive: {', '.join(sorted({row.name for row in found}))}")
@@ -119,50 +111,12 @@ class FleetState:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        self._database.close()
-
-    def transaction(self) -> AbstractContextManager[None]:
-        """Everything written inside is committed together or not at all."""
-        return self._database.transaction()
-
-    @property
-    def database(self) -> Database:
-        """Its tables, for modules of this package that have their own."""
-        return self._database
-
-    def durable(self) -> AbstractContextManager[None]:
-        """A transaction that is in the file when it ends: for what must be on record before it is
-        acted upon.
-
-        Raises:
-            StateUnwritable: it cannot be written, and was not.
-        """
-        return self._database.transaction(durable=True)
-
-    @property
-    def unrecorded(self) -> Unrecorded | None:
-        """What only the memory holds, because the disk fails; None if the file is complete."""
-        return self._database.unrecorded
-
-    def require_read(self) -> None:
-        """Raise StateUnwritable if there may be a state file that cannot be read (`unread`)."""
-        self._database.require_read()
-
-    def complete(self) -> bool:
-        """Write to the file what only the memory holds; False while the disk fails."""
-        return self._database.complete()
-
-    def understanding(self) -> AbstractContextManager[None]:
-        """Wraps code that interprets remembered data (see Database)."""
-        return self._database.understanding()
-
     # --- processes ---------------------------------------------------------------------------
 
     @understood
     def processes(self) -> list[ProcessRow]:
         """Every recorded child, alive or not."""
-        rows = self._database.rows("SELECT * FROM processes ORDER BY name")
+        rows = self.rows("SELECT * FROM processes ORDER BY name")
         return [_process(row) for row in rows]
 
     def unrecorded_processes(self) -> list[ProcessRow]:
@@ -170,18 +124,18 @@ class FleetState:
         disk failed, or between a spawn and its record.
         """
         known = {row.token for row in self.processes() if row.identity is not None}
-        return [row for row in live_processes(self._directory) if row.token not in known]
+        return [row for row in live_processes(self.path.parent) if row.token not in known]
 
     @understood
     def process(self, name: str) -> ProcessRow | None:
         """The recorded child of this name."""
-        row = self._database.row("SELECT * FROM processes WHERE name = ?", name)
+        row = self.row("SELECT * FROM processes WHERE name = ?", name)
         return None if row is None else _process(row)
 
     def save_process(self, row: ProcessRow) -> None:
         """Write one child's row, replacing the previous one."""
         identity = row.identity
-        self._database.write(
+        self.write(
             "INSERT OR REPLACE INTO processes (name, role, phase, token, pid, create_time, "
             "boot_id, spec_hash, host, port, gpus, started_at, descendants) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -194,27 +148,27 @@ class FleetState:
 
     def mark_stale(self, name: str) -> None:
         """Record that the process is gone; its port is remembered."""
-        self._database.write("UPDATE processes SET phase = 'stale' WHERE name = ?", name)
+        self.write("UPDATE processes SET phase = 'stale' WHERE name = ?", name)
 
     def forget_process(self, name: str) -> None:
-        self._database.write("DELETE FROM processes WHERE name = ?", name)
+        self.write("DELETE FROM processes WHERE name = ?", name)
 
     # --- servers -----------------------------------------------------------------------------
 
     @understood
     def servers(self) -> list[ServerRow]:
         """The intended state of each server of the fleet."""
-        return [_server(row) for row in self._database.rows("SELECT * FROM servers ORDER BY name")]
+        return [_server(row) for row in self.rows("SELECT * FROM servers ORDER BY name")]
 
     @understood
     def server(self, name: str) -> ServerRow:
         """One server's row; an unknown server is meant to run the base model."""
-        row = self._database.row("SELECT * FROM servers WHERE name = ?", name)
+        row = self.row("SELECT * FROM servers WHERE name = ?", name)
         return ServerRow(name) if row is None else _server(row)
 
     def update_server(self, name: str, **changes: Any) -> ServerRow:
         """Change fields of one server's row and return it."""
-        with self._database.transaction():
+        with self.transaction():
             self.update_servers({name: changes})
             return self.server(name)
 
@@ -223,7 +177,7 @@ class FleetState:
 
         Fields that are not named stay as they are, even if another process changes them.
         """
-        with self._database.transaction():
+        with self.transaction():
             rows: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}  # by the fields they change
             for name, fields in changes.items():
                 replace(ServerRow(name), **fields)  # unknown field: TypeError
@@ -232,20 +186,20 @@ class FleetState:
             for changing, alike in rows.items():
                 columns = dict.fromkeys(("name", "paused", "sleep_level", *changing))
                 changed = ", ".join(f"{field} = excluded.{field}" for field in changing)
-                self._database.write_rows(
+                self.write_rows(
                     f"INSERT INTO servers ({', '.join(columns)})",
                     alike,
                     f"ON CONFLICT (name) DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
                 )
 
     def forget_server(self, name: str) -> None:
-        with self._database.transaction():
-            self._database.write("DELETE FROM servers WHERE name = ?", name)
-            self._database.write("DELETE FROM server_adapters WHERE server = ?", name)
+        with self.transaction():
+            self.write("DELETE FROM servers WHERE name = ?", name)
+            self.write("DELETE FROM server_adapters WHERE server = ?", name)
 
     def weights_awake(self) -> set[str]:
         """Sleeping servers whose weights were woken (see ServerRow)."""
-        rows = self._database.rows("SELECT name FROM servers WHERE weights_awake")
+        rows = self.rows("SELECT name FROM servers WHERE weights_awake")
         return {row["name"] for row in rows}
 
     def set_weights_awake(self, name: str, awake: bool) -> None:
@@ -268,28 +222,19 @@ class FleetState:
 
     def get(self, key: str) -> str | None:
         """A remembered value of the fleet as a whole (`file`, `base_dir` …)."""
-        row = self._database.row("SELECT value FROM meta WHERE key = ?", key)
+        row = self.row("SELECT value FROM meta WHERE key = ?", key)
         return None if row is None else str(row["value"])
 
     def set(self, key: str, value: str) -> None:
-        self._database.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
-
-    @property
-    def retention(self) -> Retention:
-        """How much of the history is kept; older lines go as new ones come."""
-        return self._database.retention
-
-    @retention.setter
-    def retention(self, retention: Retention) -> None:
-        self._database.retention = retention
+        self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def prune(self) -> None:
         """Drop now what exceeds the retention."""
-        prune(self._database, self.retention)
+        prune(self, self.retention)
 
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
-        with self._database.transaction():
+        with self.transaction():
             for table in (
                 "processes",
                 "servers",
@@ -298,23 +243,23 @@ class FleetState:
                 "adapter_versions",
                 "server_adapters",
             ):
-                self._database.write(f"DELETE FROM {table}")
-            self._database.write(
+                self.write(f"DELETE FROM {table}")
+            self.write(
                 "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"
             )
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a process or the fleet."""
-        written = self._database.write(
+        written = self.write(
             "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
             time.time(), subject, message,
         )  # fmt: skip
         if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
-            prune_events(self._database, self.retention)
+            prune_events(self, self.retention)
 
     def events(self, limit: int = 100) -> list[Event]:
         """The latest events, oldest first."""
-        found = self._database.rows(
+        found = self.rows(
             "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
         )
         return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]

@@ -155,8 +155,7 @@ async def test_a_restarted_replica_that_comes_to_something_else_is_not_routed(
         await bring_up(supervisor, plan)
         await push_by(supervisor, new)
         # as if the same content had come to something else before
-        database = supervisor.state._database
-        database.write("UPDATE expected_digests SET digest = 'something else'")
+        supervisor.state.write("UPDATE expected_digests SET digest = 'something else'")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         reason = supervisor.replicas["a"].row.quarantine or ""

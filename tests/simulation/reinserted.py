@@ -86,8 +86,7 @@ def _refused(what: Any) -> Any:
 
     def write(self: FleetState, *arguments: Any, **options: Any) -> Any:
         if _unwell():
-            path = self._database.path
-            raise StateUnwritable(f"cannot write {path}", hint=advice(path, "full"))
+            raise StateUnwritable(f"cannot write {self.path}", hint=advice(self.path, "full"))
         return what(self, *arguments, **options)
 
     return write

@@ -132,9 +132,7 @@ async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_
             state.journal.tell(job.id, Told.stage(stage))
         state.journal.tell(job.id, Told.server("a", "updating"))
         # the job's process is the dead supervisor, not this test
-        state._database.write(
-            "UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}'
-        )
+        state.write("UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}')
     after = await up(paths, plan)
     assert after.replicas[0].pid != before.replicas[0].pid
     assert after.replicas[1].pid == before.replicas[1].pid

@@ -205,7 +205,7 @@ async def test_a_fleet_that_moved_on_does_not_go_back_to_a_push_that_broke_off(
 ) -> None:
     findings = leave(actions, "stub-0", half=True)
     if clock != "steady":
-        actions.state._database.write("UPDATE jobs SET created_at = created_at + 3600")
+        actions.state.write("UPDATE jobs SET created_at = created_at + 3600")
     job = actions.state.journal.begin("push", {})
     actions.state.journal.record_push(
         job.id, ok=True, version="v9", checkpoint="/v9", checkpoint_digest="d", result={}
@@ -260,7 +260,7 @@ async def test_what_could_not_be_put_right_says_why(actions: Actions) -> None:
 
 async def test_a_request_that_nobody_can_read_any_more_is_no_request(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=True)
-    actions.state._database.write('UPDATE jobs SET request = \'{"from": "the future"}\'')
+    actions.state.write('UPDATE jobs SET request = \'{"from": "the future"}\'')
     assert outcomes(await recover(findings, actions)) == [("push", True)]
     assert actions.done == ["bring stub-0"]
 
@@ -285,7 +285,7 @@ async def test_on_a_full_disk_what_is_frozen_is_resumed_and_what_needs_a_push_wa
     half = leave(actions, "stub-1", half=True)
     await actions.stubs[0].engine.pause("keep")
     if not readable:  # no push can be made again
-        actions.state._database.write("UPDATE jobs SET request = '{}'")
+        actions.state.write("UPDATE jobs SET request = '{}'")
     actions.full = True
     reports = await recover([*frozen, *half], actions)
     assert outcomes(reports) == [("resume", True), ("push", False)]

@@ -72,7 +72,7 @@ async def test_a_copy_outlives_the_state_file_that_has_its_record(tmp_path: Path
             asked = {"checkpoint": str(tmp_path / f"step-{number}")}
             job = await pushed(state, stubs, kept, **asked)
             assert job.state == "succeeded", job.error
-        state.database.path.rename(tmp_path / f"damaged-{number}")
+        state.path.rename(tmp_path / f"damaged-{number}")
     assert sorted(path.name for path in kept.glob("*/step-*")) == ["step-1", "step-2"]
 
 

@@ -46,7 +46,7 @@ async def test_a_push_into_two_servers_takes_few_statements(
     statements: list[str] = []
     stubs = [StubServer(), StubServer()]
     async with attached_fleet(tmp_path / "home", monkeypatch, stubs) as fleet:
-        file = fleet.state.database._file
+        file = fleet.state._file
         assert file is not None
         file.set_trace_callback(statements.append)
         job_id = await fleet.start_push(PushRequest(str(checkpoint)))

@@ -30,7 +30,7 @@ def test_what_was_learned_is_read_back_by_another_connection(state: FleetState) 
     )
     state.expected.learn(learned(*digests, broken=BrokenReload("layout", "0.32.0", "moe")))
     state.expected.launched("a", "files:2")
-    with FleetState(state._database.path) as other:
+    with FleetState(state.path) as other:
         known = other.expected.known()
         assert set(known.digests) == set(digests)
         assert known.broken == (BrokenReload("layout", "0.32.0", "moe"),)

@@ -39,7 +39,7 @@ def journaled(state: FleetState, *events: str, dead: bool = False) -> Job:
         else:
             state.journal.tell(job.id, Told.stage(event))
     if dead:
-        state._database.write("UPDATE jobs SET owner = ?", DEAD)
+        state.write("UPDATE jobs SET owner = ?", DEAD)
     return state.journal.job(job.id)
 
 

@@ -39,13 +39,13 @@ def push(state: FleetState, version: str, result: dict[str, Any] = RESULT) -> st
 
 
 def size(state: FleetState) -> int:
-    pages, of = (state.database.row(f"PRAGMA {name}") for name in ("page_count", "page_size"))
+    pages, of = (state.row(f"PRAGMA {name}") for name in ("page_count", "page_size"))
     assert pages is not None and of is not None
     return int(pages[0]) * int(of[0])
 
 
 def count(state: FleetState, table: str) -> int:
-    row = state.database.row(f"SELECT count(*) FROM {table}")
+    row = state.row(f"SELECT count(*) FROM {table}")
     assert row is not None
     return int(row[0])
 
@@ -80,7 +80,7 @@ def test_a_hundred_thousand_pushes_take_no_more_room_than_some_thousand(tmp_path
         assert size(state) < 16 * 2**20
         for _ in range(100_000 // _BATCH - 1):
             for statement in _AGAIN:
-                state.database.write(statement)
+                state.write(statement)
             state.prune()  # by itself after every 20th: then there is never this much
             sizes.append(size(state))
             assert count(state, "jobs") == count(state, "pushes") == 500
@@ -126,9 +126,9 @@ def test_what_is_needed_is_kept_at_any_age(state: FleetState) -> None:
     remember(state, KeptWeights("kept", "/k", "/c", "", "", "", 1, time.time()))
     for number in range(RECENT):
         push(state, f"v{number}")
-    state.database.write("UPDATE jobs SET created_at = 0")
-    state.database.write("UPDATE pushes SET at = 0")
-    state.database.write("UPDATE events SET at = 0")
+    state.write("UPDATE jobs SET created_at = 0")
+    state.write("UPDATE pushes SET at = 0")
+    state.write("UPDATE events SET at = 0")
     state.add_event("fleet", "the latest")
     state.prune()
     assert state.journal.job(running).state == "running"
@@ -138,7 +138,7 @@ def test_what_is_needed_is_kept_at_any_age(state: FleetState) -> None:
     assert [versions.count(v) for v in ("served", "fleet", "kept")] == [3, 3, 3]
     assert versions.count("nobody's") == 0 and len(versions) == RECENT + 9
     assert [event.message for event in state.events()] == ["the latest"]
-    kept = {row["job"] for row in state.database.rows("SELECT DISTINCT job FROM job_events")}
+    kept = {row["job"] for row in state.rows("SELECT DISTINCT job FROM job_events")}
     assert len(kept) == RECENT + 1  # the one that runs has no events
 
 

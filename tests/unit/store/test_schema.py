@@ -96,9 +96,7 @@ def test_a_migrated_file_has_the_tables_of_a_new_one(path: Path, tmp_path: Path)
     write_version_2(path)
     with FleetState(path) as old, FleetState(tmp_path / "new" / "state.sqlite") as new:
         tables = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY name"
-        assert [row["sql"] for row in old.database.rows(tables)] == [
-            row["sql"] for row in new.database.rows(tables)
-        ]
+        assert [row["sql"] for row in old.rows(tables)] == [row["sql"] for row in new.rows(tables)]
 
 
 def test_a_migration_that_fails_changes_nothing(

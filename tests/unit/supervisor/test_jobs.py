@@ -19,7 +19,7 @@ from skyctl.store.state import FleetState
 
 
 def recorded(state: FleetState) -> RecordedFleet:
-    return RecordedFleet(FleetPaths(state.database.path.parent, "stubs"), state)
+    return RecordedFleet(FleetPaths(state.path.parent, "stubs"), state)
 
 
 async def test_who_hears_that_a_push_is_over_may_start_the_next(tmp_path: Path) -> None:
