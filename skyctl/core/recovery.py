@@ -164,7 +164,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
         return None
     settle(actions.state, case.name)
     if slept:
-        actions.state.set_weights_awake(case.name, slept == DISCARDED)
+        actions.state.update_server(case.name, weights_awake=slept == DISCARDED)
     return case.done()
 
 

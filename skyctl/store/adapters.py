@@ -13,7 +13,6 @@ change was undone everywhere. A process that finds one while it holds the adapte
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -76,7 +75,9 @@ def served(state: FleetState) -> dict[str, AdapterVersion]:
             "ON a.name = v.name AND a.version = v.version ORDER BY v.name"
         )
         return {
-            row["name"]: _version(row, tuple(holders.get((row["name"], row["version"]), ())))
+            row["name"]: AdapterVersion(
+                **dict(row), servers=tuple(holders.get((row["name"], row["version"]), ()))
+            )
             for row in rows
         }
 
@@ -200,7 +201,7 @@ def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
     rows = state.rows(
         f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
     )
-    return [_version(row) for row in rows]
+    return [AdapterVersion(**dict(row)) for row in rows]
 
 
 def forget_version(state: FleetState, gone: AdapterVersion) -> None:
@@ -239,7 +240,3 @@ def _record(state: FleetState, server: str, name: str, version: int) -> None:
         "FROM adapter_versions WHERE name = ? AND version = ?",
         server, name, version,
     )  # fmt: skip
-
-
-def _version(row: sqlite3.Row, servers: tuple[str, ...] = ()) -> AdapterVersion:
-    return AdapterVersion(**dict(row), servers=servers)

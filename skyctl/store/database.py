@@ -137,10 +137,8 @@ class Database:
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
-        self._look_again()
-        with self._readable():
-            found: sqlite3.Row | None = self._run(sql, parameters).fetchone()
-        return found
+        found = self.rows(sql, *parameters)
+        return found[0] if found else None
 
     def write(self, sql: str, *parameters: Any, durable: bool = False) -> sqlite3.Cursor:
         """One statement, committed when it returns (unless in a `transaction`).

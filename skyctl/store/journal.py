@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl.errors import NotFoundError
-from skyctl.store.database import Database, Retention, understood
+from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
-from skyctl.store.news import News
+from skyctl.store.locks import News
 
 _QUEUED = "queued"
 """The stage of a job that has not entered one."""
@@ -185,7 +185,7 @@ class Journal:
             self.tell(job_id, Told("end", {"state": state}))
         self._news.tell()
         if number % _PRUNE_EVERY_JOBS == 0:
-            prune(self._database, self._database.retention)
+            prune(self._database)
 
     @understood
     def job(self, job_id: str, *, in_full: bool = True) -> Job:
@@ -305,10 +305,6 @@ def number_of(job_id: str) -> int:
     return -number if kind == DRY_RUN else number
 
 
-def _id(row: sqlite3.Row) -> str:
-    return f"{row['kind']}-{abs(row['number'])}"
-
-
 def _marks(count: int) -> str:
     """A list of `count` SQL parameters."""
     return ", ".join("?" * count)
@@ -316,7 +312,7 @@ def _marks(count: int) -> str:
 
 def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Job:
     return Job(
-        id=_id(row),
+        id=f"{row['kind']}-{abs(row['number'])}",
         kind=row["kind"],
         state=row["state"],
         stage=stage,
@@ -331,14 +327,14 @@ def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Jo
     )
 
 
-def prune(database: Database, retention: Retention) -> None:
+def prune(database: Database) -> None:
     """Forget old jobs, pushes and events.
 
     Never a running job, one that left servers in doubt, or the latest `RECENT`; never the latest
     pushes of a version that a server has or the fleet keeps.
     """
-    before = time.time() - retention.days * _DAY_S
-    latest = max(retention.pushes, RECENT)
+    before = time.time() - database.retention.days * _DAY_S
+    latest = max(database.retention.pushes, RECENT)
     with database.transaction():
         database.write(
             "DELETE FROM jobs WHERE state <> 'running' "
@@ -359,12 +355,12 @@ def prune(database: Database, retention: Retention) -> None:
             "AS kept WHERE meta.key = 'kept_weights')) WHERE age <= ?)",
             latest, before, RECENT, _OF_A_VERSION,
         )  # fmt: skip
-        prune_events(database, retention)
+        prune_events(database)
 
 
-def prune_events(database: Database, retention: Retention) -> None:
+def prune_events(database: Database) -> None:
     """Forget old lines of history."""
     database.write(
         "DELETE FROM events WHERE sequence <= (SELECT max(sequence) FROM events) - ? OR at < ?",
-        retention.events, time.time() - retention.days * _DAY_S,
+        database.retention.events, time.time() - database.retention.days * _DAY_S,
     )  # fmt: skip

@@ -8,6 +8,7 @@ for it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -20,7 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from skyctl.errors import ConflictError, SkyctlError
-from skyctl.store.news import News
 from skyctl.store.paths import create_private_file, flocked
 from skyctl.units import format_seconds
 
@@ -51,6 +51,31 @@ class Holder:
         does, asked, by = self.what.partition(ASKED)
         # name the command that asked: the process that acts for it is the supervisor
         return f"{does} for {held}{asked}{by}" if by else f"{does} (pid {self.pid}, for {held})"
+
+
+class News:
+    """Tells tasks of this process that a job has ended or that a lock was released. Nothing is
+    stored: a waiter learns of what happens from then on.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def tell(self) -> None:
+        """Wake all waiters. For the thread of their event loop."""
+        for one in self._waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def wait(self, timeout_s: float) -> bool:
+        """Whether something happened within `timeout_s` seconds."""
+        one = asyncio.get_running_loop().create_future()
+        self._waiting.add(one)
+        try:
+            await asyncio.wait({one}, timeout=timeout_s)
+            return one.done()
+        finally:
+            self._waiting.discard(one)
 
 
 class Lock:
@@ -183,8 +208,9 @@ class Locks:
     def recorded(self, name: str) -> Holder | None:
         """The holder recorded in the lock's file; None if there is none, or it cannot be read."""
         try:
-            return _recorded(self._path(name))
-        except OSError:
+            with self._path(name).open("rb") as file:
+                return Holder(**json.loads(file.read(_MAX_RECORD_BYTES)))
+        except (OSError, ValueError, TypeError):  # no room for it, or half written
             return None
 
     def lives(self, name: str) -> bool:
@@ -278,14 +304,6 @@ def _locking_pids(found: os.stat_result) -> set[int]:
         if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted:
             pids.add(int(words[4]))
     return pids
-
-
-def _recorded(path: Path) -> Holder | None:
-    try:
-        with path.open("rb") as file:
-            return Holder(**json.loads(file.read(_MAX_RECORD_BYTES)))
-    except (ValueError, TypeError):  # no room for it, or half written
-        return None
 
 
 def _by_process(pid: int) -> Holder:

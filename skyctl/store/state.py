@@ -14,8 +14,7 @@ from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal, prune, prune_events
-from skyctl.store.locks import Locks
-from skyctl.store.news import News
+from skyctl.store.locks import Locks, News
 from skyctl.store.opening import Connect, connect
 from skyctl.store.processes import ProcessRow, live_processes
 
@@ -197,14 +196,6 @@ class FleetState(Database):
             self.write("DELETE FROM servers WHERE name = ?", name)
             self.write("DELETE FROM server_adapters WHERE server = ?", name)
 
-    def weights_awake(self) -> set[str]:
-        """Sleeping servers whose weights were woken (see ServerRow)."""
-        rows = self.rows("SELECT name FROM servers WHERE weights_awake")
-        return {row["name"] for row in rows}
-
-    def set_weights_awake(self, name: str, awake: bool) -> None:
-        self.update_server(name, weights_awake=awake)
-
     # --- the fleet ---------------------------------------------------------------------------
 
     @understood
@@ -230,7 +221,7 @@ class FleetState(Database):
 
     def prune(self) -> None:
         """Drop now what exceeds the retention."""
-        prune(self, self.retention)
+        prune(self)
 
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
@@ -255,7 +246,7 @@ class FleetState(Database):
             time.time(), subject, message,
         )  # fmt: skip
         if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
-            prune_events(self, self.retention)
+            prune_events(self)
 
     def events(self, limit: int = 100) -> list[Event]:
         """The latest events, oldest first."""

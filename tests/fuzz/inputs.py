@@ -241,7 +241,7 @@ def _write_state(path: Path, directory: Path) -> None:
             state.update_server("f-0", paused=True, weight_version="v")
             state.set_weights(FleetWeights("v", "/c", "d"))
             touch(state, "f-0", "its admission")
-            state.set_weights_awake("f-0", True)
+            state.update_server("f-0", weights_awake=True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
             state.journal.tell(job.id, Told.stage("pause"))
             state.journal.tell(job.id, Told.server("f-0", "pausing"))
@@ -289,7 +289,7 @@ def _state_reads(state: FleetState) -> list[Callable[[], object]]:
         journal.orphans,
         lambda: close_orphans(state),
         lambda: state.update_server("f-0", paused=False),
-        lambda: state.set_weights_awake("f-0", False),
+        lambda: state.update_server("f-0", weights_awake=False),
     ]
 
 

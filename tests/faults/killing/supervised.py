@@ -240,7 +240,7 @@ class SupervisedFleet:
         if not set(asleep) <= {0, len(MEMORY)}:
             found.append(f"I6: asleep in part only, {asleep} of {len(MEMORY)} kinds of memory")
         with FleetState(self.paths.database) as state:
-            if awake := state.weights_awake():
+            if awake := {row.name for row in state.servers() if row.weights_awake}:
                 found.append(f"I6: on record with its weights awake: {sorted(awake)}")
         if any(asleep):
             code, envelope, errors = self.skyctl("wake")

@@ -22,7 +22,8 @@ def path(tmp_path: Path) -> Path:
 
 _OPENS = (
     "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
-    "with FleetState(Path(sys.argv[1])) as state: print(sorted(state.weights_awake()))"
+    "with FleetState(Path(sys.argv[1])) as state:\n"
+    "    print([row.name for row in state.servers() if row.weights_awake])"
 )
 
 

@@ -38,7 +38,7 @@ def write_everything(state: FleetState) -> None:
     with state.transaction():
         state.set_weights(FleetWeights("v2", "/c"))
         state.update_server("a-0", paused=False)
-        state.set_weights_awake("a-2", True)
+        state.update_server("a-2", weights_awake=True)
     trust(state, "a-1")
 
 
@@ -201,10 +201,10 @@ def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> Non
         disk.fail("read-only")
         state.add_event("fleet", "ours")
         state.update_server("a-0", paused=True)
-        state.set_weights_awake("a-1", True)
+        state.update_server("a-1", weights_awake=True)
         state.set("key", "ours")
         other.update_server("a-0", quarantine="theirs")
-        other.set_weights_awake("a-2", True)
+        other.update_server("a-2", weights_awake=True)
         other.add_event("fleet", "theirs")
         other.set("key", "theirs")
         doubt(other, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
@@ -214,7 +214,7 @@ def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> Non
         assert other.get("key") == "ours"  # the last writer
         row = other.server("a-0")
         assert (row.paused, row.quarantine, row.weight_version) == (True, "theirs", "v1")
-        assert other.weights_awake() == {"a-1", "a-2"}
+        assert {row.name for row in other.servers() if row.weights_awake} == {"a-1", "a-2"}
         assert set(in_doubt(other)) == {"a-1"}
 
 

@@ -109,7 +109,7 @@ def test_a_push_that_woke_weights_and_sent_them_is_judged_by_its_end(state: Flee
 def test_weights_that_may_be_awake_are_on_record(state: FleetState) -> None:
     journaled(state, "wake", "a:waking", dead=True)
     close_orphans(state)
-    assert state.weights_awake() == {"a"}
+    assert {row.name for row in state.servers() if row.weights_awake} == {"a"}
     assert state.server("a").quarantine == "push-1 broke off in stage wake"
 
 
