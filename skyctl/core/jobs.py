@@ -22,7 +22,7 @@ from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
-from skyctl.store.journal import DRY_RUN, Job, Journal, Told
+from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -61,11 +61,11 @@ class JournalObserver:
         self._job_id = job_id
         self._on_server = on_server
         self._wrote_progress = 0.0
-        self._pending: list[Told] = []
+        self._pending: list[JobEvent] = []
         self._failure: Exception | None = None
 
     def stage(self, name: str) -> None:
-        self._tell(Told.stage(name), intent=name in INTENT_STAGES)
+        self._tell(JobEvent.stage(name), intent=name in INTENT_STAGES)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
@@ -77,20 +77,20 @@ class JournalObserver:
             self._journal.progress(self._job_id, done_bytes, total_bytes)
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._tell(Told.server(name, state, detail), intent=state in INTENT_STATES)
+        self._tell(JobEvent.server(name, state, detail), intent=state in INTENT_STATES)
         self._on_server(name, state, detail)
 
     def intend(self, states: Mapping[str, str]) -> None:
         intent = not INTENT_STATES.isdisjoint(states.values())
-        self._tell(*(Told.server(*one) for one in states.items()), intent=intent)
+        self._tell(*(JobEvent.server(*one) for one in states.items()), intent=intent)
         for name, state in states.items():
             self._on_server(name, state, "")
 
     def note(self, message: str) -> None:
-        self._tell(Told.note(message))
+        self._tell(JobEvent.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._tell(Told(kind, data, at=time.time()))
+        self._tell(JobEvent.now(kind, **data))
         self.close()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class JournalObserver:
         if failure is not None:
             raise failure
 
-    def _tell(self, *told: Told, intent: bool = False) -> None:
+    def _tell(self, *told: JobEvent, intent: bool = False) -> None:
         before, self._pending = self._pending, []
         if intent:
             try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +68,8 @@ class JobEvent:
     stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
     server {"server", "state", "detail"} · prepared and verified (`push.request.FACTS`) · end
     {"state"}
+
+    Its `sequence` is 0 until it is written.
     """
 
     sequence: int
@@ -76,33 +77,25 @@ class JobEvent:
     kind: str
     data: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def now(cls, kind: str, /, **data: Any) -> JobEvent:
+        """One that is about to be written."""
+        return cls(0, time.time(), kind, data)
+
+    @classmethod
+    def stage(cls, name: str) -> JobEvent:
+        return cls.now("stage", stage=name)
+
+    @classmethod
+    def server(cls, name: str, state: str, detail: str = "") -> JobEvent:
+        return cls.now("server", server=name, state=state, detail=detail)
+
+    @classmethod
+    def note(cls, message: str) -> JobEvent:
+        return cls.now("note", message=message)
+
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
-
-
-@dataclass(frozen=True)
-class Told:
-    """An event that is about to be written: a JobEvent's kind and data. `name` is the server it is
-    about; `at` is when it happened, 0 for the time of writing.
-    """
-
-    kind: str
-    data: Mapping[str, Any]
-    name: str | None = None
-    at: float = 0.0
-
-    @classmethod
-    def stage(cls, name: str) -> Told:
-        return cls("stage", {"stage": name}, at=time.time())
-
-    @classmethod
-    def server(cls, name: str, state: str, detail: str = "") -> Told:
-        data = {"server": name, "state": state, "detail": detail}
-        return cls("server", data, name, time.time())
-
-    @classmethod
-    def note(cls, message: str) -> Told:
-        return cls("note", {"message": message}, at=time.time())
 
 
 @dataclass(frozen=True)
@@ -154,14 +147,14 @@ class Journal:
             done_bytes, total_bytes, number_of(job_id),
         )  # fmt: skip
 
-    def tell(self, job_id: str, *told: Told, durable: bool = False) -> None:
+    def tell(self, job_id: str, *told: JobEvent, durable: bool = False) -> None:
         """Add events to a job, in one statement; `durable` for what must be on record before it is
         acted upon.
         """
-        number, at = number_of(job_id), time.time()
+        number = number_of(job_id)
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",
-            [(number, one.at or at, one.kind, json.dumps(one.data), one.name) for one in told],
+            [(number, e.at, e.kind, json.dumps(e.data), e.data.get("server")) for e in told],
             durable=durable,
         )
 
@@ -182,7 +175,7 @@ class Journal:
                 state, time.time(), result and json.dumps(result), error and json.dumps(error),
                 number,
             )  # fmt: skip
-            self.tell(job_id, Told("end", {"state": state}))
+            self.tell(job_id, JobEvent.now("end", state=state))
         self._news.tell()
         if number % _PRUNE_EVERY_JOBS == 0:
             prune(self._database)

@@ -24,7 +24,7 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import SendTarget, Trainer
 from skyctl.store.expected import Learned
 from skyctl.store.in_doubt import in_doubt, refuse_held
-from skyctl.store.journal import Job, Told
+from skyctl.store.journal import Job, JobEvent
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
 from skyctl.supervisor.fleet import RunningFleet
@@ -159,7 +159,7 @@ class Pushes:
         left = [r for r in running.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
-            journal.tell(job.id, Told.note(f"not part of this push, because not up: {names}"))
+            journal.tell(job.id, JobEvent.note(f"not part of this push, because not up: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()

@@ -31,7 +31,7 @@ from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
-from skyctl.store.journal import Told
+from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.interface import SupervisorClient, SupervisorService
@@ -243,8 +243,8 @@ def _write_state(path: Path, directory: Path) -> None:
             touch(state, "f-0", "its admission")
             state.update_server("f-0", weights_awake=True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
-            state.journal.tell(job.id, Told.stage("pause"))
-            state.journal.tell(job.id, Told.server("f-0", "pausing"))
+            state.journal.tell(job.id, JobEvent.stage("pause"))
+            state.journal.tell(job.id, JobEvent.server("f-0", "pausing"))
             state.journal.record_push(
                 job.id, ok=True, version="v", checkpoint="/c", checkpoint_digest="d", result={}
             )

@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 _WRITER = """
 import sys
 from pathlib import Path
-from skyctl.store.journal import Told
+from skyctl.store.journal import JobEvent
 from skyctl.store.state import FleetState
 state = FleetState(Path(sys.argv[1]))
 print("ready", flush=True)
@@ -33,7 +33,7 @@ number = 0
 while True:
     number += 1
     state.update_server(f"s-{number % 7}", weight_version=str(number))
-    state.journal.tell(state.journal.begin("push", {}).id, Told.server("s", "paused"))
+    state.journal.tell(state.journal.begin("push", {}).id, JobEvent.server("s", "paused"))
 """
 
 
@@ -185,8 +185,8 @@ def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
         "s = FleetState(Path(sys.argv[1])); j = s.journal.begin('push', {'checkpoint': 'c'})\n"
-        "from skyctl.store.journal import Told\n"
-        "s.journal.tell(j.id, Told.stage('update'), Told.server('a-0', 'updating'))"
+        "from skyctl.store.journal import JobEvent\n"
+        "s.journal.tell(j.id, JobEvent.stage('update'), JobEvent.server('a-0', 'updating'))"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     with FleetState(path) as state:

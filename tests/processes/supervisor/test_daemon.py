@@ -29,7 +29,7 @@ from skyctl.service import bring_down, revive
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
-from skyctl.store.journal import Told
+from skyctl.store.journal import JobEvent
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
@@ -129,8 +129,8 @@ async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_
     with FleetState(paths.database) as state:
         job = state.journal.begin("push", {"checkpoint": "c"})
         for stage in ("pause", "update"):
-            state.journal.tell(job.id, Told.stage(stage))
-        state.journal.tell(job.id, Told.server("a", "updating"))
+            state.journal.tell(job.id, JobEvent.stage(stage))
+        state.journal.tell(job.id, JobEvent.server("a", "updating"))
         # the job's process is the dead supervisor, not this test
         state.write("UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}')
     after = await up(paths, plan)

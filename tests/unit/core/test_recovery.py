@@ -28,7 +28,7 @@ from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import InDoubt, close_sender, doubt, in_doubt, open_sender
-from skyctl.store.journal import Job, Told
+from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
@@ -99,7 +99,7 @@ def leave(actions: Actions, *names: str, half: bool, checkpoint: str = "/new") -
     """Findings of servers that a push to `checkpoint` left."""
     job = actions.state.journal.begin("push", PushRequest(checkpoint).to_json())
     pushed = {"checkpoint": checkpoint, "checkpoint_digest": "of these files"}
-    actions.state.journal.tell(job.id, Told("prepared", pushed))
+    actions.state.journal.tell(job.id, JobEvent.now("prepared", **pushed))
     actions.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
     doubt(actions.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})

@@ -25,7 +25,7 @@ from skyctl.service.attached import AttachedFleet
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
 from skyctl.store.in_doubt import touch
-from skyctl.store.journal import Told
+from skyctl.store.journal import JobEvent
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -238,8 +238,8 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         job = fleet.state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet.state.journal.tell(job.id, Told.stage(stage))
-        fleet.state.journal.tell(job.id, Told.server("far-0", "updating"))
+            fleet.state.journal.tell(job.id, JobEvent.stage(stage))
+        fleet.state.journal.tell(job.id, JobEvent.server("far-0", "updating"))
         [outcome] = await fleet.resume()
         assert outcome.status == "skipped" and "skyctl recover" in outcome.detail
         assert (await fleet.job(job.id)).state == "interrupted"

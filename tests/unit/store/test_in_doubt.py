@@ -17,7 +17,7 @@ from skyctl.store.in_doubt import (
     touch,
     trust,
 )
-from skyctl.store.journal import Job, Told
+from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState
 
 DEAD = json.dumps({"pid": 1, "create_time": 1.0, "boot_id": "another boot"})
@@ -35,9 +35,9 @@ def journaled(state: FleetState, *events: str, dead: bool = False) -> Job:
     for event in events:
         server, _, reached = event.partition(":")
         if reached:
-            state.journal.tell(job.id, Told.server(server, *reached.split("=")))
+            state.journal.tell(job.id, JobEvent.server(server, *reached.split("=")))
         else:
-            state.journal.tell(job.id, Told.stage(event))
+            state.journal.tell(job.id, JobEvent.stage(event))
     if dead:
         state.write("UPDATE jobs SET owner = ?", DEAD)
     return state.journal.job(job.id)
@@ -139,8 +139,8 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         "whole": whole,
         "servers": {"a": "weights", "b": "weights"},
     }
-    state.journal.tell(job.id, Told("verified", fact))
-    state.journal.tell(job.id, Told.server("b", "ready"))
+    state.journal.tell(job.id, JobEvent.now("verified", **fact))
+    state.journal.tell(job.id, JobEvent.server("b", "ready"))
     close_orphans(state)
     doubts = in_doubt(state)
     assert set(doubts) == {"a", "c"} and doubts["c"].half_updated
@@ -159,9 +159,11 @@ def test_weights_that_nobody_verified_are_those_of_a_server_that_was_given_back(
 ) -> None:
     job = journaled(state, "pause", "a:pausing", "update", "resume", dead=True)
     fact = {"version": "v2", "checkpoint": "/new", "checkpoint_digest": "files", "whole": True}
-    state.journal.tell(job.id, Told("verified", {**fact, "transport": "shm", "servers": {"a": ""}}))
+    state.journal.tell(
+        job.id, JobEvent.now("verified", **{**fact, "transport": "shm", "servers": {"a": ""}})
+    )
     if thawed:
-        state.journal.tell(job.id, Told.server("a", "ready"))
+        state.journal.tell(job.id, JobEvent.server("a", "ready"))
     close_orphans(state)
     assert state.server("a").weight_version == ("v2" if thawed else None)
     assert set(in_doubt(state)) == (set() if thawed else {"a"})

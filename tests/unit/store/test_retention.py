@@ -12,7 +12,7 @@ import pytest
 from skyctl.fleetfile.schema import HistorySection
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import InDoubt, doubt
-from skyctl.store.journal import RECENT, Told
+from skyctl.store.journal import RECENT, JobEvent
 from skyctl.store.kept_weights import KeptWeights, remember
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -29,7 +29,7 @@ def push(state: FleetState, version: str, result: dict[str, Any] = RESULT) -> st
     job = state.journal.begin("push", {"checkpoint": "/c", "padding": "x" * 900})
     with state.transaction():
         for number in range(8):
-            state.journal.tell(job.id, Told.server(f"a-{number}", "ready"))
+            state.journal.tell(job.id, JobEvent.server(f"a-{number}", "ready"))
         state.journal.record_push(
             job.id, ok=True, version=version, checkpoint="/c", checkpoint_digest="d", result=result
         )

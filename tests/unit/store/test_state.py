@@ -12,7 +12,7 @@ import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
 from skyctl.store.identity import ProcessIdentity, boot_id, own_identity
-from skyctl.store.journal import Told
+from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState, FleetWeights
@@ -140,9 +140,9 @@ def test_an_identity_outlives_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatc
 def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
     with FleetState(path) as state:
         job = state.journal.begin("push", {})
-        state.journal.tell(job.id, Told.stage("pause"))
+        state.journal.tell(job.id, JobEvent.stage("pause"))
         first = state.journal.events(job.id)
-        state.journal.tell(job.id, Told.note("hello"))
+        state.journal.tell(job.id, JobEvent.note("hello"))
         state.journal.end(job.id, "succeeded", result={"version": "v"})
         later = state.journal.events(job.id, after=first[-1].sequence)
         assert [event.kind for event in first + later] == ["stage", "note", "end"]
