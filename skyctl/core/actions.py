@@ -28,14 +28,15 @@ T = TypeVar("T")
 READ_BACK_TIMEOUT_S = 5.0
 CPU_SLEEP_DETAIL = "state only: a CPU server frees no memory"
 
+_ReadBack = Callable[[Server], Awaitable[tuple[bool, str]]]
+"""Reads a server's state: whether the call is done, and the state in words."""
+
 _LOST = (OutcomeStatus.TIMEOUT, OutcomeStatus.UNREACHABLE)
 
 
 @dataclass
 class _PauseProgress:
-    """How far one server's pause got. `was_paused` None: its state before the call could not be
-    read.
-    """
+    """How far one server's pause got. None: its state could not be read."""
 
     was_paused: bool | None = None
     sent: bool = False
@@ -70,12 +71,26 @@ async def pause(
         await server.pause(mode, clear_cache=clear_cache)
         mine.paused_now = True
 
-    outcomes = await _in_turn(targets, one, timeout_s=timeout_s)
-    outcomes = await _each(
-        targets,
-        outcomes,
-        lambda t, o: _settle_pause(client, t, o, progress[t.name], mode, read_back_timeout_s),
-    )
+    async def settle(target: ServerTarget, outcome: Outcome[None]) -> Outcome[None]:
+        """Find out the result of a lost pause, and keep it for a rollback."""
+        mine = progress[target.name]
+        if outcome.status not in _LOST:
+            return _also(outcome, "was paused already") if mine.was_paused else outcome
+        if not mine.sent:
+            return _also(outcome, "not asked to pause: its state could not be read")
+
+        async def read_back(server: Server) -> tuple[bool, str]:
+            mine.paused_now = await server.is_paused()
+            if not mine.paused_now:
+                return False, "not paused"
+            if mode == "wait":
+                return False, "takes no new requests, but running ones have not ended"
+            return True, "paused"
+
+        return await _settle(client, target, outcome, read_back, read_back_timeout_s)
+
+    outcomes = await _in_turn(targets, one, timeout_s)
+    outcomes = await _each(targets, outcomes, settle)
     frozen = any(o.ok or progress[o.server].paused_now for o in outcomes)
     if keep_partial or all(o.ok for o in outcomes) or not frozen:
         return outcomes
@@ -100,14 +115,11 @@ async def resume(
         paused = await server.is_paused()
         return not paused, "still paused" if paused else "resumed"
 
-    outcomes = await fan_out(
-        targets,
-        lambda t: engines.server(client, t, timeout_s=timeout_s).resume(),
-        timeout_s=timeout_s,
-    )
-    return await _each(
-        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
-    )
+    def call(target: ServerTarget) -> Awaitable[None]:
+        return engines.server(client, target, timeout_s=timeout_s).resume()
+
+    outcomes = await fan_out(targets, call, timeout_s=timeout_s)
+    return await _settled(client, targets, outcomes, read_back, read_back_timeout_s)
 
 
 async def sleep(
@@ -146,20 +158,15 @@ async def sleep(
         return False, "paused, and not known to be asleep"
 
     _require_sleep(targets)
-    outcomes = await _in_turn(targets, one, timeout_s=timeout_s)
-    outcomes = await _each(
-        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
-    )
+    outcomes = await _in_turn(targets, one, timeout_s)
+    outcomes = await _settled(client, targets, outcomes, read_back, read_back_timeout_s)
     if device != "cpu":
         return outcomes
     return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
 
 
 async def _in_turn(
-    targets: Sequence[ServerTarget],
-    call: Callable[[ServerTarget], Awaitable[T]],
-    *,
-    timeout_s: float,
+    targets: Sequence[ServerTarget], call: Callable[[ServerTarget], Awaitable[T]], timeout_s: float
 ) -> list[Outcome[T]]:
     """Call prefill servers, then the others: a prefill server answers once the decode servers,
     which still run, have fetched the KV cache that waits there.
@@ -199,45 +206,16 @@ async def wake(
         return True, "awake"
 
     _require_sleep(targets)
-    outcomes = await fan_out(
-        targets,
-        lambda t: engines.server(client, t, timeout_s=timeout_s).wake(tags),
-        timeout_s=timeout_s,
-    )
+
+    def call(target: ServerTarget) -> Awaitable[bool]:
+        return engines.server(client, target, timeout_s=timeout_s).wake(tags)
+
+    outcomes = await fan_out(targets, call, timeout_s=timeout_s)
     outcomes = [
         _also(o, f"awake in part: {', '.join(tags)}") if o.ok and tags and o.value is False else o
         for o in outcomes
     ]
-    return await _each(
-        targets,
-        outcomes,
-        lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s, value_when_done=True),
-    )
-
-
-async def _settle_pause(
-    client: ControlClient,
-    target: ServerTarget,
-    outcome: Outcome[None],
-    progress: _PauseProgress,
-    mode: PauseMode,
-    timeout_s: float,
-) -> Outcome[None]:
-    """Find out the result of a lost pause, and keep it in `progress` for a rollback."""
-    if outcome.status not in _LOST:
-        return _also(outcome, "was paused already") if progress.was_paused else outcome
-    if not progress.sent:
-        return _also(outcome, "not asked to pause: its state could not be read")
-
-    async def read_back(server: Server) -> tuple[bool, str]:
-        progress.paused_now = await server.is_paused()
-        if not progress.paused_now:
-            return False, "not paused"
-        if mode == "wait":
-            return False, "takes no new requests, but running ones have not ended"
-        return True, "paused"
-
-    return await _settle(client, target, outcome, read_back, timeout_s)
+    return await _settled(client, targets, outcomes, read_back, read_back_timeout_s, done=True)
 
 
 async def _roll_back(
@@ -257,7 +235,7 @@ async def _roll_back(
         await engines.server(client, target, timeout_s=timeout_s).resume()
     except SkyctlError as error:
         still = "may still be paused" if progress.paused_now is None else "is still paused"
-        failed = replace(outcome, status=_worse(outcome.status))
+        failed = replace(outcome, status=OutcomeStatus.FAILED) if outcome.ok else outcome
         return _also(failed, f"{still}; resuming it failed: {error.message}")
     if not outcome.ok:
         return _also(outcome, "resumed again")
@@ -268,14 +246,30 @@ async def _roll_back(
     )
 
 
+async def _settled(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    outcomes: Sequence[Outcome[T]],
+    read_back: _ReadBack,
+    timeout_s: float,
+    *,
+    done: T | None = None,
+) -> list[Outcome[T]]:
+    """Settle every outcome. `done` is the value of a call that turns out to be done."""
+
+    async def settle(target: ServerTarget, outcome: Outcome[T]) -> Outcome[T]:
+        return await _settle(client, target, outcome, read_back, timeout_s, done)
+
+    return await _each(targets, outcomes, settle)
+
+
 async def _settle(
     client: ControlClient,
     target: ServerTarget,
     outcome: Outcome[T],
-    read_back: Callable[[Server], Awaitable[tuple[bool, str]]],
+    read_back: _ReadBack,
     timeout_s: float,
-    *,
-    value_when_done: T | None = None,
+    value: T | None = None,
 ) -> Outcome[T]:
     """Replace an outcome whose answer was lost by what the server's state shows."""
     if outcome.status not in _LOST:
@@ -292,7 +286,7 @@ async def _settle(
         outcome,
         status=OutcomeStatus.OK,
         detail=f"{state}; the answer was lost, the state was read back",
-        value=value_when_done,
+        value=value,
     )
 
 
@@ -307,7 +301,3 @@ async def _each(
 
 def _also(outcome: Outcome[T], more: str) -> Outcome[T]:
     return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)
-
-
-def _worse(status: OutcomeStatus) -> OutcomeStatus:
-    return OutcomeStatus.FAILED if status is OutcomeStatus.OK else status
