@@ -23,7 +23,7 @@ import select
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import httptools
@@ -205,45 +205,6 @@ class Connection(asyncio.BufferedProtocol):
         self.close()
 
 
-class Deadlines(Generic[T]):
-    """Calls `late` with each item that is not withdrawn in time, on the loop's clock.
-
-    Belongs to the event loop it is made in.
-    """
-
-    def __init__(self, late: Callable[[T], None]) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._late = late
-        self._waiting: dict[T, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    def put(self, one: T, until: float) -> None:
-        """Call `late` with `one` at `until`."""
-        self._waiting[one] = until
-        if self._timer is None or until < self._timer.when():
-            self._arm(until)
-
-    def take_back(self, one: T) -> None:
-        """Withdraw `one`, whether or not its time has passed."""
-        self._waiting.pop(one, None)
-
-    def _arm(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.loop.call_at(at, self._look)
-
-    def _look(self) -> None:
-        """The timer fired, perhaps for an item that was withdrawn long ago."""
-        self._timer = None
-        now = self.loop.time()
-        late = [one for one, until in self._waiting.items() if until <= now]
-        for one in sorted(late, key=lambda one: self._waiting[one]):
-            del self._waiting[one]
-            self._late(one)
-        if self._waiting:
-            self._arm(min(self._waiting.values()))
-
-
 KEEP_IDLE_S = 2.0
 _BUFFER_BYTES = 64 * 1024
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -291,7 +252,9 @@ class KeptConnections:
         keep_idle_s: float = KEEP_IDLE_S,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._most = max_connections or _most_by_open_files()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        by_open_files = soft - _OTHER_FILES if soft >= 0 else _MOST
+        self._most = max_connections or max(_FEWEST, min(_MOST, by_open_files))
         self._used = 0
         self._idle: dict[Connection, _Server] = {}  # oldest first
         self._slots = asyncio.Semaphore(self._most)
@@ -299,14 +262,13 @@ class KeptConnections:
         self._servers: dict[str, _Server] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._tls = tls
-        self._deadlines: Deadlines[Connection] | None = None
 
     async def send(self, request: Request, *, timeout_s: float) -> Answer:
         """Send `request` once and return the response. See `Transport`."""
         until = asyncio.get_running_loop().time() + timeout_s
-        server = self._servers.get(request.url)
-        if server is None:
-            server = self._servers[request.url] = _Server(request.url)
+        if request.url not in self._servers:
+            self._servers[request.url] = _Server(request.url)
+        server = self._servers[request.url]
         written = _written(server.origin, request)
         if self._slots.locked():
             await _in_time(until, self._slots.acquire())
@@ -317,22 +279,16 @@ class KeptConnections:
             connection = self._take(server)
             if connection is None:
                 connection = await _in_time(until, self._open(server))
-            answer = await self._answered(connection, written, until)
+            deadline = connection.loop.call_at(until, connection.late)
+            try:
+                answer = await connection.exchange(written)
+            finally:
+                deadline.cancel()
         finally:
             self._used -= 1
             self._slots.release()
         self._keep(server, connection, answer)
         return answer
-
-    async def _answered(self, connection: Connection, written: bytes, until: float) -> Answer:
-        if self._deadlines is None or self._deadlines.loop is not connection.loop:
-            self._deadlines = Deadlines(Connection.late)
-        deadlines = self._deadlines
-        deadlines.put(connection, until)
-        try:
-            return await connection.exchange(written)
-        finally:
-            deadlines.take_back(connection)
 
     async def aclose(self) -> None:
         """Close every kept connection."""
@@ -376,32 +332,27 @@ class KeptConnections:
         """Raises CannotConnect."""
         if self._idle and self._used + len(self._idle) > self._most:
             self._close_oldest()
-        loop = asyncio.get_running_loop()
-        origin = server.origin
         make = partial(Connection, self._buffer, partial(self._forget, server))
         try:
-            if self._unix_socket is not None:
-                return (await loop.create_unix_connection(make, self._unix_socket))[1]
-            tls = self._trusted() if origin.tls else None
-            return await self._connect(make, origin, tls)
+            if self._unix_socket is None:
+                return await self._connect(make, server.origin)
+            loop = asyncio.get_running_loop()
+            return (await loop.create_unix_connection(make, self._unix_socket))[1]
         except OSError as error:
             raise CannotConnect(error.strerror or str(error)) from error
         except ValueError as error:  # a name that cannot be looked up
             raise CannotConnect(str(error)) from error
 
-    async def _connect(
-        self, make: Callable[[], Connection], origin: Origin, tls: ssl.SSLContext | None
-    ) -> Connection:
+    async def _connect(self, make: Callable[[], Connection], origin: Origin) -> Connection:
         """To the first address that takes it. Raises OSError, or ValueError as `addresses`."""
         loop, refused = asyncio.get_running_loop(), OSError("it has no address")
-        name = origin.host if tls else None
+        tls, name = (self._trusted(), origin.host) if origin.tls else (None, None)
         for address in await addresses(origin.host, origin.port):
             try:
-                return (
-                    await loop.create_connection(
-                        make, address, origin.port, ssl=tls, server_hostname=name
-                    )
-                )[1]
+                _, connection = await loop.create_connection(
+                    make, address, origin.port, ssl=tls, server_hostname=name
+                )
+                return connection
             except ssl.SSLError:
                 raise
             except OSError as error:
@@ -425,11 +376,6 @@ async def _in_time(until: float, work: Awaitable[T]) -> T:
             return await work
     except TimeoutError as error:
         raise NoAnswer("no connection in time") from error
-
-
-def _most_by_open_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(_FEWEST, min(_MOST, soft - _OTHER_FILES if soft >= 0 else _MOST))
 
 
 def _origin(url: str) -> Origin:

@@ -172,6 +172,23 @@ async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.wait_for(connections.send(request(server.url), timeout_s=0.01), 5)
 
 
+async def test_an_answered_request_is_never_late_and_hides_no_other_that_is() -> None:
+    connections = KeptConnections()
+    with byte_server() as server, byte_server() as silent:
+        asked = asyncio.create_task(connections.send(request(server.url), timeout_s=0.1))
+        waiting = asyncio.create_task(connections.send(request(silent.url), timeout_s=0.2))
+        await in_thread(lambda: (server.accept(), server.hear(), server.say(OK))[1])
+        assert (await asked).is_success
+        # the same connection, with a later deadline: the first one passes meanwhile
+        again = asyncio.create_task(connections.send(request(server.url), timeout_s=5.0))
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            await asyncio.wait_for(waiting, 5)
+        assert not again.done()
+        await in_thread(lambda: (server.hear(), server.say(OK))[1])
+        assert (await again).is_success and len(server.accepted) == 1
+        await connections.aclose()
+
+
 async def test_a_kept_connection_makes_room_for_another_server() -> None:
     connections = KeptConnections(max_connections=1)
     with byte_server() as one, byte_server() as other:
