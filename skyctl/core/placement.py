@@ -1,16 +1,17 @@
-"""Assigns replicas to GPUs or CPU cores."""
+"""Assigns replicas to machines, GPUs or CPU cores, and one replica to several machines. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from skyctl.engines.base import Engine, ServerLaunch, Span
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
-from skyctl.launch.base import Cpu, Machine
+from skyctl.launch.base import Cpu, Follower, Machine
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ def place_replicas(
     `check_plan` reports it. A cluster has its own rule, and chooses later: it is told what each
     replica needs.
     """
-    if machines[0].node is not None and machines[0].node.ray is not None:
-        resource = "GPU" if on_gpus else "CPU"
-        return [Place(_needing(machines[0], resource, r.world_size), (), ()) for r in replicas]
+    cluster = machines[0].node
+    if cluster is not None and cluster.ray is not None:
+        need = replace(cluster.ray, resource="GPU" if on_gpus else "CPU")
+        nodes = [replace(cluster, ray=replace(need, count=r.world_size)) for r in replicas]
+        return [Place(replace(machines[0], node=node), (), ()) for node in nodes]
     gpus = [
         (list(allowed) if allowed is not None else [gpu.index for gpu in machine.gpus])
         if on_gpus
@@ -141,13 +144,6 @@ def place_replicas(
             if first is not place:
                 found[number] = replace(first, others=(*first.others, place))
     return [found[number] for number in range(len(replicas))]
-
-
-def _needing(machine: Machine, resource: str, count: int) -> Machine:
-    node = machine.node
-    assert node is not None and node.ray is not None
-    ray = replace(node.ray, resource=resource, count=count)
-    return replace(machine, node=replace(node, ray=ray))
 
 
 def place_on_gpus(
@@ -190,7 +186,10 @@ def bind_to_cores(
     workers = sum(world_sizes)
     if workers <= 1 or not cpus:
         return [()] * len(world_sizes)
-    pool = _one_cpu_per_core(cpus)
+    first_of_core: dict[int, int] = {}
+    for cpu in cpus:
+        first_of_core.setdefault(cpu.core, cpu.id)
+    pool = sorted(first_of_core.values())
     if len(pool) < workers:
         pool = [cpu.id for cpu in cpus]
     share = max(1, len(pool) // workers)
@@ -203,8 +202,27 @@ def bind_to_cores(
     return [tuple(ranks[first:end]) for first, end in pairwise(ends)]
 
 
-def _one_cpu_per_core(cpus: Sequence[Cpu]) -> list[int]:
-    first_of_core: dict[int, int] = {}
-    for cpu in cpus:
-        first_of_core.setdefault(cpu.core, cpu.id)
-    return sorted(first_of_core.values())
+def master_of(name: str) -> str:
+    """What a fleet's ports call the one at which the parts of a replica meet."""
+    return f"{name}-master"
+
+
+def leading(place: Place, port: int) -> Span:
+    """What the part on a replica's first machine is told; all meet there, at `port`."""
+    node = place.machine.node
+    assert node is not None  # the schema asks for machines
+    nodes = 1 + len(place.others)
+    return Span(nodes, 0, node.address, port, node.address, place.machine.interface)
+
+
+def followers(engine: Engine, leader: ServerLaunch, place: Place) -> Iterator[Follower]:
+    """The other parts of a replica, in the order of their ranks."""
+    for rank, other in enumerate(place.others, start=1):
+        node = other.machine.node
+        assert node is not None and leader.span is not None
+        span = replace(
+            leader.span, rank=rank, own_address=node.address, interface=other.machine.interface
+        )
+        part = replace(leader, python=node.python, gpus=other.gpus, cores=other.cores, span=span)
+        command = engine.server_command(part)
+        yield Follower(node, command.argv, command.env, other.gpus)

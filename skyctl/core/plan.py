@@ -11,8 +11,15 @@ from typing import Any
 
 from pydantic import InstanceOf
 
-from skyctl.core.placement import Place, Replica, expand_replicas, place_replicas
-from skyctl.core.spanning import followers, leading, master_of
+from skyctl.core.placement import (
+    Place,
+    Replica,
+    expand_replicas,
+    followers,
+    leading,
+    master_of,
+    place_replicas,
+)
 from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, require, routing
 from skyctl.engines.base import (
@@ -227,9 +234,8 @@ def plan_fleet(
         )
     for _, reason in refusals(config):
         raise FleetFileError(reason)
-    return _Planner(
-        config, base_dir, gpus, next_port, environ, cpus, known_ports or {}, python, machines
-    ).plan()
+    here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
+    return _Planner(config, base_dir, here, environ, known_ports or {}, python, machines).plan()
 
 
 class _Planner:
@@ -239,10 +245,8 @@ class _Planner:
         self,
         config: FleetConfig,
         base_dir: Path,
-        gpus: Sequence[Gpu],
-        next_port: Callable[[], int],
+        here: Machine,
         environ: Mapping[str, str],
-        cpus: Sequence[Cpu],
         known_ports: Mapping[str, int],
         python: str,
         machines: Sequence[Machine],
@@ -250,15 +254,14 @@ class _Planner:
         self.config = config
         self.engine = ENGINES[config.engine]
         self.base_dir = base_dir
-        self.next_port = next_port
         self.environ = environ
         self.known_ports = known_ports
         self.own_python = python
         self.python = interpreter(config.python, base_dir) if config.python else python
         self.replicas = expand_replicas(config)
-        self.here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
+        self.here = here
         self.remote = bool(machines)
-        self.machines = tuple(machines) or (self.here,)
+        self.machines = tuple(machines) or (here,)
         visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
@@ -342,7 +345,9 @@ class _Planner:
             model_path=self.model_path,
             served_model_name=self.served_model_name,
             host=node.address if node else self.config.host,
-            port=self._server_port(replica, place),
+            port=PORT_AT_SPAWN
+            if node is not None and not node.chosen
+            else replica.port or self._port(replica.name, place.machine.next_port),
             device=self.device,
             backend=backend,
             args=self._with_absolute_paths(replica.args),
@@ -362,11 +367,6 @@ class _Planner:
             hand_over=self._hand_over(replica, place),
             span=self._span(replica, place),
         )
-
-    def _server_port(self, replica: Replica, place: Place) -> int | str:
-        if place.machine.node is not None and not place.machine.node.chosen:
-            return PORT_AT_SPAWN
-        return replica.port or self._port(replica.name, place.machine.next_port)
 
     def _hand_over(self, replica: Replica, place: Place) -> HandOver | None:
         if not replica.role:
@@ -481,7 +481,7 @@ class _Planner:
         if owner in self.known_ports:
             return self.known_ports[owner]
         for _ in range(_PORT_TRIES):
-            port = (next_port or self.next_port)()
+            port = (next_port or self.here.next_port)()
             if port and port not in self.taken:
                 self.taken.add(port)
                 return port

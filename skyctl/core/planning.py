@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyctl.core.check import check_plan
-from skyctl.core.placement import expand_replicas
+from skyctl.core.placement import expand_replicas, master_of
 from skyctl.core.plan import FleetPlan, plan_fleet
-from skyctl.core.spanning import master_of
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import MOST_REPLICAS, FleetConfig, RouterSection
 from skyctl.launch import HOSTS
