@@ -162,7 +162,7 @@ async def run_push(
         open_sender(state, job.id, fleet.trainer.process)
 
     def part_over(result: PushResult) -> None:
-        record_part(state, result)
+        _record_servers(state, result)
         reached("push.part.done")
         on_part()
 
@@ -244,49 +244,42 @@ def abandon(state: FleetState, job_id: str, error: Exception) -> None:
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     """Record a push that succeeded: every server and the fleet are at its version."""
     with state.transaction():
-        _record_result(state, job_id, result)
-
-
-def record_part(state: FleetState, result: PushResult) -> None:
-    """Record that these servers are at the push's version, and the fleet not yet."""
-    with state.transaction():
         _record_servers(state, result)
+        told = (result.version, result.checkpoint, result.checkpoint_digest, result.transport)
+        state.set_weights(FleetWeights.pushed(*told))
+        frozen = format_seconds(result.freeze_window_s)
+        state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
+        state.journal.record_push(
+            job_id,
+            ok=True,
+            version=result.version,
+            checkpoint=result.checkpoint,
+            checkpoint_digest=result.checkpoint_digest,
+            result=result.to_json(),
+        )
 
 
 def _record_servers(state: FleetState, result: PushResult) -> None:
-    remember(state, result.learned)
-    trust(state, *(server.server for server in result.servers))
-    levels = {row.name: row.sleep_level for row in state.servers()}
-    changes: dict[str, dict[str, Any]] = {}
-    for server in result.servers:
-        changes[server.server] = {
-            "weight_version": server.version or result.version,
-            "checkpoint": result.checkpoint or None,
-            "checkpoint_digest": result.checkpoint_digest,
-            "weights_digest": server.weights_digest or None,
-            "quarantine": None,
-            # weights that a level-2 sleep discarded exist again
-            "sleep_level": min(levels.get(server.server, 0), 1),
-        }
-        if server.sleep_level is not None:
-            changes[server.server] |= {"sleep_level": server.sleep_level, "weights_awake": False}
-    state.update_servers(changes)
-
-
-def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
-    _record_servers(state, result)
-    told = (result.version, result.checkpoint, result.checkpoint_digest, result.transport)
-    state.set_weights(FleetWeights.pushed(*told))
-    frozen = format_seconds(result.freeze_window_s)
-    state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
-    state.journal.record_push(
-        job_id,
-        ok=True,
-        version=result.version,
-        checkpoint=result.checkpoint,
-        checkpoint_digest=result.checkpoint_digest,
-        result=result.to_json(),
-    )
+    """Record that these servers are at the push's version, and the fleet perhaps not yet."""
+    with state.transaction():
+        remember(state, result.learned)
+        trust(state, *(server.server for server in result.servers))
+        levels = {row.name: row.sleep_level for row in state.servers()}
+        changes: dict[str, dict[str, Any]] = {}
+        for server in result.servers:
+            changes[server.server] = {
+                "weight_version": server.version or result.version,
+                "checkpoint": result.checkpoint or None,
+                "checkpoint_digest": result.checkpoint_digest,
+                "weights_digest": server.weights_digest or None,
+                "quarantine": None,
+                # weights that a level-2 sleep discarded exist again
+                "sleep_level": min(levels.get(server.server, 0), 1),
+            }
+            if server.sleep_level is not None:
+                after = {"sleep_level": server.sleep_level, "weights_awake": False}
+                changes[server.server] |= after
+        state.update_servers(changes)
 
 
 def record_failure(
@@ -320,8 +313,7 @@ def record_failure(
             changes["quarantine"] = None
             trust(state, server["server"])
         if server.get("sleep_level") is not None:
-            changes["sleep_level"] = server["sleep_level"]
-            changes["weights_awake"] = False
+            changes |= {"sleep_level": server["sleep_level"], "weights_awake": False}
         if server.get("weights_awake"):
             changes["weights_awake"] = True
         if changes:
