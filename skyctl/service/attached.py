@@ -93,17 +93,12 @@ class AttachedFleet(RecordedFleet):
             LOST.append(Unrecorded(self.paths.database, 1, error.message, error.hint))
         close_orphans(self.state)
         if self.paths.staging.exists():
-            await self._sweep()
+            from skyctl.checkpoints.staging import sweep
+            from skyctl.core.recovery import needed
+
+            # nobody restarts these servers: what an ended push staged serves recovery at most
+            await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))
         return self
-
-    async def _sweep(self) -> None:
-        """Nobody restarts these servers: the staged weights of an ended push are useless, unless
-        recovery needs them.
-        """
-        from skyctl.checkpoints.staging import sweep
-        from skyctl.core.recovery import needed
-
-        await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))
 
     async def __aexit__(self, *exception: object) -> None:
         for trainer in self._trainers.values():
@@ -124,14 +119,33 @@ class AttachedFleet(RecordedFleet):
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every server and the router, asked now and all at once (nobody else could know)."""
-        router = self.ref.config.router
-        return await _status(
-            self._client,
+        targets = await self._located(within_s=_WATCHED_S)
+        url = self.ref.config.router if isinstance(self.ref.config.router, str) else None
+        workers = await _workers(self._client, self.ref.config.engine, url)
+        rows = {row.name: row for row in self.state.servers()}
+        asking = (
+            _server(self._client, t, rows.get(t.name, ServerRow(t.name)), workers) for t in targets
+        )
+        replicas = tuple(await asyncio.gather(*asking))
+        router = None
+        if url is not None:
+            up = isinstance(workers, frozenset)
+            router = RouterStatus(
+                state="ready" if up else "unreachable",
+                url=url,
+                reason="" if up else str(workers),
+                port=urlsplit(url).port,
+                workers=len(workers) if isinstance(workers, frozenset) else None,
+            )
+        health, reasons = assess(replicas, router)
+        return FleetStatus(
             self.ref.name,
-            await self._located(within_s=_WATCHED_S),
-            router if isinstance(router, str) else None,
-            self.state,
-            engine=self.ref.config.engine,
+            health,
+            replicas,
+            router,
+            reasons,
+            weight_version=self.state.weights().version,
+            adapters=tuple(one.served_as for one in served(self.state).values()),
         )
 
     async def control(self, asked: Control) -> Outcomes:
@@ -222,21 +236,15 @@ class AttachedFleet(RecordedFleet):
 
         return await verify_servers(await self._located(), self._client, self.state)
 
-    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        from skyctl.adapters.change import load, retire
+    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+        from skyctl.adapters.change import LoadAdapter, load, retire, unload
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
             fleet = await self._adapter_fleet()
-            change = await load(fleet, asked)
-            await retire(fleet)
-        return change
-
-    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters.change import retire, unload
-
-        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-            fleet = await self._adapter_fleet()
-            change = await unload(fleet, asked)
+            if isinstance(asked, LoadAdapter):
+                change = await load(fleet, asked)
+            else:
+                change = await unload(fleet, asked)
             await retire(fleet)
         return change
 
@@ -321,45 +329,6 @@ class AttachedFleet(RecordedFleet):
                     hint=f"its servers are: {', '.join(known)}",
                 )
         return tuple(known[name] for name in servers)
-
-
-async def _status(
-    client: ControlClient,
-    name: str,
-    targets: Sequence[ServerTarget],
-    router_url: str | None,
-    state: FleetState,
-    *,
-    engine: str,
-) -> FleetStatus:
-    """One row per server, in order; a server that does not answer is `unreachable`."""
-    workers = await _workers(client, engine, router_url)
-    rows = {row.name: row for row in state.servers()}
-    replicas = tuple(
-        await asyncio.gather(
-            *(_server(client, t, rows.get(t.name, ServerRow(t.name)), workers) for t in targets)
-        )
-    )
-    router = None
-    if router_url is not None:
-        up = isinstance(workers, frozenset)
-        router = RouterStatus(
-            state="ready" if up else "unreachable",
-            url=router_url,
-            reason="" if up else str(workers),
-            port=urlsplit(router_url).port,
-            workers=len(workers) if isinstance(workers, frozenset) else None,
-        )
-    health, reasons = assess(replicas, router)
-    return FleetStatus(
-        name,
-        health,
-        replicas,
-        router,
-        reasons,
-        weight_version=state.weights().version,
-        adapters=tuple(one.served_as for one in served(state).values()),
-    )
 
 
 async def _workers(

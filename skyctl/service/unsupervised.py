@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyctl.core.diagnosis import Action, Finding, Observed, judge, observe
 from skyctl.core.plan import local_url
@@ -12,7 +12,9 @@ from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.service import StatusQuery
 from skyctl.core.status import FleetStatus, FrontStatus, Reason, ReplicaStatus, RouterStatus
-from skyctl.core.urls import access
+from skyctl.core.urls import access, control_token
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
@@ -104,10 +106,6 @@ class UnsupervisedFleet(RecordedFleet):
         return tuple(findings)
 
     async def _look(self, rows: Sequence[ProcessRow]) -> list[Observed]:
-        from skyctl.core.urls import control_token
-        from skyctl.http.client import ControlClient
-        from skyctl.http.target import ServerTarget
-
         key = control_token(access(self._ref.config, self.paths))
         engine = self._ref.config.engine
         targets = [
@@ -120,32 +118,30 @@ class UnsupervisedFleet(RecordedFleet):
 def _replica(
     row: ProcessRow, versions: dict[str, str | None], restarts: list[float], why: str
 ) -> ReplicaStatus:
-    identity = _alive(row)
     return ReplicaStatus(
         name=row.name,
-        state="unsupervised" if identity else "stopped",
-        url=local_url(row.host, row.port),
-        pid=identity.pid if identity else None,
-        port=row.port,
         gpus=row.gpus,
         weight_version=versions.get(row.name),
-        uptime_s=time.time() - row.started_at if identity else None,
         restarts=len(restarts),
         restart_reason=why,
+        **_process(row),
     )
 
 
 def _front(kind: type[F], row: ProcessRow | None) -> F | None:
-    if row is None:
-        return None
+    return None if row is None else kind(**_process(row))
+
+
+def _process(row: ProcessRow) -> dict[str, Any]:
+    """What servers and fronts have in common."""
     identity = _alive(row)
-    return kind(
-        state="unsupervised" if identity else "stopped",
-        url=local_url(row.host, row.port),
-        pid=identity.pid if identity else None,
-        port=row.port,
-        uptime_s=time.time() - row.started_at if identity else None,
-    )
+    return {
+        "state": "unsupervised" if identity else "stopped",
+        "url": local_url(row.host, row.port),
+        "pid": identity.pid if identity else None,
+        "port": row.port,
+        "uptime_s": time.time() - row.started_at if identity else None,
+    }
 
 
 def _stale(row: ProcessRow) -> bool:
@@ -165,7 +161,7 @@ def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
 
 
 def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
-    if row.identity is not None and row.identity.boot_id != boot_id():
+    if _stale(row):
         return Finding(row.name, "stale", "the machine was restarted since it ran")
     orphans = [one for one in row.descendants if one.alive()]
     if orphans:
