@@ -19,9 +19,9 @@ from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef, find, select
 from skyctl.core.results import KeptVersion, WeightsState
 from skyctl.core.service import (
+    Control,
     Down,
     Forget,
-    Outcomes,
     Pause,
     Restart,
     Resume,
@@ -40,7 +40,7 @@ from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
 from skyctl.service import bring_up
 from skyctl.service.bring_down import take_down
-from skyctl.service.ended import job_error, operation_error
+from skyctl.service.ended import operation_error, push_result
 from skyctl.store.journal import JobEvent
 from skyctl.store.state import TRAINER
 
@@ -174,15 +174,14 @@ class Fleet(GeneratingFleet):
         Raises:
             PartialFailure, ServerError: with `check`, if a server failed; see VerbResult.check.
         """
-        async with self._connected() as fleet:
-            asked = Pause(
-                mode=mode,
-                clear_cache=clear_cache,
-                keep_partial=keep_partial,
-                servers=tuple(servers or ()),
-                timeout_s=timeout_s,
-            )
-            return _verb_result("pause", await fleet.pause(asked), check)
+        asked = Pause(
+            mode=mode,
+            clear_cache=clear_cache,
+            keep_partial=keep_partial,
+            servers=tuple(servers or ()),
+            timeout_s=timeout_s,
+        )
+        return await self._control(asked, check)
 
     async def resume(
         self,
@@ -192,9 +191,8 @@ class Fleet(GeneratingFleet):
         check: bool = True,
     ) -> VerbResult:
         """Let every server generate again. Raises as `pause`."""
-        async with self._connected() as fleet:
-            asked = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
-            return _verb_result("resume", await fleet.resume(asked), check)
+        asked = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(asked, check)
 
     async def sleep(
         self,
@@ -207,9 +205,8 @@ class Fleet(GeneratingFleet):
         """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards them
         (push weights after waking). Raises as `pause`.
         """
-        async with self._connected() as fleet:
-            asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
-            return _verb_result("sleep", await fleet.sleep(asked), check)
+        asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(asked, check)
 
     async def wake(
         self,
@@ -224,9 +221,8 @@ class Fleet(GeneratingFleet):
         Raises:
             ConflictError: a server would serve weights that its sleep discarded.
         """
-        async with self._connected() as fleet:
-            asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
-            return _verb_result("wake", await fleet.wake(asked), check)
+        asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(asked, check)
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -332,19 +328,13 @@ class Fleet(GeneratingFleet):
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
-                here = isinstance(self._ref, FleetRef)  # else it is a path on another machine
-                path = absolute(str(source)) if here else str(source)
-                request = replace(request, checkpoint=path)
+                request = replace(request, checkpoint=self._path(source))
                 job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
             else:
                 job = await push_tensors(
                     fleet, source, request, dtype=dtype, on_event=on_event, timeout_s=timeout_s
                 )
-        error = job_error(job)
-        if error is not None:
-            raise error
-        assert job.result is not None  # it succeeded
-        return PushResult.from_json(job.result)
+        return push_result(job)
 
     @asynccontextmanager
     async def update(
@@ -397,17 +387,13 @@ class Fleet(GeneratingFleet):
                 hint="leave it out for weight_transfer.update_timeout_s",
             )
         request = PushRequest(
-            checkpoint="",
+            checkpoint="" if checkpoint is None else self._path(checkpoint),
             transport=TRAINER,
             weight_version=version,
             pause_mode=pause_mode,
             verify=verify,
             weights_digest=digest,
         )
-        if checkpoint is not None:
-            here = isinstance(self._ref, FleetRef)
-            path = absolute(str(checkpoint)) if here else str(checkpoint)
-            request = replace(request, checkpoint=path)
         async with (
             self._connected() as fleet,
             updating(fleet, request, on_event=on_event, timeout_s=timeout_s) as update,
@@ -451,6 +437,17 @@ class Fleet(GeneratingFleet):
 
     # --- internals -----------------------------------------------------------------------------
 
+    async def _control(self, asked: Control, check: bool) -> VerbResult:
+        async with self._connected() as fleet:
+            result = VerbResult(asked.verb, await fleet.control(asked))
+        if check:
+            result.check()
+        return result
+
+    def _path(self, checkpoint: str | PathLike[str]) -> str:
+        """An absolute path; that of another machine's fleet is one there."""
+        return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
+
     def _here(self) -> FleetRef:
         """The fleet, which must be on this machine."""
         if isinstance(self._ref, FleetRef):
@@ -484,10 +481,3 @@ def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, 
     if isinstance(given, Mapping):
         return parse_canary(given).model_dump(mode="json", exclude_none=True)
     return read_canary(Path(given))
-
-
-def _verb_result(verb: str, outcomes: Outcomes, check: bool) -> VerbResult:
-    result = VerbResult(verb, outcomes)
-    if check:
-        result.check()
-    return result

@@ -15,7 +15,7 @@ from skyctl.core.service import CloseUpdate, FleetService, OpenUpdate, Staging
 from skyctl.core.urls import control_token
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.trainer import SendTarget, suggest
-from skyctl.service.ended import job_error
+from skyctl.service.ended import push_result
 from skyctl.store.identity import own_identity
 from skyctl.store.journal import Job, JobEvent
 
@@ -101,11 +101,7 @@ async def updating(
         except asyncio.CancelledError:
             await closing  # servers are frozen, and wait for this
             raise
-        job = await fleet.wait_job(opened.job, on_event)
-        if error := job_error(job):
-            raise error
-        assert job.result is not None  # it succeeded
-        return PushResult.from_json(job.result)
+        return push_result(await fleet.wait_job(opened.job, on_event))
 
     if not opened.servers:
         await ended()

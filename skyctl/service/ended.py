@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from skyctl.core.service import FleetService, LogQuery
 from skyctl.errors import ExitCode, SkyctlError, error_named
+from skyctl.push.request import PushResult
 from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ def job_error(job: Job) -> SkyctlError | None:
     return error
 
 
+def push_result(job: Job) -> PushResult:
+    """The result of a push that ended. Raises as `job_error` says."""
+    if error := job_error(job):
+        raise error
+    assert job.result is not None  # it succeeded
+    return PushResult.from_json(job.result)
+
+
 async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlError | None:
     """The error of an operation that failed; None if it succeeded.
 
@@ -48,18 +56,12 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
     running = sum(replica.state == "ready" for replica in status.replicas)
     kept = f"{running} of {len(status.replicas)} replicas run on; " if running else ""
     first = names[0] if names else "supervisor"
+    logs = await fleet.logs(LogQuery(lines=LOG_LINES)) if names else {}
     return SkyctlError(
         f"{status.operation.kind} failed: {status.operation.error}",
         hint=f"{kept}read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down",
         details={
             "status": status.to_json(),
-            "logs": await _logs(fleet, names),
+            "logs": {name: list(logs.get(name, ())) for name in names},
         },
     )
-
-
-async def _logs(fleet: FleetService, names: Sequence[str]) -> dict[str, list[str]]:
-    if not names:
-        return {}
-    found = await fleet.logs(LogQuery(lines=LOG_LINES))
-    return {name: list(found.get(name, ())) for name in names}
