@@ -36,12 +36,10 @@ class Keeping:
     def record_used(self) -> bool:
         """The push succeeded on some servers only: they run the copy, so it stays as well."""
         used = self.copy is not None and str(self.copy.path) in self.state.checkpoints()
-        if used and not any(one.checkpoint == self.request.checkpoint for one in self._known()):
+        known = [one.checkpoint for one in kept_weights(self.state)] if used else []
+        if used and self.request.checkpoint not in known:
             self._remember(self.state.weights().version or self.request.checkpoint, "")
         return used
-
-    def _known(self) -> list[KeptWeights]:
-        return kept_weights(self.state)
 
     def _remember(self, version: str, content_digest: str) -> None:
         if self.source is None or self.copy is None:

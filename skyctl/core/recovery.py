@@ -82,14 +82,11 @@ class _Case:
 
     def __init__(self, finding: Finding) -> None:
         self.finding = finding
+        self.name = finding.server
         self.action: Action = finding.action
         self.problem = ""
         self.began = time.monotonic()
         self.ended: float | None = None
-
-    @property
-    def name(self) -> str:
-        return self.finding.server
 
     def done(self, problem: str = "") -> None:
         self.problem = problem

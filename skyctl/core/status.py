@@ -169,10 +169,11 @@ def assess(
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
     found = tuple(reason for reason in reasons if reason is not None)
-    alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
-    if not alive and not any(_runs_all_the_same(replica) for replica in replicas):
-        return "down", found
-    return ("degraded" if found else "healthy"), found
+    alive = (*INTENDED_STATES, *TRANSIENT_STATES, "quarantined")
+    # one that does not answer may still have a process of ours
+    if any(r.state in alive or (r.state == "unreachable" and r.pid is not None) for r in replicas):
+        return ("degraded" if found else "healthy"), found
+    return "down", found
 
 
 UNLABELLED = "default"
@@ -186,12 +187,6 @@ def foreign_version(recorded: str | None, reported: str | None) -> str:
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 
 
-def _runs_all_the_same(replica: ReplicaStatus) -> bool:
-    """Whether a server that does not serve still has a process of ours."""
-    unreachable = replica.state == "unreachable" and replica.pid is not None
-    return unreachable or replica.state == "quarantined"
-
-
 def _replica_reason(replica: ReplicaStatus) -> Reason | None:
     if replica.state in INTENDED_STATES:
         foreign = foreign_version(replica.weight_version, replica.reported_version)
@@ -200,13 +195,7 @@ def _replica_reason(replica: ReplicaStatus) -> Reason | None:
             return Reason(said, "compare: skyctl weights verify; or put it right: skyctl recover")
         return None
     detail = f": {replica.reason}" if replica.reason else ""
-    hint = ""
-    if replica.state in ("quarantined", "unreachable"):
-        hint = "skyctl recover"
-    elif replica.state in ("failed", "dead"):
-        hint = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
-    elif replica.state == "stopped":
-        hint = "skyctl up"
-    elif replica.state == "unsupervised":
-        hint = "skyctl recover"
-    return Reason(f"{replica.name} is {replica.state}{detail}", hint)
+    again = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
+    hints = {"failed": again, "dead": again, "stopped": "skyctl up"}
+    hints |= dict.fromkeys(("quarantined", "unreachable", "unsupervised"), "skyctl recover")
+    return Reason(f"{replica.name} is {replica.state}{detail}", hints.get(replica.state, ""))

@@ -267,11 +267,9 @@ class TinkerPlace:
 
     def as_env(self) -> str:
         """Lines for a POSIX shell; the key itself is not printed."""
-        return "\n".join(
-            (
-                f"export TINKER_BASE_URL={shlex.quote(self.url)}",
-                f'export TINKER_API_KEY="$(cat {shlex.quote(str(self.key_file))})"',
-            )
+        return (
+            f"export TINKER_BASE_URL={shlex.quote(self.url)}\n"
+            f'export TINKER_API_KEY="$(cat {shlex.quote(str(self.key_file))})"'
         )
 
 

@@ -57,15 +57,17 @@ def from_file(changes: Changes | None) -> list[Drift]:
     if changes is None:
         return []
     up = "make it what the file says: skyctl up"
-    found = [Drift(name, "is in the fleet file and does not run", up) for name in changes.start]
-    found += [
-        Drift(name, "runs with other settings than the file's", up) for name in changes.restart
+    fronts = [name for name in ("router", "tinker") if getattr(changes, name)]
+    return [
+        Drift(name, message, up)
+        for names, message in (
+            (changes.start, "is in the fleet file and does not run"),
+            (changes.restart, "runs with other settings than the file's"),
+            (changes.stop, "runs and is not in the fleet file"),
+            (fronts, "is not what the fleet file says"),
+        )
+        for name in names
     ]
-    found += [Drift(name, "runs and is not in the fleet file", up) for name in changes.stop]
-    for name, differs in (("router", changes.router), ("tinker", changes.tinker)):
-        if differs:
-            found.append(Drift(name, "is not what the fleet file says", up))
-    return found
 
 
 def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) -> list[Drift]:
