@@ -111,12 +111,15 @@ class ControlClient:
         request = Request(method, target.url, path + _query(params), headers, body)
         try:
             answer = await self._send(request, timeout_s)
-        except NoAnswer as error:
-            raise DeadlineExceeded(
-                f"{_where(target, method, path)}: no answer in {timeout_s:g} s"
-            ) from error
         except TransportError as error:
-            raise _unanswered(_where(target, method, path), error) from error
+            where = _where(target, method, path)
+            if isinstance(error, NoAnswer):
+                raise DeadlineExceeded(f"{where}: no answer in {timeout_s:g} s") from error
+            if isinstance(error, CannotConnect):
+                raise ServerUnreachable(f"{where}: cannot connect ({error})") from error
+            if isinstance(error, ConnectionBroke):
+                raise ServerUnreachable(f"{where}: the connection broke ({error})") from error
+            raise ServerError(f"{where}: {error}") from error
         if not answer.is_success:
             raise _status_error(target, _where(target, method, path), answer)
         return answer
@@ -152,14 +155,6 @@ def error_text(body: str) -> str:
         if found:
             return found if isinstance(found, str) else json_module.dumps(found)
     return body
-
-
-def _unanswered(where: str, error: TransportError) -> ServerError:
-    if isinstance(error, CannotConnect):
-        return ServerUnreachable(f"{where}: cannot connect ({error})")
-    if isinstance(error, ConnectionBroke):
-        return ServerUnreachable(f"{where}: the connection broke ({error})")
-    return ServerError(f"{where}: {error}")
 
 
 def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerError:
