@@ -131,7 +131,8 @@ class Database:
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
-        self._look_again()
+        if self._may_try_again():
+            self.refresh()
         with self._readable():
             return self._run(sql, parameters).fetchall()
 
@@ -152,8 +153,8 @@ class Database:
         parameters = tuple(map(_writable, parameters))
         if durable:
             self._need_file()
-        else:
-            self._complete_now_and_then()
+        elif self._may_try_again():
+            self.complete()
         before, self._durable = self._durable, self._durable or durable
         try:
             with self._readable():
@@ -195,7 +196,8 @@ class Database:
             return
         if durable:
             self._need_file()
-        self._complete_now_and_then()
+        elif self._may_try_again():
+            self.complete()
         self._durable = durable
         try:
             with self._readable():
@@ -305,10 +307,10 @@ class Database:
             except sqlite3.OperationalError as error:
                 if not disk_failed(error):
                     raise
-                if self._give_up_reserve():
-                    with suppress(sqlite3.OperationalError):
-                        self._repeat_transaction(self._file)
-                        return self._file.execute(sql, parameters)
+                with suppress(OSError, sqlite3.OperationalError):
+                    self._reserve.unlink()  # so that what has begun can be completed
+                    self._repeat_transaction(self._file)
+                    return self._file.execute(sql, parameters)
                 self._memory = self._stand_in(error)
         return self._memory.execute(sql, parameters)
 
@@ -331,14 +333,6 @@ class Database:
             connection.execute("BEGIN IMMEDIATE")
             for statement in self._transaction:
                 connection.execute(*statement)
-
-    def _give_up_reserve(self) -> bool:
-        """Free the reserve, so that what has begun can be completed; False if there is none."""
-        try:
-            self._reserve.unlink()
-        except OSError:
-            return False
-        return True
 
     def _begin_in_memory(self, error: Exception, or_memory: bool) -> None:
         """The file cannot be opened for writing; read what it holds, if possible."""
@@ -369,14 +363,9 @@ class Database:
         if not self.complete():
             raise self._unwritable()
 
-    def _complete_now_and_then(self) -> None:
-        if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
-            self.complete()
-
-    def _look_again(self) -> None:
-        """`refresh`, now and then."""
-        if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
-            self.refresh()
+    def _may_try_again(self) -> bool:
+        """Whether a memory stands in for the file, and the file was not tried just now."""
+        return self._memory is not None and time.monotonic() - self._tried > RETRY_S
 
     def _repeat_kept(self, connection: sqlite3.Connection) -> None:
         """Repeat the kept statements, unless another job has begun since the file was copied."""

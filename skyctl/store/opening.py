@@ -139,21 +139,16 @@ def _enable_wal(connection: sqlite3.Connection) -> None:
 
 def _copy_of(path: Path) -> sqlite3.Connection:
     """A copy of a file in memory, even if there is no room beside it for its WAL index."""
-    for opened in (connect, _alone):
+    for alone in (False, True):
         with (
             contextlib.suppress(sqlite3.OperationalError),
-            contextlib.closing(opened(path)) as source,
+            contextlib.closing(connect(path)) as source,
         ):
+            if alone:  # the WAL index is then in memory, where only one connection can have it
+                source.execute("PRAGMA locking_mode = EXCLUSIVE")
             return in_memory(source)
     with _elsewhere(path) as copy, contextlib.closing(connect(copy)) as source:
         return in_memory(source)
-
-
-def _alone(path: Path) -> sqlite3.Connection:
-    """A connection with the WAL index in memory, which only one connection can have."""
-    source = connect(path)
-    source.execute("PRAGMA locking_mode = EXCLUSIVE")
-    return source
 
 
 @contextlib.contextmanager
