@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.plan import ServerSpec
@@ -38,12 +36,6 @@ def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) ->
         )
     content = known_content(state.path.parent) if by_tensor else None
     return replace(fleet, servers=tuple(servers), expected=state.expected.known(), content=content)
-
-
-def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:
-    """Keep what a push learned: `learned` of its result, or of its error's details."""
-    if learned:
-        state.expected.learn(learned)
 
 
 def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:

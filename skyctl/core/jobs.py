@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Turn
-from skyctl.core.expectations import informed, records_of, remember, rows_of
+from skyctl.core.expectations import informed, records_of, rows_of
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -262,7 +262,7 @@ def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
 def _record_servers(state: FleetState, result: PushResult) -> None:
     """Record that these servers are at the push's version, and the fleet perhaps not yet."""
     with state.transaction():
-        remember(state, result.learned)
+        state.expected.learn(result.learned)
         trust(state, *(server.server for server in result.servers))
         levels = {row.name: row.sleep_level for row in state.servers()}
         changes: dict[str, dict[str, Any]] = {}
@@ -318,7 +318,7 @@ def record_failure(
             changes["weights_awake"] = True
         if changes:
             state.update_server(server["server"], **changes)
-    remember(state, error.details.pop("learned", None))
+    state.expected.learn(error.details.pop("learned", None))
     _publish_in_part(state, error.details, holding)
     doubt_left(state, job_id)
     state.journal.record_push(

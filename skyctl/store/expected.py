@@ -99,8 +99,12 @@ class ExpectedDigests:
             tuple(BrokenReload(row["layout"], row["engine"], row["model"]) for row in broken),
         )
 
-    def learn(self, learned: Mapping[str, Any]) -> None:
-        """Remember what a push found out (`Learned`, as JSON)."""
+    def learn(self, learned: Mapping[str, Any] | None) -> None:
+        """Remember what a push found out, if anything: `learned` of its result or of its error's
+        details (`Learned`, as JSON).
+        """
+        if not learned:
+            return
         now = time.time()
         with self._database.transaction():
             rows = [

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from skyctl.checkpoints.checkpoint import locate
-from skyctl.core.expectations import arguments_of, informed, remember
+from skyctl.core.expectations import arguments_of, informed
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
@@ -133,9 +133,9 @@ async def push_alone(
         try:
             result = await push(request, fleet, client=client, observer=SilentObserver())
         except SkyctlError as error:
-            remember(state, error.details.pop("learned", None))
+            state.expected.learn(error.details.pop("learned", None))
             raise
-    remember(state, result.learned)
+    state.expected.learn(result.learned)
     trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(

@@ -15,7 +15,7 @@ from skyctl.checkpoints.compat import reference
 from skyctl.checkpoints.staging import sweep
 from skyctl.core import jobs
 from skyctl.core.arbiter import Act, Turn
-from skyctl.core.expectations import informed, remember
+from skyctl.core.expectations import informed
 from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
@@ -389,7 +389,7 @@ class Warming:
             _LOG.exception("rehearsal")
             return
         with state.transaction():
-            remember(state, Learned(launch_digests(sites)).to_json())
+            state.expected.learn(Learned(launch_digests(sites)).to_json())
             for site in sites:
                 now = running.replicas.get(site.name)
                 if now and now.instance == instances[site.name] and site.digest_before:
