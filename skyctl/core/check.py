@@ -112,7 +112,10 @@ def _check_arguments(
     written = list(server_arguments(plan.config))
     if not plan.config.check_args or not written:
         return
-    known = arguments(plan.python) if arguments else engine.known_arguments(plan.python, _quiet)
+    if arguments is None:
+        known = engine.known_arguments(plan.python, lambda line: None)
+    else:
+        known = arguments(plan.python)
     if not known:
         return
     source = None
@@ -134,9 +137,6 @@ def _check_arguments(
             f"{where}{section}: {why}" + (f"; did you mean {near!r}?" if near else ""),
             "correct it, or leave it out; `check_args: false` passes every name on unchecked",
         )
-
-
-def _quiet(line: str) -> None: ...
 
 
 def _source(file: Path | None) -> YamlSource | None:

@@ -113,43 +113,34 @@ async def _call(
     timeout_s: float,
     device: str,
     partly: Collection[str],
-) -> Outcomes:
+) -> Sequence[Outcome[Any]]:
     match asked:
         case Pause():
-            return (
-                *await actions.pause(
-                    client,
-                    targets,
-                    mode=asked.mode,
-                    clear_cache=asked.clear_cache,
-                    keep_partial=asked.keep_partial,
-                    timeout_s=timeout_s,
-                ),
+            return await actions.pause(
+                client,
+                targets,
+                mode=asked.mode,
+                clear_cache=asked.clear_cache,
+                keep_partial=asked.keep_partial,
+                timeout_s=timeout_s,
             )
-        case Sleep():
-            return (
-                *await actions.sleep(
-                    client,
-                    targets,
-                    level=asked.level,
-                    timeout_s=timeout_s,
-                    device=device,
-                    partly=partly,
-                ),
+        case Sleep(level=level):
+            return await actions.sleep(
+                client, targets, level=level, timeout_s=timeout_s, device=device, partly=partly
             )
-        case Wake():
-            return (*await actions.wake(client, targets, tags=asked.tags, timeout_s=timeout_s),)
-    return (*await actions.resume(client, targets, timeout_s=timeout_s),)
+        case Wake(tags=tags):
+            return await actions.wake(client, targets, tags=tags, timeout_s=timeout_s)
+    return await actions.resume(client, targets, timeout_s=timeout_s)
 
 
 async def _taken_last(
     asked: Control,
-    outcomes: Outcomes,
+    outcomes: Sequence[Outcome[Any]],
     state: FleetState,
     targets: Sequence[ServerTarget],
     client: ControlClient,
     number: int,
-) -> Outcomes:
+) -> Sequence[Outcome[Any]]:
     """Another pause or resume ended while this one was under way: ask each server which it took
     last, and record that.
     """
@@ -165,12 +156,12 @@ async def _taken_last(
         if _ended(state) == number:  # a verb that ended after this one asked later
             state.update_servers({name: {"paused": now} for name, now in paused.items()})
     why = f"{'resumed' if meant else 'paused'} by another command meanwhile"
-    return tuple(
+    return [
         replace(one, status=OutcomeStatus.FAILED, detail=why)
         if paused.get(one.server, meant) != meant
         else one
         for one in outcomes
-    )
+    ]
 
 
 async def _put_sleep_on_record(
@@ -192,7 +183,7 @@ async def _put_sleep_on_record(
 
 
 async def _quarantined_behind(
-    outcomes: Outcomes,
+    outcomes: Sequence[Outcome[Any]],
     state: FleetState,
     targets: Sequence[ServerTarget],
     client: ControlClient,

@@ -20,7 +20,7 @@ from skyctl.service import attached_push
 from skyctl.store import adapters as store
 from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState, FleetWeights, ServerRow
+from skyctl.store.state import FleetState, ServerRow
 
 _TURN_WAIT_S = 120.0
 _ROUTER_TIMEOUT_S = 5.0
@@ -146,7 +146,7 @@ class _Actions:
 
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""
-        weights: FleetWeights = self.state.weights()
+        weights = self.state.weights()
         if weights.version is not None:
             return published(weights, verify=True)
         model = (await engines.server(self.client, target).started_with()).model

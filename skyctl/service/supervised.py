@@ -137,10 +137,14 @@ class SupervisedFleet(RemoteFleet):
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
         """With a supervisor of this version, started if need be."""
         from skyctl.core.recovery import Recovered
+        from skyctl.store.in_doubt import close_orphans
+        from skyctl.store.state import FleetState
 
         began = time.monotonic()
-        if not supervisor_running(self.ref.paths):
-            self._close_orphans()
+        if not supervisor_running(self.ref.paths) and self.ref.paths.database.exists():
+            # before anything slow: whoever follows a job learns at once that its process is dead
+            with FleetState(self.ref.paths.database) as state:
+                close_orphans(state)
         before = await self.findings()
         done = await self._recovered(asked)
         after = {finding.server: finding for finding in await self.findings()}
@@ -196,12 +200,3 @@ class SupervisedFleet(RemoteFleet):
                 return
             except FleetDownError:
                 continue
-
-    def _close_orphans(self) -> None:
-        """Before anything slow: whoever follows a job learns at once that its process is dead."""
-        from skyctl.store.in_doubt import close_orphans
-        from skyctl.store.state import FleetState
-
-        if self.ref.paths.database.exists():
-            with FleetState(self.ref.paths.database) as state:
-                close_orphans(state)

@@ -16,7 +16,7 @@ from skyctl.core.urls import access, control_token
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import ProcessIdentity, boot_id
-from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
+from skyctl.store.in_doubt import in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
@@ -90,7 +90,9 @@ class UnsupervisedFleet(RecordedFleet):
             said = "`skyctl down` was cut short"
             return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
         seen = {one.server: one for one in await self._look([r for r in rows if r.alive()])}
-        doubts = {**in_doubt(state), **_of_orphans(state)}
+        doubts = in_doubt(state)
+        for job in state.journal.orphans():  # nobody has closed them yet
+            doubts |= left_behind(job, state.journal.events(job.id))
         unrecorded = not seen and bool(state.unrecorded_processes())
         findings = []
         for row in rows:
@@ -150,14 +152,6 @@ def _stale(row: ProcessRow) -> bool:
 
 def _alive(row: ProcessRow) -> ProcessIdentity | None:
     return row.identity if row.alive() else None
-
-
-def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
-    """What jobs of dead processes left, before anybody has closed them."""
-    found: dict[str, InDoubt] = {}
-    for job in state.journal.orphans():
-        found |= left_behind(job, state.journal.events(job.id))
-    return found
 
 
 def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
