@@ -349,9 +349,7 @@ def _publish_in_part(
 async def verify_servers(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> Verification:
-    """Compare what the servers hold now with each other, with the record and with the fleet's
-    checkpoint.
-    """
+    """Compare what servers hold with each other, the record and the fleet's checkpoint."""
     from skyctl.push.verify import verify
 
     rows = await asyncio.to_thread(rows_of, state.weights())

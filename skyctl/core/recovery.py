@@ -69,9 +69,7 @@ class Actions(Protocol):
         """Push the fleet's weights into this server alone. Raises SkyctlError."""
 
     async def replace(self, name: str, why: str) -> str:
-        """Restart a server, or quarantine one whose process is not ours; returns why it is not
-        back.
-        """
+        """Restart a server, or quarantine one that is not ours; returns why it is not back."""
 
     def waits(self, name: str, reason: str) -> None:
         """Leave a server quarantined, with a reason that says what to type."""
@@ -166,9 +164,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
 
 
 async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:
-    """Repeat the interrupted push, in all that are `able`; otherwise push the fleet's weights, one
-    by one.
-    """
+    """Repeat the interrupted push in all that are `able`; else push the fleet's, one by one."""
     open_cases = list(cases)
     request = interrupted_request(actions.state)
     if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):

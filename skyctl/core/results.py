@@ -1,6 +1,4 @@
-"""Results of verbs that consist of what the state file holds; only commands that ask for them load
-them.
-"""
+"""Results of verbs that the state file holds; only commands that ask for them load them."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class KeptVersion:
 
 @dataclass(frozen=True)
 class Processes:
-    """The recorded child processes, their present or planned ports, and whether the fleet is being
-    taken down.
-    """
+    """Recorded child processes, their present or planned ports, and whether the fleet goes down."""
 
     rows: tuple[ProcessRow, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)

@@ -82,9 +82,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause(Control):
-    """Stop generation. If some servers cannot be paused the others are resumed, unless
-    `keep_partial`.
-    """
+    """Stop generation. If some servers cannot pause, the others resume, unless `keep_partial`."""
 
     verb = "pause"
     mode: PauseMode = "abort"
@@ -373,9 +371,7 @@ class FleetService:
         return await self._ask("weights", None, WeightsState)
 
     async def verify_weights(self) -> Verification:
-        """Compare what the servers hold now with each other, with the record and with the fleet's
-        checkpoint.
-        """
+        """Compare what servers hold with each other, the record and the fleet's checkpoint."""
         from skyctl.push.verify import Verification
 
         return await self._ask("verify_weights", None, Verification, patience_s=_VERIFY_S)

@@ -225,9 +225,7 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
 
 
 def refused_rollouts(servers: Sequence[str]) -> str:
-    """The warning for SkyRL about servers that were started without its route; "" if there are
-    none.
-    """
+    """The warning for SkyRL about servers started without its route; "" if there are none."""
     if not servers:
         return ""
     wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)

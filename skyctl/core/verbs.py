@@ -141,9 +141,7 @@ async def _taken_last(
     client: ControlClient,
     number: int,
 ) -> Sequence[Outcome[Any]]:
-    """Another pause or resume ended while this one was under way: ask each server which it took
-    last, and record that.
-    """
+    """Another pause or resume ended meanwhile: record which one each server says it took last."""
     meant, timeout_s = isinstance(asked, Pause), actions.READ_BACK_TIMEOUT_S
 
     async def ask(target: ServerTarget) -> bool:

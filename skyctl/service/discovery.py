@@ -78,9 +78,7 @@ async def _addresses(dns: str) -> Sequence[Located]:
 
 
 async def _printed(command: str, directory: Path) -> Sequence[Located]:
-    """The servers that a shell command prints. Raises ValueError if it prints anything else, or
-    fails.
-    """
+    """The servers that a command prints. Raises ValueError if it prints anything else, or fails."""
     process = await asyncio.create_subprocess_shell(
         command,
         cwd=directory,

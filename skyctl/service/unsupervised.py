@@ -40,9 +40,7 @@ def left_alone(paths: FleetPaths) -> bool:
 
 
 class UnsupervisedFleet(RecordedFleet):
-    """Nothing changes meanwhile, unless a supervisor takes over. `why` is why none could, if that
-    was tried.
-    """
+    """Nothing changes until a supervisor takes over. `why`: why none could, if one was tried."""
 
     def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
         super().__init__(ref.paths, state)

@@ -89,9 +89,7 @@ def recorded(state: FleetState, server: str) -> dict[str, int]:
 
 
 def names(state: FleetState) -> frozenset[str]:
-    """Every name that the fleet has ever served: an adapter of such a name on a server is the
-    fleet's.
-    """
+    """Every name the fleet has ever served: an adapter of that name on a server is the fleet's."""
     return frozenset(row["name"] for row in state.rows("SELECT name FROM adapters"))
 
 
@@ -161,9 +159,7 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
 
 
 def withdraw(state: FleetState, name: str) -> None:
-    """Record that the change of `name` was undone; a server where it was not is not current
-    (`is_current`).
-    """
+    """The change of `name` was undone; a server where it was not is not current (`is_current`)."""
     with state.transaction():
         row = state.row("SELECT target FROM adapters WHERE name = ?", name)
         if row is None or row["target"] is None:

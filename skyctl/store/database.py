@@ -41,9 +41,7 @@ Statement = tuple[str, tuple[Any, ...]]
 
 
 def understood(read: Callable[P, R]) -> Callable[P, R]:
-    """Wraps a method that interprets rows (see `understanding`), of a database or of a class that
-    has a `_database`.
-    """
+    """Wraps a method that interprets rows, of a database or of a class with a `_database`."""
 
     @wraps(read)
     def reading(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -389,9 +387,7 @@ class Database:
 
 
 def _writable(value: Any) -> Any:
-    """The value, or text as SQLite takes it: what is no UTF-8 (of a path, of a server's message) is
-    replaced.
-    """
+    """Text as SQLite takes it: what is no UTF-8 (of a path, of a server's message) is replaced."""
     if not isinstance(value, str) or value.isascii():
         return value
     return value.encode(errors="replace").decode()

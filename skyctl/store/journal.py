@@ -1,6 +1,4 @@
-"""The journal of jobs (weight pushes): what was asked, how far it got, how it ended, and for how
-long it is kept.
-"""
+"""The journal of jobs (weight pushes): what was asked, how far it got, how it ended."""
 
 from __future__ import annotations
 
@@ -148,9 +146,7 @@ class Journal:
         )  # fmt: skip
 
     def tell(self, job_id: str, *told: JobEvent, durable: bool = False) -> None:
-        """Add events to a job, in one statement; `durable` for what must be on record before it is
-        acted upon.
-        """
+        """Add events to a job. `durable`: they must be on record before they are acted upon."""
         number = number_of(job_id)
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",

@@ -33,9 +33,7 @@ _MAX_RECORD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a lock: what it does (a command or a job), its process, and since when (epoch
-    seconds).
-    """
+    """Who holds a lock: what it does (a command or job), its process, since when (epoch time)."""
 
     what: str
     pid: int
