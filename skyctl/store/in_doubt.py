@@ -147,22 +147,16 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
     with state.transaction():
         known = in_doubt(state)
         for name, one in found.items():
-            before = known.get(name)
-            # an earlier push may have sent what this one did not get to scrub
-            half = one.half_updated or (
-                before is not None and before.half_updated and not one.version
-            )
-            if before is not None and half and not one.half_updated:
-                one = replace(one, job=before.job, stage=before.stage)
-            woken = one.woken or (before is not None and before.woken)
-            digest, version = one.digest, one.version
-            if before is not None and not one.version:
-                digest = before.digest or one.digest
-                version = "" if half else before.version
-            _save(
-                state, replace(one, half_updated=half, woken=woken, digest=digest, version=version)
-            )
-            changes: dict[str, Any] = {"weights_awake": True} if woken else {}
+            before = known.get(name, NO_DOUBT)
+            one = replace(one, woken=one.woken or before.woken)
+            if not one.version:
+                if before.half_updated and not one.half_updated:
+                    # that push may have sent what this one did not get to scrub
+                    one = replace(one, half_updated=True, job=before.job, stage=before.stage)
+                version = "" if one.half_updated else before.version
+                one = replace(one, digest=before.digest or one.digest, version=version)
+            _save(state, one)
+            changes: dict[str, Any] = {"weights_awake": True} if one.woken else {}
             if not state.server(name).quarantine:
                 changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
             state.update_server(name, **changes)
@@ -239,10 +233,9 @@ def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
     """
     if not state.journal.orphans(living=in_turn):
         return []
-    orphans = []
     with state.understanding(), state.transaction():  # atomic: another process may do the same
-        for job in state.journal.interrupt_orphans(living=in_turn):
-            orphans.append(job)
+        orphans = state.journal.interrupt_orphans(living=in_turn)
+        for job in orphans:
             events = state.journal.events(job.id)
             left = left_behind(job, events)
             doubt(state, left)
