@@ -90,7 +90,7 @@ class Fleet(GeneratingFleet):
     # --- the fleet ---------------------------------------------------------------------------
 
     async def status(self) -> FleetStatus:
-        """Every replica and the router now, with a verdict and reasons; also if all is down."""
+        """Every replica and the router, and a verdict with reasons; also if the fleet is down."""
         async with self._connected() as fleet:
             return await fleet.status()
 

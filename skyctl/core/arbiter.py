@@ -62,11 +62,6 @@ class Act(Enum):
     PUSH = "push"
     RECOVER = "recover"
 
-    @property
-    def shared(self) -> bool:
-        """Whether several may run at the same time."""
-        return self is Act.VERB
-
     @classmethod
     def of_verb(cls, verb: str) -> Act:
         """The act of pause, resume, sleep and wake."""
@@ -115,7 +110,7 @@ class Arbiter:
             ConflictError: somebody else acts; the message says who, and the hint what to type.
         """
         try:
-            return Turn(self._locks.take(LOCK, _asked(what), shared=act.shared))
+            return Turn(self._locks.take(LOCK, _asked(what), shared=act is Act.VERB))
         except ConflictError:
             raise
         except SkyctlError:

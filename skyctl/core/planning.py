@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,21 @@ from skyctl.store.processes import ProcessRow
 def plan_here(
     config: FleetConfig, base_dir: Path, *, known_ports: Mapping[str, int] | None = None
 ) -> FleetPlan:
-    """`plan_fleet` with the GPUs, CPU cores and free ports of its machine.
+    """`plan_fleet` with the GPUs, CPU cores and free ports of its machines.
 
     Raises:
         UsageError: as `plan_fleet`.
+        HostUnreachable: another machine cannot be asked, and the fleet does not run there already.
     """
     host = HOSTS[config.launcher]
-    machines = machines_of(config, running=bool(known_ports)) if nodes_of(config) else ()
+    machines: Sequence[Machine] = ()
+    if nodes := nodes_of(config):
+        machines = look(
+            nodes,
+            ports=2 * len(expand_replicas(config)) + 8,
+            known=fleet_paths(config.name).directory / "machines.json",
+            running=bool(known_ports),
+        )
     return plan_fleet(
         config,
         base_dir,
@@ -41,17 +49,6 @@ def plan_here(
         known_ports=known_ports,
         machines=machines,
     )
-
-
-def machines_of(config: FleetConfig, *, running: bool) -> list[Machine]:
-    """The machines of `launcher: ssh` or the cluster of `launcher: ray`, with their resources.
-
-    Raises:
-        HostUnreachable: one cannot be asked, and the fleet does not run there already.
-    """
-    replicas = expand_replicas(config)
-    known = fleet_paths(config.name).directory / "machines.json"
-    return look(nodes_of(config), ports=2 * len(replicas) + 8, known=known, running=running)
 
 
 def nodes_of(config: FleetConfig) -> list[Node]:
@@ -81,11 +78,7 @@ def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
     if config.device == "auto" and config.weight_transfer.transport in ("nccl", "ipc"):
         config = config.model_copy(update={"device": "cuda"})  # it is meant for a GPU machine
     environ = {} if config.api_key_env is None else {config.api_key_env: "not looked up"}
-    ports = itertools.count(20000)
-
-    def next_port() -> int:
-        return next(ports)
-
+    next_port = itertools.count(20000).__next__
     machines = [Machine(node, (), (), next_port) for node in nodes_of(config)]
     return plan_fleet(
         config, base_dir, gpus=[], next_port=next_port, environ=environ, machines=machines

@@ -160,19 +160,15 @@ class AttachedFleet(RecordedFleet):
 
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push in this process."""
-        from skyctl.push.tracing import current_traceparent
-
-        return await self._begin(replace(asked, traceparent=current_traceparent()))
+        return await self._begin(asked)
 
     async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
         """Begin an update in this process, which is the trainer's."""
-        from skyctl.push.tracing import current_traceparent
         from skyctl.push.trainer import Trainer
 
         transfer = self.ref.config.weight_transfer
         trainer = Trainer(asked.at, asked.process, asked.timeout_s or transfer.update_timeout_s)
-        traced = replace(asked.push, traceparent=current_traceparent())
-        job = await self._begin(traced, trainer)
+        job = await self._begin(asked.push, trainer)
         self._trainers[job] = trainer
         return OpenedUpdate(job, await trainer.targets(self._pushes[job]))
 
@@ -190,8 +186,10 @@ class AttachedFleet(RecordedFleet):
         return await ask_targets(fleet, asked, self._client)
 
     async def _begin(self, asked: PushRequest, trainer: Trainer | None = None) -> str:
+        from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
 
+        asked = replace(asked, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
             refuse_held(self.state, trainer.process if trainer else None)
@@ -206,7 +204,7 @@ class AttachedFleet(RecordedFleet):
         return job.id
 
     def _forget_gone(self) -> None:
-        """Forget discovered servers that are gone and of which nothing need be remembered."""
+        """Forget discovered servers that are gone, if nothing need be remembered of them."""
         if isinstance(self.ref.config.servers, list):
             return
         there, doubted = {target.name for target in self.targets}, in_doubt(self.state)

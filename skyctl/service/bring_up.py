@@ -85,8 +85,7 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
         async with SupervisedFleet(ref) as fleet:
             ports = await fleet.held_ports()
-        plan = planned(ref.config, ref.base_dir, ports, router=router)
-        usable(plan, ports, ref.file)
+        plan = usable(planned(ref.config, ref.base_dir, ports, router=router), ports, ref.file)
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)
         reached("up.supervised")

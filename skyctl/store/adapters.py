@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from skyctl.store.state import FleetState
 
@@ -49,16 +49,7 @@ class AdapterVersion:
 
     def to_json(self) -> dict[str, object]:
         """As `--json` prints it."""
-        return {
-            "name": self.name,
-            "version": self.version,
-            "digest": self.digest,
-            "rank": self.rank,
-            "bytes": self.bytes,
-            "at": self.at,
-            "source": self.source,
-            "servers": list(self.servers),
-        }
+        return {key: value for key, value in asdict(self).items() if key != "path"}
 
 
 _COLUMNS = "v.name, v.version, v.path, v.digest, v.source, v.rank, v.bytes, v.at"
