@@ -64,9 +64,11 @@ async def run(
     }
     called = [target for target in targets if target.name not in skipped]
     outcomes = await _call(asked, called, client, timeout_s, device, partly)
-    behind = {}
+    woken, behind = [], {}
     if isinstance(asked, Wake):
-        behind = await _quarantined_behind(outcomes, state, called, client, timeout_s)
+        names = {o.server for o in outcomes if o.ok and o.value is not False}
+        woken = [target for target in called if target.name in names]
+        behind = await _quarantined_behind(woken, state, client, timeout_s)
     with state.transaction():
         number = count(state)
         meanwhile = number != before + 1 and isinstance(asked, Pause | Resume)
@@ -84,8 +86,10 @@ async def run(
             state.add_event(*_event(asked, [_held_back(one, behind) for one in outcomes]))
     if meanwhile:
         outcomes = await _taken_last(asked, outcomes, state, called, client, number)
-    if isinstance(asked, Wake):
-        await _pause_again(outcomes, state, called, client, timeout_s)
+    # read again: another terminal may have resumed it meanwhile
+    meant = {row.name for row in state.servers() if row.paused} if woken else ()
+    if pause := [target for target in woken if target.name in meant]:
+        await actions.pause(client, pause, mode="keep", timeout_s=timeout_s)
     found = {
         o.server: _held_back(_with_context(asked, o, rows[o.server]), behind) for o in outcomes
     }
@@ -181,19 +185,14 @@ async def _put_sleep_on_record(
 
 
 async def _quarantined_behind(
-    outcomes: Sequence[Outcome[Any]],
-    state: FleetState,
-    targets: Sequence[ServerTarget],
-    client: ControlClient,
-    timeout_s: float,
+    woken: Sequence[ServerTarget], state: FleetState, client: ControlClient, timeout_s: float
 ) -> dict[str, str]:
     """Give servers that woke the adapters they slept through. Those that do not take them are
     quarantined; returns why, by name.
     """
     from skyctl.adapters.change import catch_up  # too heavy to import for a pause
 
-    awake = {o.server for o in outcomes if o.ok and o.value is not False}
-    behind = [t for t in targets if t.name in awake and not is_current(state, t.name)]
+    behind = [target for target in woken if not is_current(state, target.name)]
     failed = {
         one.server: f"not given the fleet's adapters: {one.detail}"
         for one in await catch_up(state, client, behind, timeout_s)
@@ -283,18 +282,3 @@ def _changes(asked: Control, outcome: Outcome[Any], before: ServerRow) -> dict[s
         case Wake(tags=tags) if outcome.value is False:  # partly awake
             return {"weights_awake": True} if "weights" in tags else {}
     return {"sleep_level": 0, "weights_awake": False}
-
-
-async def _pause_again(
-    outcomes: Sequence[Outcome[Any]],
-    state: FleetState,
-    targets: Sequence[ServerTarget],
-    client: ControlClient,
-    timeout_s: float,
-) -> None:
-    # read again: another terminal may have resumed it meanwhile
-    meant = {row.name for row in state.servers() if row.paused}
-    awake = {o.server for o in outcomes if o.ok and o.value is not False}
-    paused = [t for t in targets if t.name in awake & meant]
-    if paused:
-        await actions.pause(client, paused, mode="keep", timeout_s=timeout_s)
