@@ -10,6 +10,9 @@ from skyctl.core.service import FleetService
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
+    from skyctl.service.attached import AttachedFleet
+    from skyctl.service.supervised import SupervisedFleet
+    from skyctl.supervisor.client import NetworkFleet
 
 __all__ = ["FleetService", "connect"]
 
@@ -24,18 +27,18 @@ async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
     # only the one that is needed is imported: `status` must be fast
     from skyctl.core.registry import RemoteRef
 
+    fleet: NetworkFleet | AttachedFleet | SupervisedFleet
     if isinstance(ref, RemoteRef):
         from skyctl.supervisor.client import NetworkFleet
 
-        async with NetworkFleet(ref) as remote:
-            yield remote
+        fleet = NetworkFleet(ref)
     elif ref.attached:
         from skyctl.service.attached import AttachedFleet
 
-        async with AttachedFleet(ref) as attached:
-            yield attached
+        fleet = AttachedFleet(ref)
     else:
         from skyctl.service.supervised import SupervisedFleet
 
-        async with SupervisedFleet(ref) as supervised:
-            yield supervised
+        fleet = SupervisedFleet(ref)
+    async with fleet as connected:
+        yield connected

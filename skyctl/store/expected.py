@@ -89,14 +89,15 @@ class ExpectedDigests:
     @understood
     def known(self) -> Expectations:
         """Everything that is remembered, newest first."""
-        digests = self._database.rows("SELECT * FROM expected_digests ORDER BY at DESC")
-        broken = self._database.rows("SELECT * FROM broken_reloads ORDER BY at DESC")
+        digests = self._database.rows(
+            "SELECT content, engine, digest, origin FROM expected_digests ORDER BY at DESC"
+        )
+        broken = self._database.rows(
+            "SELECT layout, engine, model FROM broken_reloads ORDER BY at DESC"
+        )
         return Expectations(
-            tuple(
-                ExpectedDigest(row["content"], row["engine"], row["digest"], row["origin"])
-                for row in digests
-            ),
-            tuple(BrokenReload(row["layout"], row["engine"], row["model"]) for row in broken),
+            tuple(ExpectedDigest(*row) for row in digests),
+            tuple(BrokenReload(*row) for row in broken),
         )
 
     def learn(self, learned: Mapping[str, Any] | None) -> None:

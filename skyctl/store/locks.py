@@ -57,23 +57,20 @@ class News:
     """
 
     def __init__(self) -> None:
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._event = asyncio.Event()
 
     def tell(self) -> None:
         """Wake all waiters. For the thread of their event loop."""
-        for one in self._waiting:
-            if not one.done():
-                one.set_result(None)
+        self._event.set()
+        self._event.clear()
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether something happened within `timeout_s` seconds."""
-        one = asyncio.get_running_loop().create_future()
-        self._waiting.add(one)
         try:
-            await asyncio.wait({one}, timeout=timeout_s)
-            return one.done()
-        finally:
-            self._waiting.discard(one)
+            async with asyncio.timeout(timeout_s):
+                return await self._event.wait()
+        except TimeoutError:
+            return False
 
 
 class Lock:

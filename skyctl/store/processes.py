@@ -24,7 +24,6 @@ belongs to.
 Phase = Literal["intended", "running", "ready", "stale"]
 Role = Literal["server", "router", "tinker"]
 
-_UNKNOWN = "unknown"
 _FRONTS: dict[str, Role] = {"router": "router", "tinker": "tinker"}
 
 
@@ -80,7 +79,7 @@ def live_processes(directory: Path) -> list[ProcessRow]:
                 phase="running",
                 token=token,
                 identity=leader,
-                spec_hash=_UNKNOWN,
+                spec_hash="unknown",
                 host="127.0.0.1",
                 port=0,
                 started_at=time.time(),  # since when it runs is unknown

@@ -253,7 +253,7 @@ class FleetState(Database):
         found = self.rows(
             "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
         )
-        return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]
+        return [Event(*row) for row in reversed(found)]
 
 
 def _process(row: sqlite3.Row) -> ProcessRow:
