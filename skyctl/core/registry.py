@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import json
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,12 +184,8 @@ def _written_origin(paths: FleetPaths) -> dict[str, str]:
 
 
 def _copy(text: bytes, path: Path) -> None:
-    if path.exists() and path.read_bytes() == text:
-        return
-    # a unique name: several processes and threads may do this at once
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
-    place_private_file(temporary, text)
-    temporary.replace(path)
+    if not path.exists() or path.read_bytes() != text:
+        place_private_file(path, text, replace=True)
 
 
 def refuse_another_file(ref: FleetRef) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,10 @@ def remember_content(directory: Path, content: Content) -> None:
     delta push then sends everything.
     """
     path = directory / _FILE
-    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    text = json.dumps({"digest": content.digest, "crc32": dict(content.crc32)})
     try:
-        place_private_file(
-            temporary, json.dumps({"digest": content.digest, "crc32": dict(content.crc32)}).encode()
-        )
-        temporary.replace(path)
-    except (OSError, SkyctlError):
+        place_private_file(path, text.encode(), replace=True)
+    except SkyctlError:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 

@@ -84,9 +84,9 @@ def owned_directory(path: Path) -> Path:
     return path
 
 
-def place_private_file(path: Path, content: bytes = b"") -> None:
-    """Create a file of mode 0600, whole or not at all, and never over one that another process has
-    just made.
+def place_private_file(path: Path, content: bytes = b"", *, replace: bool = False) -> None:
+    """Create a file of mode 0600, whole or not at all. Unless `replace`, never over one that
+    another process has just made.
 
     Its descriptor is closed before the file has its name.
 
@@ -94,12 +94,12 @@ def place_private_file(path: Path, content: bytes = b"") -> None:
         SkyctlError: it cannot be written.
     """
     try:
-        _place(path, content)
+        _place(path, content, replace)
     except OSError as error:
         raise _failed("write", path, error) from error
 
 
-def _place(path: Path, content: bytes) -> None:
+def _place(path: Path, content: bytes, replace: bool) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     descriptor = create_private_file(temporary, os.O_EXCL)
     try:
@@ -107,6 +107,9 @@ def _place(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        if replace:
+            temporary.replace(path)
+            return
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     finally:
