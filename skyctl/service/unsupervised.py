@@ -49,13 +49,7 @@ class UnsupervisedFleet(RecordedFleet):
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Servers that run on without a supervisor, or none."""
         state, processes = self.state, self.state.processes()
-        versions = {row.name: row.weight_version for row in state.servers()}
-        restarts = {row.name: remembered(state, row.name, time.time()) for row in processes}
-        replicas = tuple(
-            _replica(row, versions, *restarts[row.name])
-            for row in processes
-            if row.role == "server"
-        )
+        replicas = tuple(_replica(state, row) for row in processes if row.role == "server")
         fronts = {row.role: row for row in processes if row.role != "server"}
         left = [row.name for row in processes if _alive(row)]
         reasons: tuple[Reason, ...] = ()
@@ -115,13 +109,12 @@ class UnsupervisedFleet(RecordedFleet):
             return await observe(client, targets)
 
 
-def _replica(
-    row: ProcessRow, versions: dict[str, str | None], restarts: list[float], why: str
-) -> ReplicaStatus:
+def _replica(state: FleetState, row: ProcessRow) -> ReplicaStatus:
+    restarts, why = remembered(state, row.name, time.time())
     return ReplicaStatus(
         name=row.name,
         gpus=row.gpus,
-        weight_version=versions.get(row.name),
+        weight_version=state.server(row.name).weight_version,
         restarts=len(restarts),
         restart_reason=why,
         **_process(row),
