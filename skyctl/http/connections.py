@@ -23,7 +23,7 @@ import select
 import ssl
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 import httptools
@@ -214,26 +214,33 @@ _OTHER_FILES = 256
 _MOST, _FEWEST = 4096, 16
 
 
-class Origin(NamedTuple):
+class _Server:
     """One server by its URL: `headers` are those of every request, `path` prefixes its paths.
 
-    `basic` is the Authorization for a user and password in the URL, or empty.
+    `basic` is the Authorization for a user and password in the URL, or empty. Raises Unusable.
     """
 
-    host: str
-    port: int
-    tls: bool
-    path: str
-    headers: str
-    basic: str
-
-
-class _Server:
-    """One server's address and its idle connections."""
-
     def __init__(self, url: str) -> None:
-        self.origin = _origin(url)
         self.idle: list[Connection] = []
+        try:
+            parts = urlsplit(url)
+            self.port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
+            self.host = host if host.isascii() else host.encode("idna").decode()
+        except (ValueError, KeyError) as error:
+            raise Unusable("its URL is none of HTTP") from error
+        self.tls = parts.scheme == "https"
+        self.path = quote(parts.path, safe="/%:@!$&'()*+,;=~-._")
+        named = f"[{self.host}]" if ":" in self.host else self.host
+        if self.port != _DEFAULT_PORTS[parts.scheme]:
+            named += f":{self.port}"
+        self.headers = (
+            f"host: {named}\r\nuser-agent: skyctl/{__version__}\r\n"
+            "accept: */*\r\naccept-encoding: identity\r\n"
+        )
+        self.basic = ""
+        if parts.username or parts.password:
+            said = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+            self.basic = f"Basic {base64.b64encode(said.encode()).decode()}"
 
 
 class KeptConnections:
@@ -269,7 +276,7 @@ class KeptConnections:
         if request.url not in self._servers:
             self._servers[request.url] = _Server(request.url)
         server = self._servers[request.url]
-        written = _written(server.origin, request)
+        written = _written(server, request)
         if self._slots.locked():
             await _in_time(until, self._slots.acquire())
         else:
@@ -335,7 +342,7 @@ class KeptConnections:
         make = partial(Connection, self._buffer, partial(self._forget, server))
         try:
             if self._unix_socket is None:
-                return await self._connect(make, server.origin)
+                return await self._connect(make, server)
             loop = asyncio.get_running_loop()
             return (await loop.create_unix_connection(make, self._unix_socket))[1]
         except OSError as error:
@@ -343,14 +350,14 @@ class KeptConnections:
         except ValueError as error:  # a name that cannot be looked up
             raise CannotConnect(str(error)) from error
 
-    async def _connect(self, make: Callable[[], Connection], origin: Origin) -> Connection:
+    async def _connect(self, make: Callable[[], Connection], server: _Server) -> Connection:
         """To the first address that takes it. Raises OSError, or ValueError as `addresses`."""
         loop, refused = asyncio.get_running_loop(), OSError("it has no address")
-        tls, name = (self._trusted(), origin.host) if origin.tls else (None, None)
-        for address in await addresses(origin.host, origin.port):
+        tls, name = (self._trusted(), server.host) if server.tls else (None, None)
+        for address in await addresses(server.host, server.port):
             try:
                 _, connection = await loop.create_connection(
-                    make, address, origin.port, ssl=tls, server_hostname=name
+                    make, address, server.port, ssl=tls, server_hostname=name
                 )
                 return connection
             except ssl.SSLError:
@@ -378,40 +385,13 @@ async def _in_time(until: float, work: Awaitable[T]) -> T:
         raise NoAnswer("no connection in time") from error
 
 
-def _origin(url: str) -> Origin:
-    """Raises Unusable."""
-    try:
-        parts = urlsplit(url)
-        port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
-        if not host.isascii():
-            host = host.encode("idna").decode()
-    except (ValueError, KeyError) as error:
-        raise Unusable("its URL is none of HTTP") from error
-    named = f"[{host}]" if ":" in host else host
-    if port != _DEFAULT_PORTS[parts.scheme]:
-        named += f":{port}"
-    basic = ""
-    if parts.username or parts.password:
-        said = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-        basic = f"Basic {base64.b64encode(said.encode()).decode()}"
-    return Origin(
-        host,
-        port,
-        parts.scheme == "https",
-        quote(parts.path, safe="/%:@!$&'()*+,;=~-._"),
-        f"host: {named}\r\nuser-agent: skyctl/{__version__}\r\n"
-        "accept: */*\r\naccept-encoding: identity\r\n",
-        basic,
-    )
-
-
-def _written(origin: Origin, request: Request) -> bytes:
+def _written(server: _Server, request: Request) -> bytes:
     """The request's bytes. Raises Unusable for text that would break out of its line."""
     if not _PATH.fullmatch(request.path):
         raise Unusable("its path has characters that HTTP cannot carry")
-    lines = [f"{request.method} {origin.path}{request.path} HTTP/1.1\r\n{origin.headers}"]
-    if origin.basic and "authorization" not in request.headers:
-        lines.append(f"authorization: {origin.basic}\r\n")
+    lines = [f"{request.method} {server.path}{request.path} HTTP/1.1\r\n{server.headers}"]
+    if server.basic and "authorization" not in request.headers:
+        lines.append(f"authorization: {server.basic}\r\n")
     for name, value in request.headers.items():
         if not _HEADER_VALUE.fullmatch(value):
             raise Unusable(f"the value of its {name} has characters that HTTP cannot carry")

@@ -92,30 +92,21 @@ async def fan_out(
 
     late = f"no answer in {timeout_s:g} s"
     tasks = [asyncio.create_task(one(target)) for target in targets]
-    unfinished = await _settled(tasks, timeout_s)
-    return [
-        ended(target, OutcomeStatus.TIMEOUT, late) if task in unfinished else task.result()
-        for target, task in zip(targets, tasks, strict=True)
-    ]
-
-
-async def _settled(tasks: Sequence[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
-    """Wait until all tasks have ended; returns those that had to be cancelled after `timeout_s`
-    seconds.
-
-    One timer for all: a timer per server would cost as much as a tenth of its call.
-    """
-    if not tasks:
-        return set()
     pending = set(tasks)
     try:
-        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
+        if tasks:  # one timer for all: one for each would cost as much as a tenth of its call
+            _, pending = await asyncio.wait(tasks, timeout=timeout_s)
     finally:  # also if the caller was cancelled: nothing may go on unobserved
         for task in pending:
             task.cancel()
         if pending:
             await asyncio.wait(pending)
-    return {task for task in pending if task.cancelled()}
+    return [
+        ended(target, OutcomeStatus.TIMEOUT, late)
+        if task in pending and task.cancelled()
+        else task.result()
+        for target, task in zip(targets, tasks, strict=True)
+    ]
 
 
 def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
