@@ -174,14 +174,13 @@ def bind_to_cores(
 ) -> list[tuple[tuple[int, ...], ...]]:
     """CPU cores of each worker of each replica; () leaves the choice to the engine.
 
-    vLLM's own choice ("auto") looks only at its own process: every replica takes the cores of the
-    first NUMA nodes but the last one of each, so on two cores two replicas both bind their OpenMP
-    threads to core 0 and core 1 idles. ("nobind" is no better: each replica then starts a thread
-    per core, and OpenMP threads that spin-wait for one another on shared cores are slow.) So where
-    more than one worker runs, each gets its own cores, and all the same number of them: a sum
-    split over a different number of threads rounds differently, and replicas of one fleet should
-    give the same tokens. Where a worker has more than two cores it leaves one to its scheduler
-    process, as "auto" does. With fewer cores than workers, workers share cores in turn.
+    vLLM's own choice ("auto") looks only at its own process: on two cores two replicas both bind
+    their OpenMP threads to core 0. With "nobind" each starts a thread per core, and threads that
+    spin-wait for one another on shared cores are slow. So where more than one worker runs, each
+    gets its own cores, and all the same number of them: a sum split over another number of threads
+    rounds differently, and replicas of one fleet should give the same tokens. Of more than two
+    cores a worker leaves one to its scheduler process, as "auto" does. With fewer cores than
+    workers, workers share cores in turn.
     """
     workers = sum(world_sizes)
     if workers <= 1 or not cpus:

@@ -120,23 +120,12 @@ class AttachedFleet(RecordedFleet):
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every server and the router, asked now and all at once (nobody else could know)."""
         targets = await self._located(within_s=_WATCHED_S)
-        url = self.ref.config.router if isinstance(self.ref.config.router, str) else None
-        workers = await _workers(self._client, self.ref.config.engine, url)
+        router, workers = await self._router()
         rows = {row.name: row for row in self.state.servers()}
         asking = (
             _server(self._client, t, rows.get(t.name, ServerRow(t.name)), workers) for t in targets
         )
         replicas = tuple(await asyncio.gather(*asking))
-        router = None
-        if url is not None:
-            up = isinstance(workers, frozenset)
-            router = RouterStatus(
-                state="ready" if up else "unreachable",
-                url=url,
-                reason="" if up else str(workers),
-                port=urlsplit(url).port,
-                workers=len(workers) if isinstance(workers, frozenset) else None,
-            )
         health, reasons = assess(replicas, router)
         return FleetStatus(
             self.ref.name,
@@ -147,6 +136,19 @@ class AttachedFleet(RecordedFleet):
             weight_version=self.state.weights().version,
             adapters=tuple(one.served_as for one in served(self.state).values()),
         )
+
+    async def _router(self) -> tuple[RouterStatus | None, frozenset[str] | None]:
+        """The router, and its workers; None without one, or if it does not say."""
+        url = self.ref.config.router
+        if not isinstance(url, str):
+            return None, None
+        engine, port = self.ref.config.engine, urlsplit(url).port
+        try:
+            asked = engines.router(self._client, engine, url, timeout_s=ASK_TIMEOUT_S)
+            workers = frozenset(await asked.workers())
+        except SkyctlError as error:
+            return RouterStatus("unreachable", url, error.message, port=port), None
+        return RouterStatus("ready", url, port=port, workers=len(workers)), workers
 
     async def control(self, asked: Control) -> Outcomes:
         with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
@@ -329,24 +331,8 @@ class AttachedFleet(RecordedFleet):
         return tuple(known[name] for name in servers)
 
 
-async def _workers(
-    client: ControlClient, engine: str, url: str | None
-) -> frozenset[str] | str | None:
-    """The router's workers, or why they are unknown; None without a router."""
-    if url is None:
-        return None
-    try:
-        router = engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S)
-        return frozenset(await router.workers())
-    except SkyctlError as error:
-        return error.message
-
-
 async def _server(
-    client: ControlClient,
-    target: ServerTarget,
-    row: ServerRow,
-    workers: frozenset[str] | str | None,
+    client: ControlClient, target: ServerTarget, row: ServerRow, workers: frozenset[str] | None
 ) -> ReplicaStatus:
     server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
     paused, metrics, version = await asyncio.gather(
@@ -362,15 +348,14 @@ async def _server(
     else:
         state = "paused" if paused else "ready"
     label = version if isinstance(version, str) else None
-    load = metrics if isinstance(metrics, ServerMetrics) else None
     return ReplicaStatus(
         name=target.name,
         state=state,
         url=target.url,
         reason=reason,
-        routed=target.url in workers if isinstance(workers, frozenset) else None,
+        routed=None if workers is None else target.url in workers,
         port=urlsplit(target.url).port,
-        **(load.load() if load else {}),
+        **(metrics.load() if isinstance(metrics, ServerMetrics) else {}),
         # before a push from here, the weights come from somebody else
         weight_version=row.weight_version or label,
         reported_version=label,

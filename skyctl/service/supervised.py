@@ -90,15 +90,13 @@ class SupervisedFleet(RemoteFleet):
         from skyctl.store.state import FleetState
 
         if not self.ref.paths.database.exists():  # it was never started
-            nothing = {
-                "status": FleetStatus(self.name, "down", (), None, supervised=False),
-                "processes": Processes(),
-            }
+            if verb == "status":
+                return FleetStatus(self.name, "down", (), None, supervised=False)
+            if verb == "processes":
+                return Processes()
             if verb in ("findings", "events", "kept_versions"):
                 return ()
-            if verb not in nothing:
-                raise why
-            return nothing[verb]
+            raise why
         with FleetState(self.ref.paths.database) as state:
             fleet = UnsupervisedFleet(self.ref, state, why.message)
             return await getattr(fleet, verb)(*(() if asked is None else (asked,)))
