@@ -28,26 +28,24 @@ UP_LOCK_WAIT_S = 30.0
 ADOPT_WAIT_S = 5.0
 
 
-async def revive(ref: FleetRef) -> bool:
-    """Start a supervisor that adopts what runs, and wait a few seconds for the adoption to finish.
-
-    It repairs what an interrupted push left. False: nothing ran without a supervisor.
+async def revive(ref: FleetRef) -> None:
+    """Start a supervisor that adopts what runs without one, if anything does, and wait a few
+    seconds for the adoption to finish. It repairs what an interrupted push left.
 
     Raises:
         SkyctlError: the fleet can no longer be planned here, or the supervisor did not start.
     """
     if not left_alone(ref.paths):
-        return False
+        return
     from skyctl.supervisor import daemon
 
     with Locks(ref.paths.directory).hold(UP_LOCK, "taking over the fleet", wait_s=UP_LOCK_WAIT_S):
         if not left_alone(ref.paths):  # another command was faster
-            return False
+            return
         plan = as_it_ran(ref)
         await daemon.ensure_running(ref.paths)
         async with SupervisorClient.on_this_machine(ref.paths) as client:
-            await _until_ended(client, await client.adopt(Adopt(plan)), ADOPT_WAIT_S)
-    return True
+            await _until_ended(client, await client.adopt(Adopt(plan)))
 
 
 def as_it_ran(ref: FleetRef) -> FleetPlan:
@@ -108,8 +106,8 @@ def listening(paths: FleetPaths) -> int:
     return pid
 
 
-async def _until_ended(client: SupervisorClient, operation: int, wait_s: float) -> None:
-    deadline = time.monotonic() + wait_s
+async def _until_ended(client: SupervisorClient, operation: int) -> None:
+    deadline = time.monotonic() + ADOPT_WAIT_S
     with suppress(SkyctlError):  # the caller checks by itself
         while time.monotonic() < deadline:
             current = (await client.status(StatusQuery(fresh=False))).operation
