@@ -249,6 +249,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def _named_advice(name: str, here: Path) -> str:
     """What to type instead of `--fleet name`."""
+    if ":" in name:
+        return f"a fleet of another machine is given by its supervisor's URL: https://{name}"
     known = known_fleets()
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean --fleet {near[0]}"

@@ -85,7 +85,7 @@ async def test_a_cancelled_sample_has_an_outcome_wherever_it_was(
     for name in [*names, *names]:  # by an impatient client
         sampling.cancel(name)
     async with asyncio.timeout(5):
-        while sampling.busy:  # noqa: ASYNC110
+        while sampling.busy:
             await asyncio.sleep(0)
             sampling.cancel(names[0])
     assert sorted(recorded) == sorted(names)
