@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
 
 FileArgument = Annotated[
-    Path | None,
-    typer.Argument(help="Fleet file; the same as -f.", metavar="FILE", show_default=False),
+    Path | None, typer.Argument(help="Fleet file; the same as -f.", metavar="FILE")
 ]
 
 

@@ -20,14 +20,11 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="One prompt.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="One prompt.")] = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     input: Annotated[
-        Path | None,
-        typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin."),
+        Path | None, typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin.")
     ] = None,
     output_file: Annotated[
         Path | None,
@@ -38,7 +35,6 @@ def generate(
         typer.Option(
             metavar="NAME",
             help="An adapter of the fleet, unless a line sets it (default: its model).",
-            show_default=False,
         ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send text prompts as chats.")] = False,
@@ -50,7 +46,7 @@ def generate(
         typer.Option(min=0.0, help="Sampling temperature, unless a line sets it; 0 is greedy."),
     ] = None,
     n: Annotated[
-        int, typer.Option("--n", min=1, help="Answers to each prompt, unless a line sets it.")
+        int, typer.Option(min=1, help="Answers to each prompt, unless a line sets it.")
     ] = 1,
     ignore_eos: Annotated[
         bool,
@@ -78,7 +74,6 @@ def generate(
             metavar="SECONDS",
             min=0.001,
             help="Deadline of one request, retries included (default: none; frozen ones wait).",
-            show_default=False,
         ),
     ] = None,
     json: JsonOption = False,

@@ -20,7 +20,6 @@ def help_(
             metavar="[TOPIC]",
             help="What to explain (default: list the topics), or a command.",
             autocompletion=complete.topics,
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -25,34 +25,24 @@ _YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
 
 def init(
     directory: Annotated[
-        Path,
-        typer.Argument(help="Where to write fleet.yaml.", metavar="DIR", show_default="here"),
+        Path, typer.Argument(help="Where to write fleet.yaml.", metavar="DIR", show_default="here")
     ] = Path(),
     tiny: Annotated[
         bool,
         typer.Option("--tiny", help="Make two tiny checkpoints too, to try everything on a CPU."),
     ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", help="Fleet name (default: the directory's).", show_default=False),
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Fleet name (default: the directory's).")] = None,
     model: Annotated[
         str | None,
         typer.Option(
-            "--model",
-            help="Checkpoint directory or hub model id.",
-            autocompletion=complete.checkpoints,
-            show_default=False,
+            help="Checkpoint directory or hub model id.", autocompletion=complete.checkpoints
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, max=512)] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=512)] = 2,
     servers: Annotated[
         str | None,
         typer.Option(
-            "--servers",
-            metavar="URL,…",
-            help="URLs of servers that already run, to control them only.",
-            show_default=False,
+            metavar="URL,…", help="URLs of servers that already run, to control them only."
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite fleet.yaml.")] = False,

@@ -126,10 +126,7 @@ def wait(
     file: FileOption = None,
     fleet: FleetOption = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Stop waiting after this long.", show_default=False
-        ),
+        float | None, typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this long.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -27,7 +27,6 @@ def logs(
             metavar="[NAME]...",
             help="Replicas, `router`, `tinker` or `supervisor` (default: all).",
             autocompletion=complete.processes,
-            show_default=False,
         ),
     ] = None,
     file: LongFileOption = None,

@@ -17,7 +17,6 @@ FileOption = Annotated[
         "--file",
         envvar="SKYCTL_FILE",
         help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
-        show_default=False,
     ),
 ]
 # for `logs`, where -f means follow, as in docker and kubectl
@@ -27,7 +26,6 @@ LongFileOption = Annotated[
         "--file",
         envvar="SKYCTL_FILE",
         help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
-        show_default=False,
     ),
 ]
 FleetOption = Annotated[
@@ -36,7 +34,6 @@ FleetOption = Annotated[
         "--fleet",
         envvar="SKYCTL_FLEET",
         help="Fleet by name, from any directory.",
-        show_default=False,
         autocompletion=complete.fleets,
     ),
 ]
@@ -46,7 +43,6 @@ ServerOption = Annotated[
         "--server",
         metavar="NAME",
         help="Only this server; repeat for several (default: all).",
-        show_default=False,
         autocompletion=complete.replicas,
     ),
 ]
@@ -60,7 +56,6 @@ TimeoutOption = Annotated[
         min=0,
         metavar="SECONDS",
         help="Deadline of each server's call (default: the fleet file's control_timeout_s).",
-        show_default=False,
     ),
 ]
 
@@ -74,8 +69,5 @@ class PauseModeOption(StrEnum):
 
 
 SvgOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--svg", metavar="FILE", help="Write the picture as SVG, too.", show_default=False
-    ),
+    Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG, too.")
 ]

@@ -39,9 +39,7 @@ def recover(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     timeout: Annotated[
         float,
-        typer.Option(
-            "--timeout", min=0, metavar="SECONDS", help="Stop waiting after this long; it goes on."
-        ),
+        typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this long; it goes on."),
     ] = 900.0,
     as_json: JsonOption = False,
 ) -> None:

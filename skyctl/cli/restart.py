@@ -21,7 +21,6 @@ def restart(
             metavar="[NAME]...",
             help="Replicas to restart (default: all).",
             autocompletion=complete.replicas,
-            show_default=False,
         ),
     ] = None,
     file: FileOption = None,

@@ -16,8 +16,7 @@ def sleep(
     file: FileOption = None,
     fleet: FleetOption = None,
     level: Annotated[
-        int,
-        typer.Option(min=1, max=2, help="1 keeps the weights in host memory, 2 discards them."),
+        int, typer.Option(min=1, max=2, help="1 keeps the weights in host memory, 2 discards them.")
     ] = 1,
     server: ServerOption = None,
     timeout: TimeoutOption = None,
@@ -43,11 +42,7 @@ def wake(
     fleet: FleetOption = None,
     tags: Annotated[
         str,
-        typer.Option(
-            metavar="TAGS",
-            help="Only these, separated by commas: weights, kv_cache.",
-            show_default=False,
-        ),
+        typer.Option(metavar="TAGS", help="Only these, separated by commas: weights, kv_cache."),
     ] = "",
     server: ServerOption = None,
     timeout: TimeoutOption = None,

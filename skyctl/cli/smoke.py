@@ -35,7 +35,6 @@ def smoke(
             metavar="CKPT",
             help="Another checkpoint of the same model: pushed too, and then the first one again.",
             autocompletion=complete.checkpoints,
-            show_default=False,
         ),
     ] = None,
     reuse: Annotated[
@@ -44,24 +43,17 @@ def smoke(
     timeout: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, without down.")
     ] = 900.0,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)
-    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     summary: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            envvar="GITHUB_STEP_SUMMARY",
-            help="Append a Markdown summary.",
-            show_default=False,
+            metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a Markdown summary."
         ),
     ] = None,
     keep_logs: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="When a step fails, keep every process's log and the status here.",
-            show_default=False,
+            metavar="DIR", help="When a step fails, keep every process's log and the status here."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def status(
     file: FileOption = None,
     fleet: FleetOption = None,
-    watch: Annotated[
-        bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.", show_default=False)
-    ] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.2, metavar="SECONDS", help="Between redraws with --watch.")
     ] = 2.0,

@@ -52,7 +52,6 @@ def sync_weights(
             metavar="CKPT",
             help="Checkpoint directory: config.json and *.safetensors.",
             autocompletion=complete.checkpoints,
-            show_default=False,
         ),
     ] = None,
     file: FileOption = None,
@@ -73,7 +72,6 @@ def sync_weights(
             metavar="BYTES_PER_S",
             help="What the sender reads at most per second while the servers serve, such as 2GB "
             "(default: the fleet file's, else no bound).",
-            show_default=False,
         ),
     ] = None,
     layout: Annotated[
@@ -94,24 +92,18 @@ def sync_weights(
     chunk_size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE",
-            help="Bytes per chunk, such as 256MiB (default: the fleet file's).",
-            show_default=False,
+            metavar="SIZE", help="Bytes per chunk, such as 256MiB (default: the fleet file's)."
         ),
     ] = None,
     weight_version: Annotated[
         str | None,
-        typer.Option(
-            help="Label of the new weights (default: the checkpoint's name and digest).",
-            show_default=False,
-        ),
+        typer.Option(help="Label of the new weights (default: the checkpoint's name and digest)."),
     ] = None,
     mode: Annotated[
         PauseModeOption | None,
         typer.Option(
             help="What happens to running requests (default: keep; wait where servers "
-            "leave the router).",
-            show_default=False,
+            "leave the router)."
         ),
     ] = None,
     verify: Annotated[
@@ -126,7 +118,6 @@ def sync_weights(
             "--scan-nan/--no-scan",
             help="Refuse NaN and infinity: look through all of it first, or not at all (default: "
             "look at what passes, before the freeze where all of it is staged).",
-            show_default=False,
         ),
     ] = None,
     allow_unproven_reload: Annotated[
@@ -143,7 +134,6 @@ def sync_weights(
             metavar="FILE",
             help="Prompts (YAML or JSON) that the new weights must answer as expected before "
             "users get them. All servers leave the router for it: see --canary below.",
-            show_default=False,
         ),
     ] = None,
     keep: Annotated[
@@ -161,7 +151,6 @@ def sync_weights(
             metavar="N",
             min=1,
             help="Update N servers at a time, out of the router, while the others serve.",
-            show_default=False,
         ),
     ] = None,
     colocated: Annotated[
@@ -175,18 +164,13 @@ def sync_weights(
     sleep_after: Annotated[
         int | None,
         typer.Option(
-            metavar="LEVEL",
-            min=1,
-            max=2,
-            help="Put the servers to sleep once they are updated.",
-            show_default=False,
+            metavar="LEVEL", min=1, max=2, help="Put the servers to sleep once they are updated."
         ),
     ] = None,
     back: Annotated[
         bool,
         typer.Option(
-            "--rollback",
-            help="Push the previous version, or the one given in CKPT's place.",
+            "--rollback", help="Push the previous version, or the one given in CKPT's place."
         ),
     ] = False,
     detach: Annotated[
@@ -195,10 +179,7 @@ def sync_weights(
     timeout: Annotated[
         float | None,
         typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Stop waiting after this long; the job goes on.",
-            show_default=False,
+            min=0, metavar="SECONDS", help="Stop waiting after this long; the job goes on."
         ),
     ] = None,
     json: JsonOption = False,

@@ -25,11 +25,9 @@ def up(
     wait_timeout: Annotated[
         float | None,
         typer.Option(
-            "--wait-timeout",
             min=0,
             metavar="SECONDS",
             help="Wait this long for the fleet to be ready (it keeps starting after that).",
-            show_default=False,
         ),
     ] = None,
     no_router: Annotated[bool, typer.Option("--no-router", help="Start no router.")] = False,
@@ -152,11 +150,9 @@ def down(
     drain_timeout: Annotated[
         float | None,
         typer.Option(
-            "--drain-timeout",
             min=0,
             metavar="SECONDS",
             help="Wait this long for running requests (default: the fleet file's drain_timeout_s).",
-            show_default=False,
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -31,11 +31,7 @@ def urls(
     fleet: FleetOption = None,
     format: Annotated[
         FormatOption | None,
-        typer.Option(
-            "--format",
-            help="Print what this program's configuration needs to use the fleet.",
-            show_default=False,
-        ),
+        typer.Option(help="Print what this program's configuration needs to use the fleet."),
     ] = None,
     export: Annotated[
         bool, typer.Option("--export", help="Print shell exports: short for --format env.")
@@ -43,10 +39,8 @@ def urls(
     prometheus_sd: Annotated[
         Path | None,
         typer.Option(
-            "--prometheus-sd",
             metavar="FILE",
             help="Write Prometheus service discovery (file_sd, .json) for servers and router.",
-            show_default=False,
         ),
     ] = None,
     show_key: Annotated[

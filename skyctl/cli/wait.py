@@ -38,7 +38,7 @@ def wait(
     fleet: FleetOption = None,
     server: ServerOption = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Give up after this long.")
+        float, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
     ] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
