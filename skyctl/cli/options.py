@@ -60,13 +60,8 @@ TimeoutOption = Annotated[
 ]
 
 
-class PauseModeOption(StrEnum):
-    """What happens to running requests."""
-
-    ABORT = "abort"
-    WAIT = "wait"
-    KEEP = "keep"
-
+PauseModeOption = StrEnum("PauseModeOption", {"ABORT": "abort", "WAIT": "wait", "KEEP": "keep"})
+"""What happens to running requests."""
 
 SvgOption = Annotated[
     Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG, too.")

@@ -38,19 +38,17 @@ def restart(
       skyctl restart tiny-1
     """
     from skyctl import output
-    from skyctl.cli.asking import ask
+    from skyctl.cli.asking import ask, follow
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
-
-    ref = find(file, fleet)
-    title = f"restarting {', '.join(names or ()) or ref.name}"
-    done = ask(ref, lambda running: _restart(running, names or [], title))
-    output.emit(done.to_json(), status_view(done))
-
-
-async def _restart(running: FleetService, names: list[str], title: str) -> FleetStatus:
-    from skyctl.cli.asking import follow
     from skyctl.core.service import Restart
 
-    operation = await running.restart(Restart(tuple(names)))
-    return await follow(running, operation, title)
+    ref = find(file, fleet)
+    chosen = tuple(names or ())
+
+    async def run(running: FleetService) -> FleetStatus:
+        operation = await running.restart(Restart(chosen))
+        return await follow(running, operation, f"restarting {', '.join(chosen) or ref.name}")
+
+    done = ask(ref, run)
+    output.emit(done.to_json(), status_view(done))

@@ -30,22 +30,19 @@ def scale(
       skyctl scale 1 --fleet tiny
     """
     from skyctl import output
-    from skyctl.cli.asking import ask
+    from skyctl.cli.asking import ask, follow
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
-
-    ref = find(file, fleet)
-    done = ask(ref, lambda running: _scale(running, ref.name, replicas))
-    output.emit(done.to_json(), status_view(done))
-
-
-async def _scale(running: FleetService, name: str, replicas: int) -> FleetStatus:
-    from skyctl import output
-    from skyctl.cli.asking import follow
     from skyctl.core.service import Scale
 
-    operation = await running.scale(Scale(replicas))
-    if operation == 0:
-        output.note(f"fleet {name} has {replicas} replicas, nothing to do")
-        return await running.status()
-    return await follow(running, operation, f"scaling {name} to {replicas}")
+    ref = find(file, fleet)
+
+    async def run(running: FleetService) -> FleetStatus:
+        operation = await running.scale(Scale(replicas))
+        if operation == 0:
+            output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
+            return await running.status()
+        return await follow(running, operation, f"scaling {ref.name} to {replicas}")
+
+    done = ask(ref, run)
+    output.emit(done.to_json(), status_view(done))

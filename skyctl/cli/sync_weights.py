@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,32 +17,16 @@ if TYPE_CHECKING:
     from skyctl.store.journal import Job
 
 
-class StageOption(StrEnum):
-    """Where the checkpoint lies before servers are frozen."""
-
-    AUTO = "auto"
-    GPU = "gpu"
-    HOST = "host"
-    STREAM = "stream"
-
-
-class LayoutOption(StrEnum):
-    """How tensors get into a server's parameters."""
-
-    AUTO = "auto"
-    RUNTIME = "runtime"
-    CHECKPOINT = "checkpoint"
-
-
-class TransportOption(StrEnum):
-    """Mechanisms that carry tensors."""
-
-    AUTO = "auto"
-    NCCL = "nccl"
-    IPC = "ipc"
-    GLOO = "gloo"
-    SHM = "shm"
-    DISK = "disk"
+StageOption = StrEnum(
+    "StageOption", {"AUTO": "auto", "GPU": "gpu", "HOST": "host", "STREAM": "stream"}
+)
+LayoutOption = StrEnum(
+    "LayoutOption", {"AUTO": "auto", "RUNTIME": "runtime", "CHECKPOINT": "checkpoint"}
+)
+TransportOption = StrEnum(
+    "TransportOption",
+    {"AUTO": "auto", "NCCL": "nccl", "IPC": "ipc", "GLOO": "gloo", "SHM": "shm", "DISK": "disk"},
+)
 
 
 def sync_weights(
@@ -229,6 +213,11 @@ def sync_weights(
             raise UsageError(f"{option}: {error}") from error
     ref = find(file, fleet)
     here = isinstance(ref, FleetRef)  # else the path is one of another machine
+    prompts = None
+    if canary is not None:
+        from skyctl.push.canary import read_canary
+
+        prompts = read_canary(canary)
     request = PushRequest(
         checkpoint=(absolute(checkpoint) if here else checkpoint)
         if checkpoint and not back
@@ -245,7 +234,7 @@ def sync_weights(
         dry_run=dry_run,
         scan_nan=scan_nan,
         allow_unproven_reload=allow_unproven_reload,
-        canary=_prompts(canary),
+        canary=prompts,
         keep=keep,
         rolling=rolling or 0,
         colocated=colocated,
@@ -278,14 +267,6 @@ def sync_weights(
         output.emit({"job": started[0]}, f"{started[0]} (follow it: skyctl jobs wait {started[0]})")
     else:
         emit_job(job)
-
-
-def _prompts(file: Path | None) -> dict[str, Any] | None:
-    if file is None:
-        return None
-    from skyctl.push.canary import read_canary
-
-    return read_canary(file)
 
 
 async def _looked_up(
