@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -91,25 +91,19 @@ def _table(status: FleetStatus) -> RenderableType:
     columns = ["REPLICA", "STATE", "ROUTED", ">RUN", ">WAIT", ">KV", "WEIGHTS", ">UPTIME"]
     columns += [">MEMORY", ">PID", ">PORT"]
     rows = [_replica_cells(replica) for replica in status.replicas]
-    every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
     rows += [_front_cells(name, front) for name, front in status.fronts.items()]
-    # empty columns are left out: the table fits into 80 characters
-    if any(one.restarts for one in every):
-        columns.append(">RESTARTS")
-        rows = [[*row, one.restarts] for row, one in zip(rows, every, strict=True)]
-    if any(replica.gpus for replica in status.replicas):
-        columns.append("GPUS")
-        gpus = [",".join(map(str, replica.gpus)) for replica in status.replicas]
-        gpus += [""] * len(status.fronts)
-        rows = [[*row, cell] for row, cell in zip(rows, gpus, strict=True)]
-    if any(replica.role for replica in status.replicas):
-        columns.append("ROLE")
-        roles = [replica.role for replica in status.replicas] + [""] * len(status.fronts)
-        rows = [[*row, cell] for row, cell in zip(rows, roles, strict=True)]
-    if any(replica.node for replica in status.replicas):
-        columns.append("NODE")
-        nodes = [replica.node or "" for replica in status.replicas] + [""] * len(status.fronts)
-        rows = [[*row, cell] for row, cell in zip(rows, nodes, strict=True)]
+    every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
+    blank = [""] * len(status.fronts)
+    extra: dict[str, list[Any]] = {
+        ">RESTARTS": [one.restarts for one in every],
+        "GPUS": [",".join(map(str, replica.gpus)) for replica in status.replicas] + blank,
+        "ROLE": [replica.role for replica in status.replicas] + blank,
+        "NODE": [replica.node or "" for replica in status.replicas] + blank,
+    }
+    for column, cells in extra.items():
+        if any(cells):  # empty ones are left out: the table fits into 80 characters
+            columns.append(column)
+            rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
     return output.table(columns, rows)
 
 
@@ -123,10 +117,7 @@ def _replica_cells(replica: ReplicaStatus) -> list[object]:
         replica.waiting,
         None if replica.kv_usage is None else f"{replica.kv_usage:.0%}",
         Text(replica.weight_version or "base"),
-        None if replica.uptime_s is None else format_seconds(replica.uptime_s),
-        None if replica.rss_bytes is None else format_bytes(replica.rss_bytes),
-        replica.pid,
-        replica.port,
+        *_process_cells(replica),
     ]
 
 
@@ -134,18 +125,15 @@ def _front_cells(name: str, front: FrontStatus) -> list[object]:
     routed: str | None = ""
     if isinstance(front, RouterStatus):
         routed = None if front.workers is None else f"→ {front.workers}"
+    return [name, output.styled(front.state), routed, "", "", "", "", *_process_cells(front)]
+
+
+def _process_cells(one: ReplicaStatus | FrontStatus) -> list[object]:
     return [
-        name,
-        output.styled(front.state),
-        routed,
-        "",
-        "",
-        "",
-        "",
-        None if front.uptime_s is None else format_seconds(front.uptime_s),
-        None if front.rss_bytes is None else format_bytes(front.rss_bytes),
-        front.pid,
-        front.port,
+        None if one.uptime_s is None else format_seconds(one.uptime_s),
+        None if one.rss_bytes is None else format_bytes(one.rss_bytes),
+        one.pid,
+        one.port,
     ]
 
 
