@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _LONGEST = 64  # in characters; keeps float() finite
@@ -64,6 +65,11 @@ def format_seconds(seconds: float) -> str:
         return f"{hours}h{minutes:02d}m"
     days, hours = divmod(hours, 24)
     return f"{days}d{hours:02d}h"
+
+
+def format_ago(at: float) -> str:
+    """`3.4 s ago`, from seconds since the epoch."""
+    return f"{format_seconds(max(0.0, time.time() - at))} ago"
 
 
 def count_of(number: int, noun: str) -> str:

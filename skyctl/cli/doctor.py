@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from skyctl.core.registry import FleetRef
     from skyctl.doctor.finding import Finding
-    from skyctl.errors import FleetFileError, SkyctlError
+    from skyctl.errors import FleetFileError
 
 _TITLES = {"machine": "Machine", "fleet-file": "Fleet file", "running": "Running fleet"}
 
@@ -45,7 +46,7 @@ def doctor(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.doctor.finding import Severity, count
-    from skyctl.errors import FleetFileError, NotFoundError
+    from skyctl.errors import FleetFileError, NotFoundError, SkyctlError
     from skyctl.printing import mode
 
     ref: FleetRef | None = None
@@ -66,8 +67,10 @@ def doctor(
         "warnings": warnings,
     }
     shown = [f for f in findings if f.severity is not Severity.OK or not mode.quiet]
-    verdict = _verdict(errors, warnings)
-    failed = _failed(verdict) if errors or (strict and warnings) else None
+    counts = [(errors, "error"), (warnings, "warning")]
+    verdict = ", ".join(count_of(number, noun) for number, noun in counts if number)
+    verdict = verdict or "nothing to fix"
+    failed = SkyctlError(verdict) if errors or (strict and warnings) else None
     output.emit(data, *_lines(shown), None if failed else verdict, error=failed)
 
 
@@ -104,18 +107,3 @@ def _lines(findings: Sequence[Finding]) -> list[Text]:
             if finding.fix:
                 lines.append(Text(f"  → {finding.fix}", "dim"))
     return [*lines, Text()] if lines else []
-
-
-def _verdict(errors: int, warnings: int) -> str:
-    from skyctl.units import count_of
-
-    if not errors and not warnings:
-        return "nothing to fix"
-    counts = [(errors, "error"), (warnings, "warning")]
-    return ", ".join(count_of(number, noun) for number, noun in counts if number)
-
-
-def _failed(verdict: str) -> SkyctlError:
-    from skyctl.errors import SkyctlError
-
-    return SkyctlError(verdict)

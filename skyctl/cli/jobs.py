@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,10 +9,9 @@ import typer
 from skyctl.cli import complete
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
+from skyctl.units import format_ago
 
 if TYPE_CHECKING:
-    from skyctl.core.following import JobChanges
-    from skyctl.service import FleetService
     from skyctl.store.journal import Job
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
@@ -50,7 +48,7 @@ def jobs(
             output.styled(job.state),
             job.stage,
             _percent(job),
-            _ago(job.created_at),
+            format_ago(job.created_at),
             job.request.get("checkpoint"),
         ]
         for job in found
@@ -89,10 +87,8 @@ def show(
     from skyctl.core.timeline import timeline as timeline_of
     from skyctl.service.ended import job_error
 
-    async def ask(running: FleetService) -> JobChanges:
-        return await running.job_changes(JobQuery(job_id))
-
-    found = ask_fleet(*chosen(context, file, fleet), ask)
+    asked = JobQuery(job_id)
+    found = ask_fleet(*chosen(context, file, fleet), lambda running: running.job_changes(asked))
     job, drawn = found.job, timeline_of(found.events)
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
     if svg is not None:
@@ -105,13 +101,16 @@ def show(
         output.emit(data, timeline_view(drawn, columns=output.columns()), "", legend(drawn))
         return
     error = job_error(job)
-    asked = {key.replace("_", " "): value for key, value in job.request.items()}
     rows: list[list[Any]] = [
         ["state", output.styled(job.state)],
         ["stage", job.stage],
         ["done", _percent(job)],
-        ["started", _ago(job.created_at)],
-        *([key, value] for key, value in asked.items() if value is not None),
+        ["started", format_ago(job.created_at)],
+        *(
+            [key.replace("_", " "), value]
+            for key, value in job.request.items()
+            if value is not None
+        ),
     ]
     if error is not None:
         rows.append(["error", error.message])
@@ -151,9 +150,3 @@ def wait(
 
 def _percent(job: Job) -> str | None:
     return f"{job.done_bytes / job.total_bytes:.0%}" if job.total_bytes else None
-
-
-def _ago(at: float) -> str:
-    from skyctl.units import format_seconds
-
-    return f"{format_seconds(max(0.0, time.time() - at))} ago"

@@ -69,12 +69,14 @@ def smoke(
       skyctl smoke --reuse
     """
     from skyctl import output
+    from skyctl.checkpoints.checkpoint import absolute
     from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
     from skyctl.smoke import smoke as run_smoke
     from skyctl.smoke.steps import SmokeOptions
 
-    options = SmokeOptions(_absolute(checkpoint), reuse, timeout, keep_logs)
+    other = None if checkpoint is None else absolute(checkpoint)
+    options = SmokeOptions(other, reuse, timeout, keep_logs)
     report = run_until_told_to_stop(
         run_smoke(
             select(file, fleet),
@@ -111,12 +113,6 @@ def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeRepor
         return asyncio.run(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
-
-
-def _absolute(checkpoint: str | None) -> str | None:
-    from skyctl.checkpoints.checkpoint import absolute
-
-    return None if checkpoint is None else absolute(checkpoint)
 
 
 def _write(report: SmokeReport, junit: Path | None, summary: Path | None) -> None:

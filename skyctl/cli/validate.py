@@ -8,6 +8,7 @@ import typer
 
 from skyctl.cli.fleet_file import FileArgument
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.core.check import Problem
@@ -60,9 +61,9 @@ def validate(
         lines.append("✗ ", "red").append(problem.message + "\n")
         if problem.hint:
             lines.append(f"  {problem.hint}\n", "bright_black")
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines.rstrip()
-    output.emit(data, lines, error=SkyctlError(f"fleet {ref.name}: {count}"))
+    error = SkyctlError(f"fleet {ref.name}: {count_of(len(problems), 'problem')}")
+    output.emit(data, lines, error=error)
 
 
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
@@ -74,7 +75,7 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
 
     servers = ref.config.servers
     if servers is not None:
-        count = _count(len(servers), "server") if isinstance(servers, list) else "found servers"
+        count = count_of(len(servers), "server") if isinstance(servers, list) else "found servers"
         return [], [], f"{count} that skyctl did not start"
     if offline:
         plan = plan_offline(ref.config, ref.base_dir)
@@ -89,8 +90,4 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
 
 
 def _summary(plan: FleetPlan) -> str:
-    return f"{_count(len(plan.servers), 'replica')} of {plan.served_model_name} on {plan.device}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{count_of(len(plan.servers), 'replica')} of {plan.served_model_name} on {plan.device}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +40,10 @@ def weights(
         return
     from skyctl import output
 
-    found, adapters = ask_fleet(file, fleet, _weights_and_adapters)
+    async def ask(running: FleetService) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
+        return await running.weights(), await running.adapters()
+
+    found, adapters = ask_fleet(file, fleet, ask)
     servers, pushes = found.servers, found.pushes
     rows = [
         [
@@ -74,12 +76,6 @@ def weights(
         *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
-
-
-async def _weights_and_adapters(
-    running: FleetService,
-) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
-    return await running.weights(), await running.adapters()
 
 
 def _adapter(one: AdapterVersion) -> str:
@@ -186,14 +182,14 @@ def kept(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.units import format_bytes, format_seconds
+    from skyctl.units import format_ago, format_bytes
 
     versions = ask_fleet(*chosen(context, file, fleet), lambda running: running.kept_versions())
     rows = [
         [
             one.kept.version,
             format_bytes(one.kept.bytes),
-            f"{format_seconds(max(0.0, time.time() - one.kept.at))} ago",
+            format_ago(one.kept.at),
             one.kept.source,
             output.styled("current") if one.current else ("" if one.there else "its copy is gone"),
         ]
@@ -285,7 +281,7 @@ def forget(
 
 def _history(pushes: Any) -> Any:
     from skyctl import output
-    from skyctl.units import format_bytes, format_seconds
+    from skyctl.units import format_ago, format_bytes, format_seconds
 
     rows = []
     for push in pushes:
@@ -295,7 +291,7 @@ def _history(pushes: Any) -> Any:
         rows.append(
             [
                 push.job,
-                f"{format_seconds(max(0.0, time.time() - push.at))} ago",
+                format_ago(push.at),
                 output.styled("ok" if push.ok else "failed"),
                 push.version,
                 result.get("transport"),
