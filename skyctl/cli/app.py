@@ -234,10 +234,11 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
         return found[1], f"{guess}all options: {help_hint}"
     if guess:
         return message, f"did you mean {guess.replace(chr(39), '')}"
-    if message.startswith("no such option: ") and message.split()[-1] in IN_THE_FILE:
-        return message, IN_THE_FILE[message.split()[-1]]
-    if message.startswith("no such option: ") and message.split()[-1] in BEHIND_THE_COMMAND:
-        return message, f"it goes behind the command, as in: skyctl status {message.split()[-1]} …"
+    option = message.partition("no such option: ")[2]
+    if option in IN_THE_FILE:
+        return message, IN_THE_FILE[option]
+    if option in BEHIND_THE_COMMAND:
+        return message, f"it goes behind the command, as in: skyctl status {option} …"
     extra = re.match(r"got unexpected extra arguments? *\((\S+)", message.replace("(s)", "s"))
     if extra and command in TAKES_SERVER:
         server = extra[1].rstrip(")")

@@ -78,7 +78,8 @@ async def follow(
         SkyctlError: it failed. DeadlineExceeded: it goes on after `timeout_s` seconds.
     """
     from skyctl import output
-    from skyctl.cli.fleet_view import OperationView
+    from skyctl.cli.fleet_view import OperationView, log_tail
+    from skyctl.engines.logs import telling_line
     from skyctl.printing import mode
     from skyctl.service.bring_up import follow_operation
     from skyctl.service.ended import operation_error
@@ -88,19 +89,10 @@ async def follow(
         view.drawing = live.drawing
         status = await follow_operation(fleet, operation, view.see, timeout_s=timeout_s)
     error = await operation_error(fleet, status)
-    if error is not None:
-        if not mode.json:
-            _show_logs(error.details["logs"])
-        raise error
-    return status
-
-
-def _show_logs(logs: dict[str, list[str]]) -> None:
-    """Print the last lines of what failed, with the line that says why set off."""
-    from skyctl import output
-    from skyctl.cli.fleet_view import log_tail
-    from skyctl.engines.logs import telling_line
-
-    for name, lines in logs.items():
-        if lines:
-            output.err.print(log_tail(name, lines, telling_line(lines)))
+    if error is None:
+        return status
+    if not mode.json:
+        for name, lines in error.details["logs"].items():
+            if lines:
+                output.err.print(log_tail(name, lines, telling_line(lines)))
+    raise error

@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from skyctl.cli.asking import ask
+
+if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
 
 _MOST = 200
 
@@ -42,12 +47,10 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
-    from skyctl.cli.asking import ask
     from skyctl.core.placement import expand_replicas
-    from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
 
-    ref = select(*_chosen(ctx))
+    ref = _chosen(ctx)
     if isinstance(ref.config.servers, list):
         names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
     elif ref.attached:
@@ -70,20 +73,14 @@ def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Ids of the chosen fleet's latest jobs."""
-    from skyctl.cli.asking import ask
-    from skyctl.core.registry import select
-
-    found = ask(select(*_chosen(ctx)), lambda fleet: fleet.jobs())
+    found = ask(_chosen(ctx), lambda fleet: fleet.jobs())
     return [job.id for job in found if job.id.startswith(incomplete)]
 
 
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Weight versions that were pushed to the chosen fleet."""
-    from skyctl.cli.asking import ask
-    from skyctl.core.registry import select
-
-    pushes = ask(select(*_chosen(ctx)), lambda fleet: fleet.weights()).pushes
+    pushes = ask(_chosen(ctx), lambda fleet: fleet.weights()).pushes
     found = [push.version for push in pushes if push.version]
     return [version for version in found if version.startswith(incomplete)]
 
@@ -117,8 +114,10 @@ def checkpoints(incomplete: str) -> Iterable[str]:
         yield path if (entry / "config.json").exists() else f"{path}/"
 
 
-def _chosen(ctx: typer.Context) -> tuple[Path | None, str | None]:
-    """The values of -f and --fleet typed so far (or their variables)."""
+def _chosen(ctx: typer.Context) -> FleetRef:
+    """The fleet that -f and --fleet (or their variables) name so far."""
+    from skyctl.core.registry import select
+
     file = ctx.params.get("file") or os.environ.get("SKYCTL_FILE")
     name = ctx.params.get("fleet") or os.environ.get("SKYCTL_FLEET")
-    return (Path(file) if file else None), (str(name) if name else None)
+    return select(Path(file) if file else None, str(name) if name else None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.errors import UsageError
+from skyctl.errors import SkyctlError, UsageError
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
@@ -41,7 +41,6 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
     import asyncio
     import sqlite3
 
-    from skyctl.errors import SkyctlError
     from skyctl.service.supervised import SupervisedFleet
 
     async def ask() -> dict[str, int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
     from rich.console import RenderableType
 
+    from skyctl.output import LiveView
     from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
 
@@ -25,17 +25,6 @@ class JobView:
     def __init__(self) -> None:
         self._stage = "queued"
         self._done = self._total = 0
-        self._refresh: Callable[[], None] = lambda: None
-        self._drawing = False
-
-    @contextmanager
-    def showing(self) -> Iterator[JobView]:
-        """Draw on stderr while the block runs, where that is a terminal."""
-        from skyctl import output
-
-        with output.live(self.render, transient=True) as live:
-            self._drawing, self._refresh = live.drawing, live.refresh
-            yield self
 
     def render(self) -> RenderableType:
         from skyctl import output
@@ -44,14 +33,14 @@ class JobView:
         size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
         return output.progress_line(self._done, self._total or 1, f"{self._stage}  {size}".rstrip())
 
-    def hear(self, event: JobEvent) -> None:
-        """Take in one event of the job."""
+    def hear(self, event: JobEvent, live: LiveView) -> None:
+        """Take in one event of the job, and draw it where `live` does."""
         from skyctl import output
 
         data = event.data
         if event.kind == "stage":
             self._stage = data["stage"]
-            if not self._drawing:
+            if not live.drawing:
                 output.note(self._stage)
         elif event.kind == "progress":
             self._done, self._total = data["done_bytes"], data["total_bytes"]
@@ -59,13 +48,16 @@ class JobView:
             output.note(data["message"])
         elif event.kind == "server" and data["state"] in _REPORTED:
             output.warn(f"{data['server']} {data['state']}: {data['detail']}")
-        self._refresh()
+        live.refresh()
 
 
 async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | None) -> Job:
     """Show a job until it ends."""
-    with JobView().showing() as view:
-        return await running.wait_job(job_id, view.hear, timeout_s)
+    from skyctl import output
+
+    view = JobView()
+    with output.live(view.render, transient=True) as live:
+        return await running.wait_job(job_id, lambda event: view.hear(event, live), timeout_s)
 
 
 def emit_job(job: Job) -> None:
@@ -103,8 +95,7 @@ def job_views(job: Job) -> list[RenderableType]:
         )
     if details.get("canary"):
         views += ["", canary_view(details["canary"])]
-    if job.result:
-        result = job.result
+    if result := job.result:
         chunks = f" in {count_of(result['chunks'], 'chunk')}" if result["chunks"] else ""
         views.append(
             f"{result['version']}: {format_bytes(result['total_bytes'])}{chunks} by "
@@ -224,7 +215,6 @@ def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> 
     except KeyboardInterrupt:
         from skyctl import output
 
-        hint = job_hint()
-        if hint:
+        if hint := job_hint():
             output.warn(hint)
         raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
+from skyctl.cli.asking import ask_fleet
 from skyctl.cli.options import FleetOption, JsonOption, LongFileOption
 
 if TYPE_CHECKING:
@@ -48,43 +49,31 @@ def logs(
       skyctl logs tiny-1 -n 200
       skyctl logs -f router
     """
+    from skyctl import output
     from skyctl.core.registry import select, select_paths
+    from skyctl.core.service import LogQuery
+    from skyctl.engines.logs import tail
     from skyctl.errors import UsageError
     from skyctl.service.bring_up import refuse_attached
 
+    names = names or []
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
     if fleet is not None and "://" in fleet:
-        _show(_logs_there(fleet, names or [], lines, probes, follow), as_json)
-        return
-    paths = select_paths(file, fleet)
-    if not any(paths.logs.glob("*.log")):
-        refuse_attached(select(file, fleet))
-    if follow:
-        follow_logs(paths, names or [], lines, probes=probes)
-        return
-    found = {n: _tail(p, lines, probes) for n, p in _files(paths, names or []).items()}
-    _show(found, as_json)
-
-
-def _logs_there(
-    url: str, names: Sequence[str], lines: int, probes: bool, follow: bool
-) -> dict[str, list[str]]:
-    """The ends of the logs of a fleet on another machine."""
-    from skyctl.cli.asking import ask_fleet
-    from skyctl.core.service import LogQuery
-    from skyctl.errors import UsageError
-
-    if follow:
-        raise UsageError("--follow works on the fleet's own machine")
-    asked = LogQuery(tuple(names), lines, probes)
-    found = ask_fleet(None, url, lambda running: running.logs(asked))
-    return {name: list(ending) for name, ending in found.items()}
-
-
-def _show(found: dict[str, list[str]], as_json: bool) -> None:
-    from skyctl import output
-
+        if follow:
+            raise UsageError("--follow works on the fleet's own machine")
+        asked = LogQuery(tuple(names), lines, probes)
+        there = ask_fleet(None, fleet, lambda running: running.logs(asked))
+        found = {name: list(ending) for name, ending in there.items()}
+    else:
+        paths = select_paths(file, fleet)
+        if not any(paths.logs.glob("*.log")):
+            refuse_attached(select(file, fleet))
+        if follow:
+            follow_logs(paths, names, lines, probes=probes)
+            return
+        files = _files(paths, names)
+        found = {name: tail(path, lines, probes=probes) for name, path in files.items()}
     printer = LinePrinter(list(found))
     if not as_json:
         for name, ending in found.items():
@@ -97,12 +86,14 @@ def follow_logs(
     paths: FleetPaths, names: Sequence[str], lines: int, *, probes: bool = False
 ) -> None:
     """Print the ends of the logs and then every new line; never returns (Ctrl-C)."""
+    from skyctl.engines.logs import tail
+
     files = _files(paths, names)
     printer = LinePrinter(list(files))
     positions: dict[str, int] = {}
     for name, path in files.items():
         positions[name] = path.stat().st_size
-        for line in _tail(path, lines, probes):
+        for line in tail(path, lines, probes=probes):
             printer.print(name, line)
     while True:
         time.sleep(_POLL_S)
@@ -167,9 +158,3 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
         if name not in there:
             raise NotFoundError(f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}")
     return {name: there[name] for name in names} if names else there
-
-
-def _tail(path: Path, lines: int, probes: bool) -> list[str]:
-    from skyctl.engines.logs import tail
-
-    return tail(path, lines, probes=probes)

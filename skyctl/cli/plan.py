@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyctl.cli.fleet_file import FileArgument
+from skyctl.cli.fleet_file import FileArgument, chosen_fleet, held_ports
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ def plan(
       skyctl plan fleets/production.yaml --json | jq '.data.servers[].argv'
     """
     from skyctl import output
-    from skyctl.cli.fleet_file import chosen_fleet, held_ports
     from skyctl.core.planning import plan_here
 
     ref = chosen_fleet(path, file, fleet)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl.cli.asking import ask
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
     from skyctl.errors import ExitCode
+    from skyctl.service import FleetService
     from skyctl.service.drift import Drift
 
 
@@ -46,6 +48,7 @@ def status(
     from skyctl.cli.fleet_view import drift_lines, status_view
     from skyctl.core.registry import find
     from skyctl.errors import UsageError
+    from skyctl.service.drift import find_drift
 
     ref = find(file, fleet)
     if watch:
@@ -53,20 +56,14 @@ def status(
             raise UsageError("--watch and --json do not go together")
         asyncio.run(_watch(ref, interval))
         return
-    found, drift = asyncio.run(_status(ref, exit_code))
+
+    async def look(running: FleetService) -> tuple[FleetStatus, list[Drift] | None]:
+        found = await running.status()
+        return found, await find_drift(ref, running, found) if exit_code else None
+
+    found, drift = ask(ref, look)
     data = {**found.to_json(), "drift": None if drift is None else [d.to_json() for d in drift]}
     output.emit(data, status_view(found), *drift_lines(drift or ()), exit_code=_code(found, drift))
-
-
-async def _status(
-    ref: FleetRef | RemoteRef, with_drift: bool
-) -> tuple[FleetStatus, list[Drift] | None]:
-    from skyctl.service import connect
-    from skyctl.service.drift import find_drift
-
-    async with connect(ref) as running:
-        found = await running.status()
-        return found, await find_drift(ref, running, found) if with_drift else None
 
 
 async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:

@@ -12,7 +12,9 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
+    from skyctl.core.service import TakenDown
     from skyctl.core.status import FleetStatus
+    from skyctl.store.paths import FleetPaths
 
 
 def up(
@@ -137,11 +139,6 @@ def _stay(ref: FleetRef) -> None:
         follow_logs(ref.paths, [], 0)
     except KeyboardInterrupt:
         _bring_down(ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s)
-
-
-if TYPE_CHECKING:
-    from skyctl.core.service import TakenDown
-    from skyctl.store.paths import FleetPaths
 
 
 def down(

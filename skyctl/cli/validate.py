@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.fleet_file import FileArgument
+from skyctl.cli.fleet_file import FileArgument, chosen_fleet, held_ports
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.units import count_of
 
@@ -40,7 +40,6 @@ def validate(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.cli.fleet_file import chosen_fleet
     from skyctl.errors import SkyctlError
 
     ref = chosen_fleet(path, file, fleet)
@@ -69,7 +68,6 @@ def validate(
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
     """Warnings, problems, and one phrase that says what the fleet is."""
     from skyctl import output
-    from skyctl.cli.fleet_file import held_ports
     from skyctl.core.check import check_plan, learn_arguments
     from skyctl.core.planning import plan_here, plan_offline
 
