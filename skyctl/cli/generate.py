@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -14,9 +14,8 @@ from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
     from skyctl.generate.prompts import GenerationRequest
-    from skyctl.generate.requests import GenerationClient, GenerationResult, RetryPolicy
+    from skyctl.generate.requests import GenerationClient, GenerationResult
 
 
 def generate(
@@ -93,7 +92,9 @@ def generate(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.generate.requests import RetryPolicy, failure
+    from skyctl.generate.requests import GenerationClient, RetryPolicy, failure
+    from skyctl.service import connect
+    from skyctl.service.endpoint import find_endpoint
 
     defaults: dict[str, Any] = {"max_tokens": max_tokens, "n": n}
     if model is not None:
@@ -107,27 +108,25 @@ def generate(
     requests = read_requests(prompt, input, defaults, chat)
     if input and output_file and output_file.resolve() == input.resolve():
         raise UsageError(f"{input} would be overwritten", hint="write to another --output")
-    streamed = prompt is not None and len(requests) == 1
-    run = _Run(requests, server, concurrency, timeout, streamed=streamed)
     began = time.perf_counter()
-    results = asyncio.run(
-        _generate(select(file, fleet), run, RetryPolicy(max_retries=retries), output_file)
-    )
+    ref = select(file, fleet)
+
+    async def run() -> list[GenerationResult]:
+        async with connect(ref) as running:
+            endpoint = await find_endpoint(running, server=server)
+        async with GenerationClient(endpoint, retry=RetryPolicy(max_retries=retries)) as client:
+            if prompt is not None and len(requests) == 1 and output_file is None:
+                one = await client.generate_one(requests[0], timeout_s=timeout, on_text=output.raw)
+                output.raw("\n")
+                return [one]
+            with _results_file(output_file) as sink:
+                return await _to_jsonl(client, requests, concurrency, timeout, sink)
+
+    results = asyncio.run(run())
     seconds = time.perf_counter() - began
     output.note(_summary(results, seconds))
     data = {"results": [result.to_json() for result in results], "seconds": round(seconds, 3)}
     output.emit(data, error=failure(results))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What one invocation asks for."""
-
-    requests: list[GenerationRequest]
-    server: str | None
-    concurrency: int
-    timeout_s: float | None
-    streamed: bool
 
 
 def read_requests(
@@ -164,36 +163,22 @@ def read_requests(
         raise UsageError(f"cannot read {path}: {error}") from error
 
 
-async def _generate(
-    ref: FleetRef, run: _Run, retry: RetryPolicy, output_file: Path | None
-) -> list[GenerationResult]:
-    from skyctl import output
+def _results_file(path: Path | None) -> AbstractContextManager[TextIO | None]:
+    """The file of --output, empty; None without one. Raises UsageError."""
     from skyctl.errors import UsageError
-    from skyctl.generate.requests import GenerationClient
-    from skyctl.service import connect
-    from skyctl.service.endpoint import find_endpoint
 
-    async with connect(ref) as fleet:
-        endpoint = await find_endpoint(fleet, server=run.server)
-    async with GenerationClient(endpoint, retry=retry) as client:
-        if run.streamed and output_file is None:
-            result = await client.generate_one(
-                run.requests[0], timeout_s=run.timeout_s, on_text=output.raw
-            )
-            output.raw("\n")
-            return [result]
-        if output_file is None:
-            return await _to_jsonl(client, run, None)
-        try:
-            sink = output_file.open("w", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"cannot write {output_file}: {error.strerror}") from error
-        with sink:
-            return await _to_jsonl(client, run, sink)
+    try:
+        return nullcontext() if path is None else path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 async def _to_jsonl(
-    client: GenerationClient, run: _Run, sink: TextIO | None
+    client: GenerationClient,
+    requests: list[GenerationRequest],
+    concurrency: int,
+    timeout_s: float | None,
+    sink: TextIO | None,
 ) -> list[GenerationResult]:
     """Write results in input order, each as soon as it and all before it are complete."""
     import json
@@ -202,7 +187,7 @@ async def _to_jsonl(
 
     done: list[GenerationResult] = []
     results: list[GenerationResult] = []
-    total, began = len(run.requests), time.perf_counter()
+    total, began = len(requests), time.perf_counter()
     with output.live(
         lambda: output.progress_line(
             len(done), total, _summary(done, time.perf_counter() - began, total)
@@ -210,10 +195,7 @@ async def _to_jsonl(
         transient=True,
     ):
         stream = client.generate_many(
-            run.requests,
-            concurrency=run.concurrency,
-            timeout_s=run.timeout_s,
-            on_done=done.append,
+            requests, concurrency=concurrency, timeout_s=timeout_s, on_done=done.append
         )
         async for result in stream:
             results.append(result)
