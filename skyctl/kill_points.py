@@ -118,12 +118,9 @@ _point, _left, _delay_s = _parsed(_asked)
 
 def reached(point: str) -> None:
     """End this process by SIGKILL if it is to die here."""
-    if _point and _point == point:
-        _count_down()
-
-
-def _count_down() -> None:
     global _left
+    if not _point or _point != point:
+        return
     _left -= 1
     if _left != 0 or not _is_ours():
         return

@@ -76,13 +76,13 @@ class SafeConsole(Console):
         raise
 
 
-def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
+def _console(*, stderr: bool) -> Console:
     # :name: and [name] in a log line or a path are plain text
     console = SafeConsole(
         stderr=stderr,
         highlight=False,
         soft_wrap=True,
-        no_color=no_color,
+        no_color=not mode.color or None,
         emoji=False,
         markup=False,
     )
@@ -94,9 +94,7 @@ def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
 def _as_configured() -> None:
     """Build the consoles, for the current stdout and stderr."""
     global out, err
-    no_color = not mode.color or None
-    out = _console(no_color=no_color)
-    err = _console(stderr=True, no_color=no_color)
+    out, err = _console(stderr=False), _console(stderr=True)
 
 
 out: Console
@@ -237,11 +235,6 @@ def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:
     for begin, end, style in styles:
         styled_line.stylize(style, begin, end)
     return styled_line
-
-
-def columns() -> int:
-    """The width of stdout."""
-    return out.width
 
 
 def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[str]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyctl.service.drift import Drift
 
 _HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
+ROUTED = {True: Text("yes", "green"), False: Text("no", "yellow"), None: None}
 _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -108,11 +109,10 @@ def _table(status: FleetStatus) -> RenderableType:
 
 
 def _replica_cells(replica: ReplicaStatus) -> list[object]:
-    routed = {True: Text("yes", "green"), False: Text("no", "yellow"), None: None}[replica.routed]
     return [
         replica.name,
         output.styled(replica.state),
-        routed,
+        ROUTED[replica.routed],
         replica.running,
         replica.waiting,
         None if replica.kv_usage is None else f"{replica.kv_usage:.0%}",

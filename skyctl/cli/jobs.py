@@ -98,7 +98,7 @@ def show(
         )
         output.write_picture(svg, picture)
     if timeline or svg is not None:
-        output.emit(data, timeline_view(drawn, columns=output.columns()), "", legend(drawn))
+        output.emit(data, timeline_view(drawn, columns=output.out.width), "", legend(drawn))
         return
     error = job_error(job)
     rows: list[list[Any]] = [

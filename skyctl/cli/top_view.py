@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from skyctl import output
-from skyctl.cli.fleet_view import headline, reason_lines
+from skyctl.cli.fleet_view import ROUTED, headline, reason_lines
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
         Column(">CPU", lambda r: _known(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
         Column(">MEMORY", lambda r: _known(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
         Column("WEIGHTS", lambda r: _shortened(r.weight_version or "base"), drop=6),
-        Column("ROUTED", lambda r: _yes_or_no(r.routed), drop=7),
+        Column("ROUTED", lambda r: ROUTED[r.routed], drop=7),
     ]
 
 
@@ -326,9 +326,3 @@ def _shortened(version: str) -> str:
     if len(version) <= _LONGEST_VERSION:
         return version
     return version[: _LONGEST_VERSION - 1] + "…"
-
-
-def _yes_or_no(value: bool | None) -> Text | None:
-    if value is None:
-        return None
-    return Text("yes", "green") if value else Text("no", "yellow")

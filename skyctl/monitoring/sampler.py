@@ -22,7 +22,6 @@ from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage, gpu_reader
-from skyctl.store.journal import Job
 from skyctl.store.state import Event
 
 if TYPE_CHECKING:
@@ -398,16 +397,19 @@ class Sampler:
     async def _gpu_usage(self, status: FleetStatus, at: float) -> dict[int, GpuUsage]:
         if any(replica.gpus for replica in status.replicas) and at - self._gpus_at >= GPUS_EVERY_S:
             self._gpus_at = at
-            self._gpus = await asyncio.to_thread(self._look_at_gpus)
+            if self._read_gpus is None:
+                self._read_gpus = await asyncio.to_thread(gpu_reader)
+            self._gpus = await asyncio.to_thread(self._read_gpus)
         return self._gpus
 
-    def _look_at_gpus(self) -> dict[int, GpuUsage]:
-        if self._read_gpus is None:
-            self._read_gpus = gpu_reader()
-        return self._read_gpus()
-
     async def _job(self, status: FleetStatus) -> JobSample | None:
-        job = await self._running_job(status)
+        job = None
+        if status.supervised is None:
+            # only the journal knows of a push into servers that we did not start
+            latest = (await self._fleet.jobs())[:1]
+            job = next((one for one in latest if not one.ended), None)
+        elif status.job:
+            job = await self._fleet.job(status.job)
         if job is None:
             return None
         return JobSample(
@@ -418,13 +420,6 @@ class Sampler:
             checkpoint=str(job.request.get("checkpoint", "")),
             running_s=max(0.0, time.time() - job.created_at),
         )
-
-    async def _running_job(self, status: FleetStatus) -> Job | None:
-        if status.supervised is not None:
-            return await self._fleet.job(status.job) if status.job else None
-        # only the journal knows of a push into servers that we did not start
-        latest = (await self._fleet.jobs())[:1]
-        return next((job for job in latest if not job.ended), None)
 
 
 def _tinker(tinker: FrontStatus | None, trees: Mapping[int, TreeUsage]) -> TinkerSample | None:
