@@ -34,11 +34,10 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.admission import refresh_all
-from skyctl.supervisor.front import Front
+from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
-from skyctl.supervisor.tinker import TinkerChild
 
 ASK_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may span this many

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 from skyctl.core.plan import FrontSpec
 from skyctl.errors import SkyctlError
-from skyctl.fleetfile.schema import FleetConfig
-from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from skyctl.launch.base import ChildProcess
-from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState
-from skyctl.supervisor.kept import KeptRunning
+from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
 READY_TIMEOUT_S = 60.0
@@ -26,20 +23,14 @@ CALL_TIMEOUT_S = 10.0
 ASK_INTERVAL_S = 5.0
 
 
-@dataclass(frozen=True)
-class FrontContext:
-    """What a front is given of its fleet. `desired()` is what it serves, URLs by name: it does not
-    start while that is empty. `role(name)` is that of a server. `changed()` is called on each
-    change of its own state.
+@dataclass(kw_only=True)
+class FrontContext(Context):
+    """`desired()` is what a front serves, URLs by name: it does not start while that is empty.
+    `role(name)` is that of a server.
     """
 
-    state: FleetState
-    paths: FleetPaths
-    client: ControlClient
-    config: FleetConfig
     desired: Callable[[], Mapping[str, str]]
-    role: Callable[[str], str] = lambda name: ""
-    changed: Callable[[], None] = lambda: None
+    role: Callable[[str], str]
 
 
 class Front(KeptRunning):
@@ -49,16 +40,11 @@ class Front(KeptRunning):
     failed. Call `wake()` whenever `desired()` may have changed.
     """
 
+    _context: FrontContext
+
     def __init__(self, spec: FrontSpec, context: FrontContext) -> None:
-        super().__init__(
-            self.role,
-            state=context.state,
-            paths=context.paths,
-            changed=context.changed,
-            clock=time.monotonic,
-        )
+        super().__init__(self.role, context)
         self.spec = spec
-        self._config = context.config
         self._desired = context.desired
         self._woken = asyncio.Event()
         self._heard = False  # it has answered since this was last cleared
@@ -86,10 +72,6 @@ class Front(KeptRunning):
     def running_spec(self) -> FrontSpec:
         return self.spec
 
-    @property
-    def config(self) -> FleetConfig:
-        return self._config
-
     def wake(self) -> None:
         """Look at `desired()` again."""
         self._woken.set()
@@ -108,12 +90,12 @@ class Front(KeptRunning):
         return await self._until_silent(started)
 
     async def _until_ready(self, process: ChildProcess) -> str:
-        deadline = self._clock() + READY_TIMEOUT_S
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while not process.exited.is_set():
             with contextlib.suppress(SkyctlError):
                 await self._first_answer()
                 return ""
-            if self._clock() > deadline:
+            if time.monotonic() > deadline:
                 return f"not ready after {format_seconds(READY_TIMEOUT_S)}"
             await asyncio.sleep(0.2)
         return self._death(process)
@@ -130,7 +112,7 @@ class Front(KeptRunning):
                 except SkyctlError as error:
                     self._note(error.message)
                 unheard = 0 if self._heard else unheard + 1
-                if unheard >= self._config.health.failures:
+                if unheard >= self.config.health.failures:
                     return f"does not answer: {self.reason}"
                 woken = asyncio.create_task(self._woken.wait())
                 await asyncio.wait(
@@ -141,11 +123,21 @@ class Front(KeptRunning):
             exited.cancel()
         return self._death(process)
 
-    def _death(self, process: ChildProcess) -> str:
-        why = self._last_words()
-        return process.exit_text() + (f": {why}" if why else "")
-
     def _note(self, reason: str) -> None:
         if reason != self.reason:
             self.reason = reason
-            self._changed()
+            self._context.changed()
+
+
+class TinkerChild(Front):
+    """The Tinker API's process (`skyctl/tinker/`), with the training process below it."""
+
+    role = "tinker"
+
+    async def _first_answer(self) -> None:
+        target = ServerTarget(self.name, self.spec.url)
+        await self._context.client.call(target, "GET", "/api/v1/healthz", timeout_s=CALL_TIMEOUT_S)
+
+    async def _tend(self) -> None:
+        await self._first_answer()
+        self._heard = True

@@ -9,12 +9,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from skyctl.core.plan import FrontSpec, ServerSpec
 from skyctl.engines.logs import why_it_died
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ChildProcess, Host
@@ -38,6 +39,19 @@ def _logged(name: str) -> Iterator[None]:
         _LOG.exception("%s: not put on record", name)
 
 
+@dataclass(kw_only=True)
+class Context:
+    """What all that a fleet keeps running is given of it. `config` has the policies in force;
+    `changed` is called after every change of state.
+    """
+
+    state: FleetState
+    paths: FleetPaths
+    client: ControlClient
+    config: FleetConfig
+    changed: Callable[[], None]
+
+
 class KeptRunning(ABC):
     """Restarted when it dies, as the restart policy allows. Its attributes are read-only to others.
 
@@ -47,28 +61,18 @@ class KeptRunning(ABC):
 
     role: Role
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        state: FleetState,
-        paths: FleetPaths,
-        changed: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, name: str, context: Context) -> None:
         self.name = name
+        self._context = context
         self.phase = "stopped"
         self.reason = ""
         self.process: ChildProcess | None = None
         self.started_at: float | None = None  # epoch seconds
         # restarts under an earlier supervisor count as well
-        self.restarts, self.restart_reason = remembered(state, name, clock())  # on the clock
+        known = remembered(context.state, name, time.monotonic())
+        self.restarts, self.restart_reason = known  # on the monotonic clock
         self.settled = asyncio.Event()
         self.adopted = False  # its process was started by an earlier supervisor
-        self._store = state
-        self._paths = paths
-        self._changed = changed
-        self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._ending: ChildProcess | None = None  # being stopped
         self._log_from = 0  # where its process begins to write; unknown of one that was adopted
@@ -80,9 +84,9 @@ class KeptRunning(ABC):
         """The spec its next process is started with."""
 
     @property
-    @abstractmethod
     def config(self) -> FleetConfig:
         """The policies in force."""
+        return self._context.config
 
     @abstractmethod
     async def _one_life(self, adopted: ChildProcess | None) -> str:
@@ -144,7 +148,7 @@ class KeptRunning(ABC):
         self.restarts.clear()
         self.restart_reason = ""
         with contextlib.suppress(SkyctlError):
-            forget(self._store, self.name)
+            forget(self._context.state, self.name)
         self._to("stopped")
 
     async def _run(self, adopted: ChildProcess | None) -> None:
@@ -163,7 +167,7 @@ class KeptRunning(ABC):
             if not self._worth_restarting():
                 await self._give_up("failed", reason)
                 return
-            now, policy = self._clock(), self.config.restart
+            now, policy = time.monotonic(), self.config.restart
             decision = decide(policy, self.restarts, now)
             if not decision.restart:
                 given_up = "dead" if policy.policy == "never" else "failed"
@@ -172,7 +176,7 @@ class KeptRunning(ABC):
             self.restarts.append(now)
             self.restart_reason = reason
             with contextlib.suppress(SkyctlError):  # a counter for display is not worth a server
-                remember(self._store, self.name, reason)
+                remember(self._context.state, self.name, reason)
             wait = format_seconds(decision.wait_s)
             # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")
@@ -211,12 +215,12 @@ class KeptRunning(ABC):
             gpus=spec.gpus if isinstance(spec, ServerSpec) else (),
             started_at=time.time(),
         )
-        self._store.save_process(intent)
+        self._context.state.save_process(intent)
         self._event("starting")
         reached(f"{self.role}.intended")
         self._before_spawn()
-        env = {**self.host.environment(self._paths), **env}
-        log = self._paths.log(self.name)
+        env = {**self.host.environment(self._context.paths), **env}
+        log = self._context.paths.log(self.name)
         self._log_from = log.stat().st_size if log.exists() else 0
         process = self.host.spawn(argv, env, log, intent.token)
         reached(f"{self.role}.spawned")
@@ -227,23 +231,28 @@ class KeptRunning(ABC):
 
     def _adopt(self, process: ChildProcess) -> ChildProcess:
         """Take over the record of a process that an earlier supervisor started."""
-        found = self._store.process(self.name)
+        found = self._context.state.process(self.name)
         assert found is not None  # adopted processes come from the state file
         self._record = found
         self.started_at = found.started_at
         self._event(f"adopted (pid {process.pid})")
         return process
 
-    def _last_words(self) -> str:
-        """The error that its process wrote, or ""."""
-        return why_it_died(self._paths.log(self.name), self._log_from)
+    def _death(self, process: ChildProcess) -> str:
+        """How its process ended, and the error that it wrote."""
+        why = why_it_died(self._context.paths.log(self.name), self._log_from)
+        return f"{process.exit_text()}{self._lifetime()}" + (f": {why}" if why else "")
+
+    def _lifetime(self) -> str:
+        """What is added to that."""
+        return ""
 
     def _event(self, message: str) -> None:
         """Add one line of history. A failed write says nothing about the process: it neither ends a
         live one nor keeps a dead one.
         """
         with _logged(self.name):
-            self._store.add_event(self.name, message)
+            self._context.state.add_event(self.name, message)
 
     def _save(self, record: ProcessRow) -> None:
         """Record what is known of its process; a failed write is repeated with the next change or
@@ -255,7 +264,7 @@ class KeptRunning(ABC):
     def _save_again(self) -> None:
         if self._unsaved:
             with _logged(self.name):
-                self._store.save_process(self._record)
+                self._context.state.save_process(self._record)
                 self._unsaved = False
 
     async def _end_process(self) -> None:
@@ -271,7 +280,7 @@ class KeptRunning(ABC):
             self._ending = None
             reached(f"{self.role}.stopped")
             with _logged(self.name):
-                self._store.mark_stale(self.name)
+                self._context.state.mark_stale(self.name)
         self.started_at = None
         self._after_end()
 
@@ -290,4 +299,4 @@ class KeptRunning(ABC):
         self.phase, self.reason = phase, reason
         if phase in SETTLED:
             self.settled.set()
-        self._changed()
+        self._context.changed()

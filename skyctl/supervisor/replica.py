@@ -30,19 +30,16 @@ from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
-from skyctl.engines.logs import tail
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
-from skyctl.fleetfile.schema import FleetConfig
-from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch.base import ChildProcess
 from skyctl.store.adapters import record_server, served
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import trust
-from skyctl.store.paths import FleetPaths, create_private_file
+from skyctl.store.paths import create_private_file
 from skyctl.store.state import FleetState, ServerRow
-from skyctl.supervisor.kept import KeptRunning
+from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
 READY_POLL_S = 0.5
@@ -50,41 +47,28 @@ _ADOPTED_TIMEOUT_S = 10.0
 _SETTLE_TIMEOUT_S = 5.0
 
 
-@dataclass
-class ReplicaContext:
-    """What all replicas of a fleet share.
-
-    `admit` brings a new server to the fleet's weights, `admitted` says whether it has them, with no
-    push under way that it would miss; `pushing` says whether a push is under way; `gate` is held
-    from spawn to ready; `changed` is called after every change of state.
+@dataclass(kw_only=True)
+class ReplicaContext(Context):
+    """`admit` brings a new server to the fleet's weights, `admitted` says whether it has them, with
+    no push under way that it would miss; `pushing` says whether a push is under way; `gate` is held
+    from spawn to ready.
     """
 
-    state: FleetState
-    paths: FleetPaths
-    client: ControlClient
-    config: FleetConfig
     credentials: Credentials
     admit: Callable[[Replica], Awaitable[None]]
     admitted: Callable[[Replica], bool]
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
-    changed: Callable[[], None]
-    pushing: Callable[[], bool] = lambda: False
-    clock: Callable[[], float] = time.monotonic
+    pushing: Callable[[], bool]
 
 
 class Replica(KeptRunning):
     """Keeps one server running until `stop()`. Its attributes are read-only to others."""
 
     role = "server"
+    _context: ReplicaContext
 
     def __init__(self, spec: ServerSpec, context: ReplicaContext) -> None:
-        super().__init__(
-            spec.name,
-            state=context.state,
-            paths=context.paths,
-            changed=context.changed,
-            clock=context.clock,
-        )
+        super().__init__(spec.name, context)
         self.planned = spec
         self._placed: ServerSpec | None = None  # set if its node was chosen at its spawn
         self.observed_paused: bool | None = None
@@ -92,7 +76,6 @@ class Replica(KeptRunning):
         self.update_state = ""  # its state in a push job that is under way
         self.rehearsing = False  # its engine is busy with our questions
         self.state_since = time.time()  # epoch seconds
-        self._context = context
         self.resume_when_up = False  # it may be paused, but should run
         self.intent_changed = False  # since it was last applied to the process
         self.reached_by_push = ""  # a failed push that reached it while it was starting
@@ -110,10 +93,6 @@ class Replica(KeptRunning):
     def spec(self) -> ServerSpec:
         """The planned spec, at the place where it runs."""
         return self._placed or self.planned
-
-    @property
-    def config(self) -> FleetConfig:
-        return self._context.config
 
     @property
     def target(self) -> ServerTarget:
@@ -239,9 +218,6 @@ class Replica(KeptRunning):
         if self.state != self._shown:
             self._shown, self.state_since = self.state, time.time()
 
-    def log_tail(self, lines: int = 20) -> list[str]:
-        return tail(self._context.paths.log(self.name), lines)
-
     # --- the life of a server ------------------------------------------------------------------
 
     def _worth_restarting(self) -> bool:
@@ -312,7 +288,7 @@ class Replica(KeptRunning):
 
     async def _until_ready(self, process: ChildProcess) -> str:
         """Wait until the server is ready; returns "", or why it never was."""
-        policy, began = self._context.config.health, self._context.clock()
+        policy, began = self.config.health, time.monotonic()
         patience_s = policy.startup_timeout_s
         if self.adopted and self.started_at is not None:
             # a server that has been up for long and does not answer is stuck, not starting
@@ -327,7 +303,7 @@ class Replica(KeptRunning):
             if paused is not None:
                 self.observed_paused = paused
                 return ""
-            waited_s = self._context.clock() - began
+            waited_s = time.monotonic() - began
             # vLLM closes its port when its engine has died, and may then not exit
             closed = self._record.phase == "ready" and not ours
             if closed and waited_s > _ADOPTED_TIMEOUT_S and not await process.lost():
@@ -368,7 +344,7 @@ class Replica(KeptRunning):
 
     async def _watch(self, process: ChildProcess) -> str:
         """Probe until the server dies or stops answering; returns why."""
-        policy = self._context.config.health
+        policy = self.config.health
         failures = FailureCount(policy)
         while not await _wait(process.exited, policy.interval_s):
             self._record_descendants(process)
@@ -413,10 +389,8 @@ class Replica(KeptRunning):
             self.reason = reason
             self._context.changed()
 
-    def _death(self, process: ChildProcess) -> str:
-        lived = format_seconds(max(0.0, time.time() - (self.started_at or time.time())))
-        why = self._last_words()
-        return f"{process.exit_text()} after {lived}" + (f": {why}" if why else "")
+    def _lifetime(self) -> str:
+        return f" after {format_seconds(max(0.0, time.time() - (self.started_at or time.time())))}"
 
     def _record_descendants(self, process: ChildProcess) -> None:
         if process.record_descendants():

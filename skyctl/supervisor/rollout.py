@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from skyctl import engines
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec
@@ -17,11 +16,10 @@ from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
 from skyctl.supervisor.fleet import RunningFleet
-from skyctl.supervisor.front import Front, FrontContext
+from skyctl.supervisor.front import Front, FrontContext, TinkerChild
 from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import RouterChild
-from skyctl.supervisor.tinker import TinkerChild
 from skyctl.supervisor.wire import spec_hash
 
 _DRAIN_POLL_S = 0.25
@@ -182,23 +180,27 @@ def start_tinker(running: RunningFleet, plan: FleetPlan) -> None:
 
 def new_router(running: RunningFleet, spec: RouterSpec) -> RouterChild:
     """The fleet's router, not started yet."""
-    context = _front_context(running, running.desired)
-    running.router = RouterChild(spec, replace(context, changed=running.wake_tinker))
+    context = _front_context(running, running.desired, running.wake_tinker)
+    running.router = RouterChild(spec, context)
     return running.router
 
 
 def new_tinker(running: RunningFleet, spec: FrontSpec) -> TinkerChild:
     """The fleet's Tinker API, not started yet."""
-    running.tinker = TinkerChild(spec, _front_context(running, running.routed))
+    context = _front_context(running, running.routed, lambda: None)
+    running.tinker = TinkerChild(spec, context)
     return running.tinker
 
 
-def _front_context(running: RunningFleet, desired: Callable[[], Mapping[str, str]]) -> FrontContext:
+def _front_context(
+    running: RunningFleet, desired: Callable[[], Mapping[str, str]], changed: Callable[[], None]
+) -> FrontContext:
     return FrontContext(
         state=running.state,
         paths=running.paths,
         client=running.client,
         config=running.require_plan().config,
+        changed=changed,
         desired=desired,
         role=lambda name: running.replicas[name].spec.role,
     )

@@ -32,7 +32,6 @@ class RouterChild(Front):
         self._routing = engines.routing(self.config.engine)
         self._client = self._routing.client(context.client, spec.url, CALL_TIMEOUT_S)
         self._syncing = asyncio.Lock()
-        self._role = context.role
         self._renewing: asyncio.Task[None] | None = None
         if self.config.pairs:
             self._desired = lambda: self._whole(context.desired())
@@ -102,7 +101,7 @@ class RouterChild(Front):
         await super().stop()
 
     def _whole(self, desired: Mapping[str, str]) -> Mapping[str, str]:
-        roles = {self._role(name) for name in desired}
+        roles = {self._context.role(name) for name in desired}
         return desired if len(roles) == len(get_args(ServerRole)) else {}
 
     async def _tend(self) -> None:
@@ -116,7 +115,7 @@ class RouterChild(Front):
     def _command(self) -> tuple[str, ...]:
         urls: dict[str, list[str]] = {}
         for name, url in sorted(self._desired().items()):
-            urls.setdefault(self._role(name), []).append(url)
+            urls.setdefault(self._context.role(name), []).append(url)
         return (*self.spec.argv, *self._routing.workers(urls))
 
     def _after_end(self) -> None:
@@ -125,4 +124,4 @@ class RouterChild(Front):
     def _set_workers(self, workers: frozenset[str]) -> None:
         if workers != self.workers:
             self.workers = workers
-            self._changed()
+            self._context.changed()
