@@ -41,14 +41,14 @@ def _logged(name: str) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Context:
-    """What all that a fleet keeps running is given of it. `config` has the policies in force;
+    """What all that a fleet keeps running is given of it. `config()` has the policies in force;
     `changed` is called after every change of state.
     """
 
     state: FleetState
     paths: FleetPaths
     client: ControlClient
-    config: FleetConfig
+    config: Callable[[], FleetConfig]
     changed: Callable[[], None]
 
 
@@ -86,7 +86,7 @@ class KeptRunning(ABC):
     @property
     def config(self) -> FleetConfig:
         """The policies in force."""
-        return self._context.config
+        return self._context.config()
 
     @abstractmethod
     async def _one_life(self, adopted: ChildProcess | None) -> str:

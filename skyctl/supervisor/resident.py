@@ -394,7 +394,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 state=self.state,
                 paths=self.paths,
                 client=self.client,
-                config=plan.config,
+                config=lambda: self.require_plan().config,
                 credentials=ensure_credentials(self.paths),
                 admit=self._admit,
                 admitted=self._admitted,
@@ -402,7 +402,6 @@ class Supervisor(RunningFleet, SupervisorService):
                 changed=self.changed,
                 pushing=lambda: not self.pushes.over.is_set(),
             )
-        self._context.config = plan.config
         self.state.retention = Retention(**plan.config.history.model_dump())
         self.on_plan(plan)
         # before anything is spawned: another `up` plans with the same ports

@@ -199,7 +199,7 @@ def _front_context(
         state=running.state,
         paths=running.paths,
         client=running.client,
-        config=running.require_plan().config,
+        config=lambda: running.require_plan().config,
         changed=changed,
         desired=desired,
         role=lambda name: running.replicas[name].spec.role,

@@ -33,7 +33,8 @@ class RouterChild(Front):
         self._client = self._routing.client(context.client, spec.url, CALL_TIMEOUT_S)
         self._syncing = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
-        if self.config.pairs:
+        self._pairs = self.config.pairs  # of its plan: another one has another router
+        if self._pairs:
             self._desired = lambda: self._whole(context.desired())
 
     async def sync(self) -> None:
@@ -71,7 +72,7 @@ class RouterChild(Front):
             self._heard = True  # adding a dead server takes long; that is not its fault
             for url in sorted(actual - wanted):
                 await self._client.remove_worker(url)
-            if self.config.pairs and wanted - actual:
+            if self._pairs and wanted - actual:
                 return True
             for url in sorted(wanted - actual):
                 await self._client.add_worker(url)

@@ -188,6 +188,18 @@ async def test_a_changed_plan_touches_only_what_differs(tmp_path: Path) -> None:
         assert routed(supervisor) == {"a", "b", "d"}
 
 
+async def test_changed_policies_apply_to_what_runs_on(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        server, router = stub_server("a"), stub_router()
+        await bring_up(supervisor, fleet_plan([server], router))
+        never = fleet_plan([server], router, restart={"policy": "never"})
+        assert supervisor.change_to(never).operation == 0
+        for kept in (supervisor.replicas["a"], supervisor.router):
+            assert kept is not None and kept.process is not None
+            os.kill(kept.process.pid, signal.SIGKILL)
+            await eventually(lambda kept=kept: kept.phase == "dead")
+
+
 async def test_a_killed_replica_is_started_again_and_routed_again(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
