@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from skyctl.adapters import change
 from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
@@ -20,19 +20,18 @@ from skyctl.supervisor.fleet import RunningFleet
 if TYPE_CHECKING:
     from skyctl.supervisor.replica import Replica
 
+Asked = TypeVar("Asked", LoadAdapter, UnloadAdapter)
 
-async def load(running: RunningFleet, asked: LoadAdapter) -> AdapterChange:
-    """Serve an adapter on every server; see `change.load`."""
+
+async def change_all(
+    running: RunningFleet,
+    asked: Asked,
+    verb: Callable[[AdapterFleet, Asked], Awaitable[AdapterChange]],
+) -> AdapterChange:
+    """`change.load` or `change.unload` on every server, in a turn."""
     fleet = _fleet(running, running.require_plan())
     with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await change.load(fleet, asked)
-
-
-async def unload(running: RunningFleet, asked: UnloadAdapter) -> AdapterChange:
-    """Stop serving an adapter; see `change.unload`."""
-    fleet = _fleet(running, running.require_plan())
-    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await change.unload(fleet, asked)
+        return await verb(fleet, asked)
 
 
 async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:

@@ -77,7 +77,8 @@ def make_app(
         except SkyctlError as error:
             shown = {**error.to_json(), "details": error.details}
             content = json.dumps({"error": shown}).encode()
-            status = _STATUS.get(type(error), 404 if isinstance(error, NotFoundError) else 409)
+            status = 404 if isinstance(error, NotFoundError) else 409
+            status = 401 if isinstance(error, Stranger) else status
         return Response(content, status, headers, media_type="application/json")
 
     def failed(_: Request, __: Exception) -> Response:
@@ -92,9 +93,6 @@ def make_app(
 
 class Stranger(SkyctlError):
     """A caller without the token."""
-
-
-_STATUS: dict[type[SkyctlError], int] = {Stranger: 401}
 
 
 def _refuse_strangers(request: Request, token: str) -> None:

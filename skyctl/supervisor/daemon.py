@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -39,9 +38,6 @@ from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.rollout import host_of
-
-if TYPE_CHECKING:
-    from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0

@@ -5,10 +5,11 @@ routed to; and the status of it all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from skyctl import engines
 from skyctl.core.health import FROZEN, routable
@@ -25,7 +26,7 @@ from skyctl.core.status import (
     RouterStatus,
     assess,
 )
-from skyctl.engines.base import ServerMetrics
+from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.http.client import ControlClient
@@ -38,6 +39,8 @@ from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
+
+T = TypeVar("T")
 
 ASK_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may span this many
@@ -76,6 +79,12 @@ class RunningFleet(RecordedFleet):
         if self.plan is None:
             raise down_error(self.paths.name)
         return self.plan
+
+    @property
+    def under_way(self) -> Operation | None:
+        """The operation that has not ended."""
+        operation = self.operation
+        return operation if operation is not None and operation.ended_at is None else None
 
     def named(self, names: Sequence[str]) -> list[Replica]:
         """Replicas by name, all if empty. Raises NotFoundError for an unknown one."""
@@ -160,15 +169,23 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
     metrics, versions, failed = await asyncio.gather(
-        asyncio.gather(*(_load(running, replica) for replica in replicas)),
-        asyncio.gather(*(_version(running, r, ask=r in looked_at) for r in replicas)),
+        _answers(running, up, lambda server: server.metrics()),
+        _answers(running, looked_at, lambda server: server.weight_version()),
         refresh_all(looked_at, running.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(running, replica, found, version, failed.get(replica.name, ""))
-        for replica, found, version in zip(replicas, metrics, versions, strict=True)
+        _replica_row(running, one, metrics.get(one.name), versions.get(one.name), failed)
+        for one in replicas
     )
-    router, tinker = _router_row(running), _tinker_row(running)
+    router = tinker = None
+    if running.router is not None:
+        router = RouterStatus(
+            **_front_row(running.router),
+            metrics_port=running.router.spec.metrics_port,
+            workers=len(running.router.workers),
+        )
+    if running.tinker is not None:
+        tinker = FrontStatus(**_front_row(running.tinker))
     rollout = _rollout(running)
     health, reasons = assess(rows, router, tinker, rolling=rollout is not None)
     if (lost := running.state.unrecorded) is not None:
@@ -204,26 +221,19 @@ def _rollout(running: RunningFleet) -> str | None:
     return f"{job.id}: {done} of {len(running.replicas)} servers updated"
 
 
-async def _load(running: RunningFleet, replica: Replica) -> ServerMetrics | None:
-    if replica.phase != "up":
-        return None
-    try:
-        return await engines.server(
-            running.client, replica.target, timeout_s=ASK_TIMEOUT_S
-        ).metrics()
-    except SkyctlError:
-        return None
+async def _answers(
+    running: RunningFleet, asked: Sequence[Replica], question: Callable[[Server], Awaitable[T]]
+) -> dict[str, T]:
+    """What these servers answer, by name; those that do not are left out."""
 
+    async def ask(replica: Replica) -> None:
+        server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+        with contextlib.suppress(SkyctlError):
+            found[replica.name] = await question(server)
 
-async def _version(running: RunningFleet, replica: Replica, *, ask: bool) -> str | None:
-    """The label that a server carries, None if it reports none or is not to be asked."""
-    if not ask:
-        return None
-    server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
-    try:
-        return await server.weight_version()
-    except SkyctlError:
-        return None
+    found: dict[str, T] = {}
+    await asyncio.gather(*map(ask, asked))
+    return found
 
 
 def _replica_row(
@@ -231,12 +241,13 @@ def _replica_row(
     replica: Replica,
     metrics: ServerMetrics | None,
     version: str | None,
-    failed: str,
+    failures: Mapping[str, str],
 ) -> ReplicaStatus:
     router = running.router
     starting = replica.phase in ("waiting", "starting")
     lines = tail(running.paths.log(replica.name), _LOG_LINES) if starting else []
     state, reason = replica.state, replica.row.quarantine or replica.reason
+    failed = failures.get(replica.name)
     if failed and state in INTENDED_STATES:
         state, reason = "unreachable", failed  # the probes have not counted enough failures yet
     if replica.phase == "waiting":
@@ -264,22 +275,6 @@ def _replica_row(
         restart_reason=replica.restart_reason,
         log_line=latest_message(lines),
     )
-
-
-def _router_row(running: RunningFleet) -> RouterStatus | None:
-    router = running.router
-    if router is None:
-        return None
-    return RouterStatus(
-        **_front_row(router),
-        metrics_port=router.spec.metrics_port,
-        workers=len(router.workers),
-    )
-
-
-def _tinker_row(running: RunningFleet) -> FrontStatus | None:
-    tinker = running.tinker
-    return None if tinker is None else FrontStatus(**_front_row(tinker))
 
 
 def _front_row(front: Front) -> dict[str, Any]:

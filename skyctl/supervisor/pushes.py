@@ -69,7 +69,7 @@ class Pushes:
         refuse_held(self._running.state, trainer.process if trainer else None)
         self.trainer = trainer
         try:
-            return self._open(request, self._running.require_plan(), up, turn, heals=True)
+            return self._open(request, up, turn, heals=True)
         except BaseException:
             self.trainer = None
             raise
@@ -122,7 +122,7 @@ class Pushes:
         doubts = in_doubt(running.state)
         up = [r for r in running.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
-        job = self._open(request, running.require_plan(), up, Turn(None))
+        job = self._open(request, up, Turn(None), heals=False)
         await self.over.wait()
         return running.state.journal.job(job.id)
 
@@ -144,15 +144,7 @@ class Pushes:
         await self.warming.stop()
         await self._senders.close()
 
-    def _open(
-        self,
-        request: PushRequest,
-        plan: FleetPlan,
-        up: Sequence[Replica],
-        turn: Turn,
-        *,
-        heals: bool = False,
-    ) -> Job:
+    def _open(self, request: PushRequest, up: Sequence[Replica], turn: Turn, *, heals: bool) -> Job:
         running = self._running
         journal = running.state.journal
         job = jobs.open_push(journal, turn, request)
@@ -165,7 +157,7 @@ class Pushes:
                 replica.hold()
         running.push_job = job
         self.over.clear()
-        work = self._run(job, request, plan, up, turn, heals)
+        work = self._run(job, request, running.require_plan(), up, turn, heals)
         self._task = asyncio.create_task(work, name=job.id)
         return job
 
@@ -344,10 +336,10 @@ class Warming:
 
     def _due(self) -> list[Replica]:
         running = self._running
-        plan, operation = running.plan, running.operation
-        if plan is None or not plan.config.warms or running.draining or running.push_job:
+        plan = running.plan
+        if plan is None or not plan.config.warms or running.draining:
             return []
-        if operation is not None and operation.ended_at is None:
+        if running.push_job or running.under_way:
             return []
         replicas = [r for r in running.replicas.values() if r.phase not in _RUNS_NO_MORE]
         if {replica.instance for replica in replicas} <= self._rehearsed:

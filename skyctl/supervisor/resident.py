@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyctl.adapters import change
 from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
@@ -178,9 +179,8 @@ class Supervisor(RunningFleet, SupervisorService):
             ConflictError: something else is being done.
         """
         self.require_plan()
-        busy = self.operation is not None and self.operation.ended_at is None
-        if busy and self.operation is not None and self.operation.kind in ("recover", "adopt"):
-            return self.operation.id
+        if (operation := self.under_way) and operation.kind in ("recover", "adopt"):
+            return operation.id
         self._refuse_while_busy()
         return self._begin("recover", "", healing.heal_in_turn(self, self.pushes))
 
@@ -189,8 +189,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
         False: there is nothing to do, or something else is being done.
         """
-        idle = self.operation is None or self.operation.ended_at is not None
-        if not idle or self.push_job or self.draining or not in_doubt(self.state):
+        if self.under_way or self.push_job or self.draining or not in_doubt(self.state):
             return False
         turn.rename(f"recovery after {job.id}")
         self._begin("recover", f"after {job.id}", healing.heal(self, self.pushes))
@@ -325,10 +324,10 @@ class Supervisor(RunningFleet, SupervisorService):
                 replica.observe(paused=isinstance(asked_for, Pause))
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        return await adapters.load(self, asked)
+        return await adapters.change_all(self, asked, change.load)
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        return await adapters.unload(self, asked)
+        return await adapters.change_all(self, asked, change.unload)
 
     async def start_push(self, asked: PushRequest) -> str:
         """Push into every server that is up."""
@@ -475,8 +474,8 @@ class Supervisor(RunningFleet, SupervisorService):
         """Whether what lives is still being adopted or repaired, or servers are being asked how a
         push that has ended left them.
         """
-        operation = self.operation
-        if operation is None or operation.ended_at is not None:
+        operation = self.under_way
+        if operation is None:
             job = self.push_job
             return job is not None and self.state.journal.job(job.id).ended
         return operation.kind == "recover" or (operation.kind == "adopt" and not self.taken_over)
@@ -489,8 +488,7 @@ class Supervisor(RunningFleet, SupervisorService):
             self._refuse_operation()
 
     def _refuse_operation(self) -> None:
-        operation = self.operation
-        if operation is not None and operation.ended_at is None:
+        if operation := self.under_way:
             what = f"{operation.kind} {operation.detail}".strip()
             raise ConflictError(
                 f"fleet {self.paths.name} is busy: {what}",
