@@ -32,29 +32,15 @@ from skyctl.sanitize import sanitized
 
 ENVELOPE_VERSION = 1
 
-STATE_STYLES = {
-    "ok": "green",
-    "ready": "green",
-    "routed": "green",
-    "succeeded": "green",
-    "starting": "yellow",
-    "loading": "yellow",
-    "restarting": "yellow",
-    "running": "cyan",
-    "updating": "cyan",
-    "paused": "blue",
-    "asleep": "blue",
-    "skipped": "bright_black",
-    "rolled-back": "yellow",
-    "stopped": "bright_black",
-    "degraded": "red",
-    "failed": "red",
-    "timeout": "red",
-    "unreachable": "red",
-    "dead": "red",
-    "quarantined": "red",
+_STATES = {
+    "green": "ok ready routed succeeded",
+    "yellow": "starting loading restarting rolled-back",
+    "cyan": "running updating",
+    "blue": "paused asleep",
+    "bright_black": "skipped stopped",
+    "red": "degraded failed timeout unreachable dead quarantined",
 }
-
+STATE_STYLES = {state: style for style, states in _STATES.items() for state in states.split()}
 
 # a table in a file or a pipe is not cut to a terminal's width
 WIDTH_WITHOUT_TERMINAL = 200

@@ -43,14 +43,8 @@ class Verb(NamedTuple):
     panel: str
 
 
-FLEET, FREEZE, WEIGHTS, TRAFFIC, SETUP, CHECKS = (
-    "Fleet",
-    "Freeze and thaw",
-    "Weights",
-    "Traffic",
-    "Fleet file",
-    "Checks and help",
-)
+FLEET, FREEZE, WEIGHTS = "Fleet", "Freeze and thaw", "Weights"
+TRAFFIC, SETUP, CHECKS = "Traffic", "Fleet file", "Checks and help"
 
 VERBS = [
     Verb("init", "init", "init", SETUP),

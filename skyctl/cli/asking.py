@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -96,3 +96,15 @@ async def follow(
             if lines:
                 output.err.print(log_tail(name, lines, telling_line(lines)))
     raise error
+
+
+def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:
+    """Run a coroutine that follows a job; Ctrl-C leaves the job running and says how to go on."""
+    try:
+        return asyncio.run(body)
+    except KeyboardInterrupt:
+        from skyctl import output
+
+        if hint := job_hint():
+            output.warn(hint)
+        raise

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from skyctl.cli.asking import ask
-
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
 
@@ -47,6 +45,7 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
+    from skyctl.cli.asking import ask
     from skyctl.core.placement import expand_replicas
     from skyctl.errors import SkyctlError
 
@@ -73,6 +72,8 @@ def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Ids of the chosen fleet's latest jobs."""
+    from skyctl.cli.asking import ask
+
     found = ask(_chosen(ctx), lambda fleet: fleet.jobs())
     return [job.id for job in found if job.id.startswith(incomplete)]
 
@@ -80,6 +81,8 @@ def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Weight versions that were pushed to the chosen fleet."""
+    from skyctl.cli.asking import ask
+
     pushes = ask(_chosen(ctx), lambda fleet: fleet.weights()).pushes
     found = [push.version for push in pushes if push.version]
     return [version for version in found if version.startswith(incomplete)]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+
+from skyctl import output
+from skyctl.output import LiveView
+from skyctl.service.ended import job_error
+from skyctl.units import count_of, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-    from rich.console import RenderableType
-
-    from skyctl.output import LiveView
     from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
-
-T = TypeVar("T")
 
 _REPORTED = ("quarantined", "failed")
 
@@ -27,16 +26,11 @@ class JobView:
         self._done = self._total = 0
 
     def render(self) -> RenderableType:
-        from skyctl import output
-        from skyctl.units import format_bytes
-
         size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
         return output.progress_line(self._done, self._total or 1, f"{self._stage}  {size}".rstrip())
 
     def hear(self, event: JobEvent, live: LiveView) -> None:
         """Take in one event of the job, and draw it where `live` does."""
-        from skyctl import output
-
         data = event.data
         if event.kind == "stage":
             self._stage = data["stage"]
@@ -53,8 +47,6 @@ class JobView:
 
 async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | None) -> Job:
     """Show a job until it ends."""
-    from skyctl import output
-
     view = JobView()
     with output.live(view.render, transient=True) as live:
         return await running.wait_job(job_id, lambda event: view.hear(event, live), timeout_s)
@@ -62,17 +54,11 @@ async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | N
 
 def emit_job(job: Job) -> None:
     """Print how a job ended, and end the process with its exit code."""
-    from skyctl import output
-    from skyctl.service.ended import job_error
-
     output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
 
 
 def job_views(job: Job) -> list[RenderableType]:
     """A summary line and a table of servers of an ended job; only the table when it failed."""
-    from skyctl import output
-    from skyctl.units import count_of, format_bytes, format_rate, format_seconds
-
     details = job.result or (job.error or {}).get("details") or {}
     views: list[Any] = []
     if job.result and job.result.get("plan"):
@@ -113,8 +99,6 @@ def job_views(job: Job) -> list[RenderableType]:
 
 def _compared(result: dict[str, Any]) -> str:
     """How much of the checkpoint was looked for in the servers."""
-    from skyctl.units import format_bytes
-
     compared = result.get("compared")
     if compared is None and all(server["weights_digest"] for server in result["servers"]):
         return "verified: the servers' checksums agree; their weights cannot be read otherwise"
@@ -129,8 +113,6 @@ def _compared(result: dict[str, Any]) -> str:
 
 def canary_view(rows: list[dict[str, Any]]) -> RenderableType:
     """What each server answered to each prompt."""
-    from skyctl import output
-
     return output.table(
         ["SERVER", "CANARY", "RESULT", "ANSWER", ""],
         [
@@ -148,9 +130,6 @@ def canary_view(rows: list[dict[str, Any]]) -> RenderableType:
 
 def plan_views(plan: dict[str, Any]) -> list[RenderableType]:
     """What a dry run found."""
-    from skyctl import output
-    from skyctl.units import format_bytes
-
     rows = [
         ["checkpoint", plan["checkpoint"]],
         ["size", f"{format_bytes(plan['total_bytes'])}, {plan['tensors']} tensors"],
@@ -188,9 +167,6 @@ def plan_views(plan: dict[str, Any]) -> list[RenderableType]:
 
 def _forecast_views(plan: dict[str, Any]) -> list[RenderableType]:
     """What each way of staging would take."""
-    from skyctl import output
-    from skyctl.units import format_bytes, format_seconds
-
     if not plan["forecasts"]:
         return []
     rows = [
@@ -206,15 +182,3 @@ def _forecast_views(plan: dict[str, Any]) -> list[RenderableType]:
     ]
     columns = ["STAGE", ">SLOTS", ">SENDER GPU", ">WORKER GPU", ">HOST MEMORY", "FREEZE"]
     return [output.table(columns, rows), *plan["assumptions"], ""]
-
-
-def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:
-    """Run a coroutine that follows a job; Ctrl-C leaves the job running and says how to go on."""
-    try:
-        return asyncio.run(body)
-    except KeyboardInterrupt:
-        from skyctl import output
-
-        if hint := job_hint():
-            output.warn(hint)
-        raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.asking import ask_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 from skyctl.units import format_ago
 
@@ -134,7 +134,7 @@ def wait(
     \b
     skyctl jobs wait push-3 --timeout 600
     """
-    from skyctl.cli.job_view import emit_job, follow_job, run_following
+    from skyctl.cli.job_view import emit_job, follow_job
     from skyctl.core.registry import find
     from skyctl.service import connect
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
+from skyctl.cli.asking import run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption
 
 if TYPE_CHECKING:
@@ -194,7 +195,6 @@ def sync_weights(
     """
     # what a push is asked for comes first; what shows it is imported while it runs
     from skyctl.checkpoints.checkpoint import absolute
-    from skyctl.cli.job_view import emit_job, follow_job, run_following
     from skyctl.core.registry import FleetRef, find
     from skyctl.errors import UsageError
     from skyctl.push.request import PushRequest, usual_mode
@@ -253,6 +253,8 @@ def sync_weights(
             started.append(await running.start_push(asked))
             if detach:
                 return None
+            from skyctl.cli.job_view import follow_job
+
             return await follow_job(running, started[0], timeout_s=timeout)
 
     def on_interrupt() -> str:
@@ -262,6 +264,7 @@ def sync_weights(
 
     job = run_following(run(), on_interrupt)
     from skyctl import output
+    from skyctl.cli.job_view import emit_job
 
     if job is None:
         output.emit({"job": started[0]}, f"{started[0]} (follow it: skyctl jobs wait {started[0]})")

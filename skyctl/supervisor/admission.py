@@ -10,13 +10,7 @@ from skyctl.core.expectations import arguments_of, informed
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
-from skyctl.errors import (
-    DeadlineExceeded,
-    ServerError,
-    SkyctlError,
-    StateUnwritable,
-    WeightsGone,
-)
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust

@@ -50,13 +50,7 @@ from skyctl.core.service import (
 )
 from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, Operation, ended_by_others
 from skyctl.core.urls import FleetUrls, access
-from skyctl.errors import (
-    ConflictError,
-    DeadlineExceeded,
-    FleetDownError,
-    ServerError,
-    SkyctlError,
-)
+from skyctl.errors import ConflictError, DeadlineExceeded, FleetDownError, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
