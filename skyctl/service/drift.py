@@ -122,15 +122,15 @@ def from_routing(status: FleetStatus) -> list[Drift]:
 def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
     """What `skyctl up` would do, from the hashes recorded at each spawn."""
     from skyctl.core.planning import planned
-    from skyctl.supervisor.reconcile import Running, compare
+    from skyctl.supervisor.reconcile import compare
 
     given_up = {r.name for r in status.replicas if r.state in ("failed", "dead", "stopped")}
     running = {
-        row.name: Running(row.spec_hash, row.name in given_up)
+        row.name: None if row.name in given_up else row.spec_hash
         for row in found.rows
         if row.role == "server"
     }
-    fronts = {row.role: Running(row.spec_hash) for row in found.rows if row.role != "server"}
+    fronts = {row.role: row.spec_hash for row in found.rows if row.role != "server"}
     # `up --no-router` was deliberate, not drift
     plan = planned(ref.config, ref.base_dir, found.ports, router="router" in fronts)
     return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

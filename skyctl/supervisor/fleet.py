@@ -36,7 +36,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.front import Front, TinkerChild
-from skyctl.supervisor.reconcile import Changes, Running, compare
+from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 
@@ -99,10 +99,8 @@ class RunningFleet(RecordedFleet):
 
     def changes(self, plan: FleetPlan) -> Changes:
         """What a plan would change."""
-        running = {
-            r.name: Running(r.running_hash, r.phase in _GIVEN_UP) for r in self.replicas.values()
-        }
-        return compare(plan, running, _running(self.router), _running(self.tinker))
+        running = {name: _runs(replica) for name, replica in self.replicas.items()}
+        return compare(plan, running, _runs(self.router), _runs(self.tinker))
 
     def new_replica(self, spec: ServerSpec) -> Replica:
         """A replica of this fleet, not started yet."""
@@ -155,8 +153,9 @@ class RunningFleet(RecordedFleet):
         self.wake_tinker()
 
 
-def _running(front: Front | None) -> Running | None:
-    return Running(front.running_hash, front.phase in _GIVEN_UP) if front else None
+def _runs(one: Replica | Front | None) -> str | None:
+    """The hash of what runs; None if nothing does."""
+    return None if one is None or one.phase in _GIVEN_UP else one.running_hash
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyctl.core.plan import FleetPlan, FrontSpec
+from skyctl.core.plan import FleetPlan
 from skyctl.supervisor.wire import spec_hash
-
-
-@dataclass(frozen=True)
-class Running:
-    """One process as it is: its spec's hash, and whether it was given up or stopped."""
-
-    spec_hash: str
-    given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,43 +23,33 @@ class Changes:
         return bool(self.start or self.restart or self.stop or self.router or self.tinker)
 
     def __str__(self) -> str:
-        parts = [
-            f"{verb} {', '.join(names)}"
-            for verb, names in (
-                ("start", self.start),
-                ("restart", self.restart),
-                ("stop", self.stop),
-            )
-            if names
-        ]
+        by_verb = {"start": self.start, "restart": self.restart, "stop": self.stop}
+        parts = [f"{verb} {', '.join(names)}" for verb, names in by_verb.items() if names]
         fronts = [name for name in ("router", "tinker") if getattr(self, name)]
         return "; ".join(parts) or ", ".join(fronts) or "nothing to do"
 
 
 def compare(
     plan: FleetPlan,
-    running: Mapping[str, Running],
-    router: Running | None,
-    tinker: Running | None = None,
+    running: Mapping[str, str | None],
+    router: str | None,
+    tinker: str | None = None,
 ) -> Changes:
-    """What to do so that `running` becomes `plan`."""
+    """What to do so that what runs becomes `plan`. A process is given by its spec's hash; None: it
+    was given up or stopped, or (a front) there is none.
+    """
     wanted = {spec.name: spec_hash(spec) for spec in plan.servers}
     start, restart = [], []
     for name, digest in wanted.items():
         found = running.get(name)
-        if found is None or found.given_up:
+        if found is None:
             start.append(name)
-        elif found.spec_hash != digest:
+        elif found != digest:
             restart.append(name)
     return Changes(
         start=tuple(start),
         restart=tuple(restart),
         stop=tuple(name for name in running if name not in wanted),
-        router=_differs(plan.router, router),
-        tinker=_differs(plan.tinker, tinker),
+        router=router != (spec_hash(plan.router) if plan.router else None),
+        tinker=tinker != (spec_hash(plan.tinker) if plan.tinker else None),
     )
-
-
-def _differs(wanted: FrontSpec | None, found: Running | None) -> bool:
-    runs = found.spec_hash if found is not None and not found.given_up else None
-    return runs != (wanted and spec_hash(wanted))

@@ -15,7 +15,7 @@ from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
 from skyctl.supervisor import wire
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
-from skyctl.supervisor.reconcile import Running, compare
+from skyctl.supervisor.reconcile import compare
 from skyctl.supervisor.restarts import decide
 from skyctl.supervisor.wire import adapter, spec_hash
 from tests.unit.supervisor.fleets import fleet_plan, stub_router, stub_server
@@ -72,23 +72,19 @@ def test_a_plan_is_compared_replica_by_replica() -> None:
     plan = fleet_plan([stub_server("a"), stub_server("b"), stub_server("c")], stub_router())
     a, b, c = (spec_hash(spec) for spec in plan.servers)
     assert plan.router is not None
-    router = Running(spec_hash(plan.router))
-    running = {
-        "a": Running(a),
-        "b": Running("differs"),
-        "c": Running(c, given_up=True),
-        "gone": Running("x"),
-    }
+    router = spec_hash(plan.router)
+    given_up = None
+    running = {"a": a, "b": "differs", "c": given_up, "gone": "x"}
     changes = compare(plan, running, router)
     assert (changes.start, changes.restart, changes.stop) == (("c",), ("b",), ("gone",))
     assert not changes.router
-    same = {"a": Running(a), "b": Running(b), "c": Running(c)}
+    same = {"a": a, "b": b, "c": c}
     assert not compare(plan, same, router)
     assert compare(plan, same, None).router
     api = FrontSpec(("api",), {}, "127.0.0.1", 8790)
-    with_api, runs = replace(plan, tinker=api), Running(spec_hash(api))
+    with_api, runs = replace(plan, tinker=api), spec_hash(api)
     assert not compare(with_api, same, router, runs)
-    for found in (None, Running("differs"), Running(spec_hash(api), given_up=True)):
+    for found in (None, "differs", given_up):
         assert str(compare(with_api, same, router, found)) == "tinker"
     assert compare(plan, same, router, runs).tinker
 
