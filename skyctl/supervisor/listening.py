@@ -89,23 +89,24 @@ class Listening:
     async def become(self, plan: FleetPlan) -> None:
         """Begin, end or change listening. A failure is reported in the fleet's status."""
         section = plan.config.supervisor
+        found = entrance(section, plan.base_dir, self._supervisor.paths)
         async with self._turn:
-            if self._as == (section, self._contents(section, plan.base_dir)):
+            if self._as == (section, _contents(found)):
                 return
             await self.close()
             self._as, self._supervisor.not_listening = None, ""
-            if section.listen is None:
+            if found is None:
                 self._as = (section, ())
                 return
             try:
-                await self._open(section, plan.base_dir)
+                await self._open(section, found)
             except (SkyctlError, OSError, ssl.SSLError, ValueError) as error:
                 why = error.message if isinstance(error, SkyctlError) else str(error)
                 problem = f"the supervisor does not listen at {section.listen}: {why}"
                 self._supervisor.not_listening = problem
                 self._supervisor.state.add_event("fleet", problem)
                 return
-            self._as = (section, self._contents(section, plan.base_dir))
+            self._as = (section, _contents(found))
             self._supervisor.state.add_event("fleet", f"listens at {section.listen}")
 
     async def close(self) -> None:
@@ -115,17 +116,7 @@ class Listening:
             await self._serving
             self._server = self._serving = None
 
-    def _contents(self, section: SupervisorSection, base_dir: Path) -> tuple[bytes, ...]:
-        """The contents of its files: a token or certificate that was replaced must no longer be
-        accepted.
-        """
-        found = entrance(section, base_dir, self._supervisor.paths)
-        files = () if found is None else (found.token_file, found.cert, found.key)
-        return tuple(_digest(path) for path in files if path is not None)
-
-    async def _open(self, section: SupervisorSection, base_dir: Path) -> None:
-        found = entrance(section, base_dir, self._supervisor.paths)
-        assert found is not None  # there is an address
+    async def _open(self, section: SupervisorSection, found: Entrance) -> None:
         if section.token_file is None:
             ensure_secret(found.token_file)
         token = read_secret(found.token_file)
@@ -156,6 +147,12 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _contents(found: Entrance | None) -> tuple[bytes, ...]:
+    """Of its files: a token or certificate that was replaced must no longer be accepted."""
+    files = () if found is None else (found.token_file, found.cert, found.key)
+    return tuple(_digest(path) for path in files if path is not None)
 
 
 def _digest(path: Path) -> bytes:
