@@ -164,8 +164,14 @@ def down(
       skyctl down
       skyctl down --fleet tiny --drain-timeout 0
     """
-    if fleet is not None and "://" in fleet:
-        _bring_down_there(fleet, drain_timeout)
+    from skyctl import output
+    from skyctl.cli.asking import ask_fleet
+    from skyctl.core.service import Down
+
+    if fleet is not None and "://" in fleet:  # on another machine
+        done = ask_fleet(None, fleet, lambda running: running.down(Down(drain_timeout)))
+        said = f"fleet {fleet} is down: stopped {', '.join(done.stopped) or 'nothing'}"
+        output.emit({"name": fleet, "stopped": list(done.stopped)}, said)
         return
     paths, drain_timeout_s, stop_timeout_s = _chosen(file, fleet)
     if drain_timeout is not None:
@@ -189,17 +195,6 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
     return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s
 
 
-def _bring_down_there(url: str, drain_timeout_s: float | None) -> None:
-    """Take down a fleet on another machine."""
-    from skyctl import output
-    from skyctl.cli.asking import ask_fleet
-    from skyctl.core.service import Down
-
-    done = ask_fleet(None, url, lambda running: running.down(Down(drain_timeout_s)))
-    said = f"fleet {url} is down: stopped {', '.join(done.stopped) or 'nothing'}"
-    output.emit({"name": url, "stopped": list(done.stopped)}, said)
-
-
 def _bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
     """Take the fleet down and print what was stopped."""
     from skyctl import output
@@ -211,9 +206,6 @@ def _bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float
             paths, drain_timeout_s=drain_timeout_s, stop_timeout_s=stop_timeout_s
         )
 
-    done = asyncio.run(work())
-    if done.stopped:
-        said = f"fleet {paths.name} is down: stopped {', '.join(done.stopped)}"
-    else:
-        said = f"fleet {paths.name} is down: nothing was running"
-    output.emit({"name": paths.name, "stopped": list(done.stopped)}, said)
+    stopped = list(asyncio.run(work()).stopped)
+    said = f"stopped {', '.join(stopped)}" if stopped else "nothing was running"
+    output.emit({"name": paths.name, "stopped": stopped}, f"fleet {paths.name} is down: {said}")

@@ -301,6 +301,7 @@ class Sampler:
             asyncio.to_thread(self._trees.usage, pids),
             self._gpu_usage(status, at),
         )
+        tinker = status.tinker
         interval_s = None if self._last is None else at - self._last
         self._last = at
         return FleetSample(
@@ -310,7 +311,7 @@ class Sampler:
             status=status,
             replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
             router=self._router(status.router, router_metrics, trees, at),
-            tinker=_tinker(status.tinker, trees),
+            tinker=TinkerSample(tinker.state, **_usage(tinker, trees)) if tinker else None,
             job=await self._job(status),
             events=tuple(await self._fleet.events(EventQuery(EVENTS))),
         )
@@ -322,9 +323,9 @@ class Sampler:
         gpus: Mapping[int, GpuUsage],
         at: float,
     ) -> ReplicaSample:
-        name, tree = replica.name, trees.get(replica.pid or 0)
+        name = replica.name
         if replica.node is not None:  # its pid and its GPUs are on another machine
-            tree, gpus = None, {}
+            trees, gpus = {}, {}
         recent = self._rates.ratio(
             name, replica.prefix_cache_hits, replica.prefix_cache_queries, at
         )
@@ -344,8 +345,7 @@ class Sampler:
             generation_tokens_per_s=self._rates.per_second(
                 f"{name} generation", replica.generation_tokens, at
             ),
-            cpu_percent=tree.cpu_percent if tree else None,
-            rss_bytes=tree.rss_bytes if tree else replica.rss_bytes,
+            **_usage(replica, trees),
             gpus=tuple(gpus[index] for index in replica.gpus if index in gpus),
             weight_version=replica.weight_version,
             restarts=replica.restarts,
@@ -368,7 +368,6 @@ class Sampler:
     ) -> RouterSample | None:
         if router is None:
             return None
-        tree = trees.get(router.pid or 0)
         requests = metrics.requests if metrics else None
         errors = metrics.errors if metrics else None
         return RouterSample(
@@ -379,8 +378,7 @@ class Sampler:
             retries=metrics.retries if metrics else None,
             requests_per_s=self._rates.per_second("router requests", requests, at),
             errors_per_s=self._rates.per_second("router errors", errors, at),
-            cpu_percent=tree.cpu_percent if tree else None,
-            rss_bytes=tree.rss_bytes if tree else router.rss_bytes,
+            **_usage(router, trees),
         )
 
     async def _router_metrics(self, router: RouterStatus | None) -> RouterMetrics | None:
@@ -422,12 +420,8 @@ class Sampler:
         )
 
 
-def _tinker(tinker: FrontStatus | None, trees: Mapping[int, TreeUsage]) -> TinkerSample | None:
-    if tinker is None:
-        return None
-    tree = trees.get(tinker.pid or 0)
-    return TinkerSample(
-        state=tinker.state,
-        cpu_percent=tree.cpu_percent if tree else None,
-        rss_bytes=tree.rss_bytes if tree else tinker.rss_bytes,
-    )
+def _usage(one: ReplicaStatus | FrontStatus, trees: Mapping[int, TreeUsage]) -> dict[str, Any]:
+    """`cpu_percent` and `rss_bytes` of its process tree, as far as they are known."""
+    if tree := trees.get(one.pid or 0):
+        return {"cpu_percent": tree.cpu_percent, "rss_bytes": tree.rss_bytes}
+    return {"cpu_percent": None, "rss_bytes": one.rss_bytes}
