@@ -35,7 +35,7 @@ _OF_TRAINING = (
 )  # of an API with a worker, four seconds of a processor: for them another process
 _MODULES = (
     *("asyncio", "httpx", "sqlite3", "rich.console", "rich.live", "rich.table", "yaml"),
-    *("skyctl.cli.app", "skyctl.cli.pause", "skyctl.cli.sync_weights", "skyctl.cli.up"),
+    *("skyctl.cli.app", "skyctl.cli.freeze", "skyctl.cli.sync_weights", "skyctl.cli.up"),
     *("skyctl.cli.status", "skyctl.cli.fleet_view", "skyctl.cli.job_view", "skyctl.cli.weights"),
     *("skyctl.fleetfile.load", "skyctl.output", "skyctl.service.attached"),
     *("skyctl.service.bring_up", "skyctl.service.bring_down", "skyctl.service.supervised"),

@@ -81,7 +81,7 @@ class FleetCli:
         For what must happen within the second or two that loading takes on a busy machine.
         """
         waiting = (
-            "import sys; import skyctl.cli.app, skyctl.cli.pause, skyctl.service.supervised; "
+            "import sys; import skyctl.cli.app, skyctl.cli.freeze, skyctl.service.supervised; "
             "import skyctl.supervisor.client, skyctl.fleetfile.load, skyctl.output; "
             "print('loaded', file=sys.stderr, flush=True); sys.stdin.readline(); "
             f"sys.argv = ['skyctl', *{list(arguments)!r}]; "

@@ -1,4 +1,4 @@
-"""`skyctl restart`: new processes for replicas, one at a time."""
+"""`skyctl restart` and `skyctl scale`: new processes for replicas, and more or fewer of them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,41 @@ def restart(
     async def run(running: FleetService) -> FleetStatus:
         operation = await running.restart(Restart(chosen))
         return await follow(running, operation, f"restarting {', '.join(chosen) or ref.name}")
+
+    done = ask(ref, run)
+    output.emit(done.to_json(), status_view(done))
+
+
+def scale(
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of replicas.")],
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run N replicas. New ones take the fleet's weights before they are routed.
+
+    To shrink, the last ones leave the router, finish their requests and stop. The next `skyctl up`
+    goes back to the number in the fleet file.
+
+    \b
+    Examples:
+      skyctl scale 3
+      skyctl scale 1 --fleet tiny
+    """
+    from skyctl import output
+    from skyctl.cli.asking import ask, follow
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.core.registry import find
+    from skyctl.core.service import Scale
+
+    ref = find(file, fleet)
+
+    async def run(running: FleetService) -> FleetStatus:
+        operation = await running.scale(Scale(replicas))
+        if operation == 0:
+            output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
+            return await running.status()
+        return await follow(running, operation, f"scaling {ref.name} to {replicas}")
 
     done = ask(ref, run)
     output.emit(done.to_json(), status_view(done))
