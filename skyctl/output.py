@@ -347,13 +347,9 @@ def live(render: Callable[[], RenderableType], *, transient: bool = False) -> It
         yield LiveView(rich_live)
 
 
-@contextmanager
-def fullscreen(render: Callable[[], RenderableType]) -> Iterator[LiveView]:
-    """Take over the terminal's whole screen while the block runs; draws at each `.refresh()`."""
-    with Live(
-        get_renderable=render, console=out, screen=True, auto_refresh=False, transient=True
-    ) as rich_live:
-        yield LiveView(rich_live)
+def fullscreen(render: Callable[[], RenderableType]) -> Live:
+    """Takes over the terminal's whole screen while its block runs; draws at each `.refresh()`."""
+    return Live(get_renderable=render, console=out, screen=True, auto_refresh=False, transient=True)
 
 
 def can_fill_screen() -> bool:

@@ -7,7 +7,7 @@ too short to see is a thin line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from skyctl import output
@@ -25,6 +25,7 @@ _NAMES_AND_TIMES = 34
 _THIN = "▏"
 _HALVES = {(True, True): "█", (True, False): "▌", (False, True): "▐"}
 _WIDTH = 20
+_ROUND_NUMBERS = [float(f"{digit}e{power}") for power in range(-3, 7) for digit in (1, 2, 5)]
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 # sign and colour of a server's states: they are distinct without colours, too
@@ -115,7 +116,7 @@ def _axis(drawn: Timeline, width: int) -> Text:
     """Marks at round times, each starting at the cell of its time."""
     per_second, name, _ = _unit(drawn)
     whole = drawn.seconds * per_second
-    step = next((s for s in _round_numbers() if s * _MOST_MARKS >= whole), whole)
+    step = next((s for s in _ROUND_NUMBERS if s * _MOST_MARKS >= whole), whole)
     line, mark = "0", step
     while step and mark < whole:
         label = f"{mark:g} {name}"
@@ -125,12 +126,6 @@ def _axis(drawn: Timeline, width: int) -> Text:
         line = line.ljust(at) + label
         mark += step
     return output.text(line, [(0, width, "bright_black")])
-
-
-def _round_numbers() -> Iterator[float]:
-    for exponent in range(-3, 7):
-        for digit in (1, 2, 5):
-            yield float(f"{digit}e{exponent}")
 
 
 def history_plot(pushes: Sequence[PushRecord]) -> RenderableType:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
     from skyctl.generate.prompts import GenerationRequest
@@ -69,10 +69,9 @@ def generate(
     ] = 8,
     timeout: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0.001,
-            help="Deadline of one request, retries included (default: none; frozen ones wait).",
+        seconds(
+            "Deadline of one request, retries included (default: none; frozen ones wait).",
+            least=0.001,
         ),
     ] = None,
     json: JsonOption = False,
@@ -96,15 +95,9 @@ def generate(
     from skyctl.service import connect
     from skyctl.service.endpoint import find_endpoint
 
-    defaults: dict[str, Any] = {"max_tokens": max_tokens, "n": n}
-    if model is not None:
-        defaults["model"] = model
-    if temperature is not None:
-        defaults["temperature"] = temperature
-    if ignore_eos:
-        defaults["ignore_eos"] = True
-    if session_id is not None:
-        defaults["session_id"] = session_id
+    given = {"max_tokens": max_tokens, "n": n, "model": model, "temperature": temperature}
+    given |= {"ignore_eos": ignore_eos or None, "session_id": session_id}
+    defaults = {key: value for key, value in given.items() if value is not None}
     requests = read_requests(prompt, input, defaults, chat)
     if input and output_file and output_file.resolve() == input.resolve():
         raise UsageError(f"{input} would be overwritten", hint="write to another --output")

@@ -8,7 +8,7 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.asking import ask_fleet, chosen, run_following
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption, seconds
 from skyctl.units import format_ago
 
 if TYPE_CHECKING:
@@ -124,9 +124,7 @@ def wait(
     job_id: JobArgument,
     file: FileOption = None,
     fleet: FleetOption = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this long.")
-    ] = None,
+    timeout: Annotated[float | None, seconds("Stop waiting after this long.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Follow a job until it ends; ends with the job's own exit code. Ctrl-C leaves it running.

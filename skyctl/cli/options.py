@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,14 +49,16 @@ ServerOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope on stdout, also on failure.")
 ]
+
+
+def seconds(help: str, *, least: float = 0) -> Any:
+    """An option that takes a time."""
+    return typer.Option(min=least, metavar="SECONDS", help=help)
+
+
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(
-        "--timeout",
-        min=0,
-        metavar="SECONDS",
-        help="Deadline of each server's call (default: the fleet file's control_timeout_s).",
-    ),
+    seconds("Deadline of each server's call (default: the fleet file's control_timeout_s)."),
 ]
 
 

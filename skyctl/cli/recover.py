@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,10 +37,7 @@ def recover(
         bool, typer.Option("--dry-run", help="Only report what is wrong and what would be done.")
     ] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Stop waiting after this long; it goes on."),
-    ] = 900.0,
+    timeout: Annotated[float, seconds("Stop waiting after this long; it goes on.")] = 900.0,
     as_json: JsonOption = False,
 ) -> None:
     """Examine every server and the journal, report what is wrong, and repair it.

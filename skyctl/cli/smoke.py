@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -40,9 +40,7 @@ def smoke(
     reuse: Annotated[
         bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
     ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, without down.")
-    ] = 900.0,
+    timeout: Annotated[float, seconds("For all steps together, without down.", least=1)] = 900.0,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
     summary: Annotated[
         Path | None,

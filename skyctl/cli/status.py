@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli.asking import ask
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -22,9 +22,7 @@ def status(
     file: FileOption = None,
     fleet: FleetOption = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.")] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Between redraws with --watch.")
-    ] = 2.0,
+    interval: Annotated[float, seconds("Between redraws with --watch.", least=0.2)] = 2.0,
     exit_code: Annotated[
         bool,
         typer.Option(

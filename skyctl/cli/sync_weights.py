@@ -10,7 +10,7 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.asking import run_following
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption, seconds
 
 if TYPE_CHECKING:
     from skyctl.push.request import PushRequest
@@ -162,10 +162,7 @@ def sync_weights(
         bool, typer.Option("--detach", help="Return at once with the job's id.")
     ] = False,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Stop waiting after this long; the job goes on."
-        ),
+        float | None, seconds("Stop waiting after this long; the job goes on.")
     ] = None,
     json: JsonOption = False,
 ) -> None:

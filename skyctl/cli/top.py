@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.errors import SkyctlError
 
 if TYPE_CHECKING:
@@ -33,9 +33,7 @@ _NAMES = {"\x1b": "escape", "\r": "enter", "\n": "enter", "\x03": "ctrl-c"}
 def top(
     file: FileOption = None,
     fleet: FleetOption = None,
-    interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Between two samples.")
-    ] = 1.0,
+    interval: Annotated[float, seconds("Between two samples.", least=0.2)] = 1.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print one sample (over one interval) and exit.")
     ] = False,

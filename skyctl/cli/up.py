@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
@@ -26,11 +26,7 @@ def up(
     ] = False,
     wait_timeout: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Wait this long for the fleet to be ready (it keeps starting after that).",
-        ),
+        seconds("Wait this long for the fleet to be ready (it keeps starting after that)."),
     ] = None,
     no_router: Annotated[bool, typer.Option("--no-router", help="Start no router.")] = False,
     rollback: Annotated[
@@ -146,11 +142,7 @@ def down(
     fleet: FleetOption = None,
     drain_timeout: Annotated[
         float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Wait this long for running requests (default: the fleet file's drain_timeout_s).",
-        ),
+        seconds("Wait this long for running requests (default: the fleet file's drain_timeout_s)."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption, seconds
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def wait(
     file: FileOption = None,
     fleet: FleetOption = None,
     server: ServerOption = None,
-    timeout: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Give up after this long.")
-    ] = 300.0,
+    timeout: Annotated[float, seconds("Give up after this long.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
     """Wait until every replica is ready, paused, awake, or at a weight version.
