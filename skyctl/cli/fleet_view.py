@@ -45,24 +45,25 @@ def restart_lines(status: FleetStatus) -> list[Text]:
 
 def reason_lines(status: FleetStatus) -> list[Text]:
     """What is wrong with the fleet, a line each, and what to type about it."""
-    lines = []
-    for reason in status.reasons:
-        line = Text.assemble(("! ", "yellow"), reason.message)
-        if reason.hint:
-            line.append(f"  → {reason.hint}", style="dim")
-        lines.append(line)
-    return lines
+    return [
+        _advised(Text.assemble(("! ", "yellow"), reason.message), reason.hint)
+        for reason in status.reasons
+    ]
 
 
 def drift_lines(drift: Iterable[Drift]) -> list[Text]:
     """Differences from the fleet file and from the intended state, a line each."""
-    lines = []
-    for one in drift:
-        line = Text.assemble(("± ", "yellow"), (one.subject, "bold"), f" {one.message}")
-        if one.hint:
-            line.append(f"  → {one.hint}", style="dim")
-        lines.append(line)
+    lines = [
+        _advised(
+            Text.assemble(("± ", "yellow"), (one.subject, "bold"), f" {one.message}"), one.hint
+        )
+        for one in drift
+    ]
     return [Text(), *lines] if lines else []
+
+
+def _advised(line: Text, hint: str) -> Text:
+    return line.append(f"  → {hint}", style="dim") if hint else line
 
 
 def headline(status: FleetStatus) -> Text:

@@ -96,8 +96,7 @@ def urls(
             return
     if chosen is None:
         output.emit(data, Text(_lines(found)))
-        for line in _access_notes(found):
-            output.note(line)
+        _note_keys(found)
         return
     text = FORMATS[chosen.value](found)
     if warning := refused_rollouts(refused):
@@ -134,15 +133,16 @@ def _key(ref: FleetRef) -> str:
     return key
 
 
-def _access_notes(found: FleetUrls) -> list[str]:
-    """Where the keys are. On stderr, so that the URLs can be piped."""
-    access, lines = found.access, []
+def _note_keys(found: FleetUrls) -> None:
+    """Say where the keys are. On stderr, so that the URLs can be piped."""
+    from skyctl import output
+
+    access = found.access
     if where := access.api_key_file or (access.api_key_env and f"${access.api_key_env}"):
-        lines.append(f"requests need the API key in {where}")
+        output.note(f"requests need the API key in {where}")
     token = access.control_token_env
     if where := access.control_token_file or (token and f"${token}"):
-        lines.append(f"control routes need the token in {where}")
-    return lines
+        output.note(f"control routes need the token in {where}")
 
 
 def _lines(found: FleetUrls) -> str:

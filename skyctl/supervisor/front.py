@@ -43,7 +43,7 @@ class Front(KeptRunning):
     _context: FrontContext
 
     def __init__(self, spec: FrontSpec, context: FrontContext) -> None:
-        super().__init__(self.role, context)
+        super().__init__(self.role, spec, context)
         self.spec = spec
         self._desired = context.desired
         self._woken = asyncio.Event()
@@ -67,10 +67,6 @@ class Front(KeptRunning):
     def state(self) -> str:
         """One word for `status`."""
         return self.phase
-
-    @property
-    def running_spec(self) -> FrontSpec:
-        return self.spec
 
     def wake(self) -> None:
         """Look at `desired()` again."""

@@ -61,9 +61,11 @@ class KeptRunning(ABC):
 
     role: Role
 
-    def __init__(self, name: str, context: Context) -> None:
+    def __init__(self, name: str, spec: ServerSpec | FrontSpec, context: Context) -> None:
         self.name = name
+        self.planned = spec  # its next process is started with it
         self._context = context
+        self._worth_restarting = True  # False: it is given up, whatever the policy says
         self.phase = "stopped"
         self.reason = ""
         self.process: ChildProcess | None = None
@@ -79,11 +81,6 @@ class KeptRunning(ABC):
         self._unsaved = False  # what is known of its process is not on record
 
     @property
-    @abstractmethod
-    def running_spec(self) -> ServerSpec | FrontSpec:
-        """The spec its next process is started with."""
-
-    @property
     def config(self) -> FleetConfig:
         """The policies in force."""
         return self._context.config()
@@ -95,14 +92,10 @@ class KeptRunning(ABC):
     @property
     def host(self) -> Host:
         """Where its process runs."""
-        host, spec = HOSTS[self.config.launcher], self.running_spec
+        host, spec = HOSTS[self.config.launcher], self.planned
         if isinstance(spec, ServerSpec) and spec.node is not None and host.on is not None:
             return host.on(spec.node, spec.followers)
         return host
-
-    def _worth_restarting(self) -> bool:
-        """False: it is given up, whatever the policy says."""
-        return True
 
     def _before_spawn(self) -> None:  # noqa: B027 - optional hook
         """Called when its intent is on disk and its process does not exist yet."""
@@ -113,7 +106,7 @@ class KeptRunning(ABC):
     @property
     def running_hash(self) -> str:
         """Hash of the spec that its process was started with; an adopted one's may differ."""
-        return self._record.spec_hash if self.process else spec_hash(self.running_spec)
+        return self._record.spec_hash if self.process else spec_hash(self.planned)
 
     def start(self, adopted: ChildProcess | None = None) -> None:
         """Keep it running from now on, beginning with an adopted process if there is one."""
@@ -164,7 +157,7 @@ class KeptRunning(ABC):
                 reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
             adopted = None
             self._event(reason)
-            if not self._worth_restarting():
+            if not self._worth_restarting:
                 await self._give_up("failed", reason)
                 return
             now, policy = time.monotonic(), self.config.restart
@@ -202,7 +195,7 @@ class KeptRunning(ABC):
         Raises:
             SkyctlError: the intent cannot be put on record, or the process cannot be started.
         """
-        spec = self.running_spec
+        spec = self.planned
         intent = ProcessRow(
             name=self.name,
             role=self.role,

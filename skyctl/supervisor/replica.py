@@ -65,11 +65,11 @@ class Replica(KeptRunning):
     """Keeps one server running until `stop()`. Its attributes are read-only to others."""
 
     role = "server"
+    planned: ServerSpec
     _context: ReplicaContext
 
     def __init__(self, spec: ServerSpec, context: ReplicaContext) -> None:
-        super().__init__(spec.name, context)
-        self.planned = spec
+        super().__init__(spec.name, spec, context)
         self._placed: ServerSpec | None = None  # set if its node was chosen at its spawn
         self.observed_paused: bool | None = None
         self.lost = ""  # why it is unknown whether it still runs
@@ -80,14 +80,10 @@ class Replica(KeptRunning):
         self.intent_changed = False  # since it was last applied to the process
         self.reached_by_push = ""  # a failed push that reached it while it was starting
         self._closed = False
-        self._proven = False  # it was up once with this spec: worth restarting
+        self._worth_restarting = False  # until it was up once with this spec
         self._launched_with = ""
         self._row = context.state.server(spec.name)
         self._shown = self.state
-
-    @property
-    def running_spec(self) -> ServerSpec:
-        return self.planned
 
     @property
     def spec(self) -> ServerSpec:
@@ -142,17 +138,17 @@ class Replica(KeptRunning):
         return "paused" if self.observed_paused else "ready"
 
     def start(self, adopted: ChildProcess | None = None) -> None:
-        self._proven = self._proven or adopted is not None
+        self._worth_restarting = self._worth_restarting or adopted is not None
         super().start(adopted)
 
     async def stop(self) -> None:
         await super().stop()
-        self._proven = False
+        self._worth_restarting = False
         self._release()
 
     def update_row(self, **changes: object) -> None:
         """Change the intended state of this server, in the state file too."""
-        self._row_is(self._context.state.update_server(self.name, **changes))
+        self.reload_row(self._context.state.update_server(self.name, **changes))
 
     def forget_weights(self) -> None:
         """A new process has the base weights, whatever the previous one held."""
@@ -199,11 +195,8 @@ class Replica(KeptRunning):
 
     def reload_row(self, row: ServerRow | None = None) -> None:
         """Take over what another process wrote to the state file (`row`, if already read)."""
-        self._row_is(row or self._context.state.server(self.name))
-
-    def _row_is(self, row: ServerRow) -> None:
-        self._row = row
-        if self.phase == "up" and not row.quarantine and not self._closed:
+        self._row = row or self._context.state.server(self.name)
+        if self.phase == "up" and not self._row.quarantine and not self._closed:
             self._release()
         self._context.changed()
 
@@ -220,9 +213,6 @@ class Replica(KeptRunning):
 
     # --- the life of a server ------------------------------------------------------------------
 
-    def _worth_restarting(self) -> bool:
-        return self._proven
-
     async def _one_life(self, adopted: ChildProcess | None) -> str:
         """One life, from spawn to death; returns why it died."""
         self._to("starting" if adopted else "waiting")
@@ -235,8 +225,9 @@ class Replica(KeptRunning):
             self._save(replace(self._record, phase="ready"))
         self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
-        if not adopted:
-            self._note_launch()
+        if not adopted:  # what it has loaded is known if the files did not change meanwhile
+            same = self._launched_with == model_on_disk(self.spec)
+            self._context.state.expected.launched(self.name, self._launched_with if same else "")
         self._to("admitting")
         admitted = False
         while not admitted:
@@ -247,7 +238,7 @@ class Replica(KeptRunning):
             self._release()
         if reason := await self._unless_dead(self.process, self.settle()):
             return reason
-        self._proven = True
+        self._worth_restarting = True
         self._event("ready")
         self._to("up", self.lost)
         return await self._watch(self.process)
@@ -257,11 +248,6 @@ class Replica(KeptRunning):
         held = {engine.closed_variable: str(self._context.paths.held(self.name))}
         env = self._context.credentials.fill(self.spec.env, engine.key_variable)
         return self._spawn(self.spec.argv, {**env, **held})
-
-    def _note_launch(self) -> None:
-        """Record the weights it has loaded, if their files did not change meanwhile."""
-        same = self._launched_with == model_on_disk(self.spec)
-        self._context.state.expected.launched(self.name, self._launched_with if same else "")
 
     def _before_spawn(self) -> None:
         self.forget_weights()
