@@ -44,6 +44,7 @@ STATE_STYLES = {state: style for style, states in _STATES.items() for state in s
 
 # a table in a file or a pipe is not cut to a terminal's width
 WIDTH_WITHOUT_TERMINAL = 200
+PICTURE_COLUMNS = 100
 _MOST_OUTCOMES = 64
 """The most servers of a fan-out that are listed one by one."""
 
@@ -252,12 +253,13 @@ def svg(title: str, *views: RenderableType, width: int, identifier: str = "") ->
     return drawn.replace("font-family: Fira Code, monospace", f"font-family: {_FONTS}")
 
 
-def write_picture(path: Path, drawn: str) -> None:
-    """Write an SVG, and say where.
+def write_picture(path: Path, title: str, *views: RenderableType) -> None:
+    """Write an SVG of `PICTURE_COLUMNS` columns, and say where.
 
     Raises:
         UsageError: the file cannot be written.
     """
+    drawn = svg(title, *views, width=PICTURE_COLUMNS)
     try:
         path.write_text(drawn, encoding="utf-8")
     except OSError as error:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
 
-_SVG_COLUMNS = 100
-
 JobArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Job id.", autocompletion=complete.jobs)
 ]
@@ -93,10 +91,8 @@ def show(
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
     if svg is not None:
         title = f"skyctl jobs show {job.id} --timeline"
-        picture = output.svg(
-            title, timeline_view(drawn, columns=_SVG_COLUMNS), "", legend(drawn), width=_SVG_COLUMNS
-        )
-        output.write_picture(svg, picture)
+        picture = timeline_view(drawn, columns=output.PICTURE_COLUMNS)
+        output.write_picture(svg, title, picture, "", legend(drawn))
     if timeline or svg is not None:
         output.emit(data, timeline_view(drawn, columns=output.out.width), "", legend(drawn))
         return

@@ -68,7 +68,7 @@ def recover(
         output.emit({**data, "dry_run": dry_run}, _findings_table(findings), said)
         return
     if not yes:
-        if as_json or not output.interactive():
+        if not output.interactive():
             raise UsageError("recover asks before it acts", hint="give --yes, or --dry-run")
         output.err.print(_findings_table(findings))
         typer.confirm("do this?", abort=True, err=True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
 
 _SHOWN = 5
-_SVG_COLUMNS = 100
 
 
 @app.callback(invoke_without_command=True)
@@ -105,8 +104,7 @@ def history(
 
     pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
     if svg is not None:
-        title = "skyctl weights history --plot"
-        output.write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
+        output.write_picture(svg, "skyctl weights history --plot", history_plot(pushes))
     show = history_plot if plot or svg is not None else _history
     output.emit(
         {"pushes": [push.to_json() for push in pushes]},

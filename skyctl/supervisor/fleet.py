@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 ASK_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may span this many
-_GIVEN_UP = ("failed", "dead", "stopped")
+GIVEN_UP = ("failed", "dead", "stopped")
 
 
 class RunningFleet(RecordedFleet):
@@ -155,7 +155,7 @@ class RunningFleet(RecordedFleet):
 
 def _runs(one: Replica | Front | None) -> str | None:
     """The hash of what runs; None if nothing does."""
-    return None if one is None or one.phase in _GIVEN_UP else one.running_hash
+    return None if one is None or one.phase in GIVEN_UP else one.running_hash
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:

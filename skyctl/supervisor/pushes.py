@@ -27,7 +27,7 @@ from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, JobEvent
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
-from skyctl.supervisor.fleet import RunningFleet
+from skyctl.supervisor.fleet import GIVEN_UP, RunningFleet
 from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rollout import sync_router
 from skyctl.transfer.sender_pool import SenderPool
@@ -38,7 +38,6 @@ _UNDO_TIMEOUT_S = 5.0
 _ABANDON_TIMEOUT_S = 1.0
 _ASK_TIMEOUT_S = 5.0
 _REHEARSAL_STOP_TIMEOUT_S = 15.0
-_RUNS_NO_MORE = ("dead", "failed", "stopped")
 
 
 class Pushes:
@@ -341,7 +340,7 @@ class Warming:
             return []
         if running.push_job or running.under_way:
             return []
-        replicas = [r for r in running.replicas.values() if r.phase not in _RUNS_NO_MORE]
+        replicas = [r for r in running.replicas.values() if r.phase not in GIVEN_UP]
         if {replica.instance for replica in replicas} <= self._rehearsed:
             return []
         if not all(replica.state in ("ready", "paused") for replica in replicas):
