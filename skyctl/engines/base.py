@@ -6,6 +6,7 @@ engine. docs/adding.md explains how to add one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -466,7 +467,8 @@ pickles: the latest without frames; earlier ones pickle bytes by a call that SGL
 """
 
 
-class Dialect(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Dialect(ABC):
     """How one version of an engine speaks the push. `note` is set for an unknown version.
 
     `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
@@ -476,61 +478,46 @@ class Dialect(Protocol):
     `joins_by_id`: a group over NCCL may meet by NCCL's unique id, without a store.
     """
 
-    @property
-    def note(self) -> str: ...
-    @property
-    def labels_at_finish(self) -> bool: ...
-    @property
-    def keeps_streams(self) -> bool: ...
-    @property
-    def places_tensors(self) -> bool: ...
-    @property
-    def joins_by_id(self) -> bool: ...
-    @property
-    def takes_buckets(self) -> bool: ...
+    note: str = ""
+    labels_at_finish: bool = False
+    keeps_streams: bool = False
+    places_tensors: bool = False
+    joins_by_id: bool = False
+    takes_buckets: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" if
         they can.
         """
-        ...
+        return ""
 
+    @abstractmethod
     def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
         """init_info of one server. `buffers` None sends tensors one by one."""
-        ...
 
+    @abstractmethod
     def nccl_update_info(
         self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
         """update_info of one broadcast of `tensors` in `group`, the same for every server."""
-        ...
 
     def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
         """init_info of CUDA IPC: no rendezvous."""
-        ...
+        return {}
 
-    def trainer_init_info(
-        self,
-        backend: str,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-    ) -> dict[str, Any] | None:
+    def trainer_init_info(self, backend: str, join: GroupJoin) -> dict[str, Any] | None:
         """init_info of one server for a trainer that sends tensors one by one, with its own engine;
         None for a backend that only that engine can open.
         """
-        ...
+        return None
 
+    @abstractmethod
     def ipc_update_info(
-        self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
+        self, tensors: TensorHeaders, handles: Any, placement: Placement
     ) -> dict[str, Any]:
         """update_info of one IPC chunk: one uint8 buffer, with `tensors` at the places given by
-        `placement`. `handles` are as the carrier made them (`transfer/transports/ipc.py`); without
-        a placement, a list with one handle per tensor.
+        `placement`. `handles` are as the carrier made them (`transfer/transports/ipc.py`).
         """
-        ...
 
 
 # --- the router -----------------------------------------------------------------------------------

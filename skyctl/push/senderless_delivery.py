@@ -7,10 +7,9 @@ may hold parts of several checkpoints. A trainer that dies, or does not report i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.engines.base import Refusal
+from skyctl.engines.base import GroupJoin, Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
@@ -122,7 +121,7 @@ def send_targets(facts: Sequence[ServerFacts], at: Rendezvous) -> tuple[SendTarg
             init_info=None
             if fact.dialect is None
             else fact.dialect.trainer_init_info(
-                fact.backend, **asdict(at), rank_offset=offset, world_size=world_size
+                fact.backend, GroupJoin(offset, world_size, at.master_address, at.master_port)
             ),
         )
         for fact, offset in zip(facts, offsets, strict=True)

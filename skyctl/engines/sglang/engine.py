@@ -24,6 +24,7 @@ from skyctl.engines.base import (
     HANDLE_PROTOCOL,
     Command,
     Device,
+    Dialect,
     Engine,
     Feature,
     GroupJoin,
@@ -213,14 +214,9 @@ def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
 
 
 @dataclass(frozen=True)
-class SGLangDialect:
-    """`Dialect` (`engines/base.py`). `note` is set for an unknown version."""
-
-    note: str = ""
-    labels_at_finish: bool = False
+class SGLangDialect(Dialect):
     keeps_streams: bool = True
     places_tensors: bool = True
-    joins_by_id: bool = False
     takes_buckets: bool = True
 
     def refuses(self, config: Mapping[str, Any]) -> str:
@@ -229,13 +225,9 @@ class SGLangDialect:
             return "SGLang takes no tensors of a quantized checkpoint"
         return ""
 
-    def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
-        return {}
-
     def ipc_update_info(
-        self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
+        self, tensors: TensorHeaders, handles: Any, placement: Placement
     ) -> dict[str, Any]:
-        assert placement is not None  # it takes no tensors without one
         return {
             "serialized_named_tensors": [bucket(one, tensors, placement) for one in handles],
             **_BUCKET,
@@ -262,15 +254,12 @@ class SGLangDialect:
             **_BUCKET,
         }
 
-    def trainer_init_info(self, backend: str, **_: Any) -> dict[str, Any] | None:
-        return None
-
 
 def dialect_for(version: str) -> SGLangDialect:
     """The dialect of a server that reports `version`."""
     if version == KNOWN:
         return SGLangDialect()
-    return SGLangDialect(f"SGLang {version or '?'} was not read: spoken to as {KNOWN}")
+    return SGLangDialect(note=f"SGLang {version or '?'} was not read: spoken to as {KNOWN}")
 
 
 def bucket(handle: str, tensors: TensorHeaders, placement: Placement) -> str:

@@ -29,12 +29,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.base import (
+    Dialect,
     Engine,
     Feature,
     GroupJoin,
@@ -159,26 +160,14 @@ def _headers_to_wire(tensors: TensorHeaders) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class VLLMDialect:
-    """One way of speaking the push. `note` is set for an unknown version.
-
-    `labels_at_finish`: only the end of an update can label the weights. `keeps_streams`: the packed
-    NCCL consumer uses the same CUDA streams in each update. Without it (vllm gh-52950), what torch
-    cached for the last update's streams is never used again.
+class VLLMDialect(Dialect):
+    """`Dialect` of vLLM. Without `keeps_streams` (vllm gh-52950), what torch cached for the last
+    update's streams is never used again.
     """
 
     name: str
     nccl_buffers_in_init: bool
     ipc_packed_in_init: bool
-    labels_at_finish: bool
-    keeps_streams: bool
-    note: str = ""
-    places_tensors: bool = False
-    joins_by_id: bool = False
-    takes_buckets: bool = False
-
-    def refuses(self, config: Mapping[str, Any]) -> str:
-        return ""
 
     def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
         info: dict[str, Any] = {"rank_offset": join.rank_offset, "world_size": join.world_size}
@@ -201,33 +190,29 @@ class VLLMDialect:
     def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
         return {"packed": packed} if self.ipc_packed_in_init else {}
 
-    def trainer_init_info(self, backend: str, **rendezvous: Any) -> dict[str, Any] | None:
+    def trainer_init_info(self, backend: str, join: GroupJoin) -> dict[str, Any] | None:
         if backend == "ipc":
             return self.ipc_init_info(packed=False)
         if backend not in ("nccl", "sparse_nccl"):
             return None
-        return self.nccl_init_info(GroupJoin(**rendezvous), buffers=None)
+        return self.nccl_init_info(join, buffers=None)
 
     def ipc_update_info(
-        self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
+        self, tensors: TensorHeaders, handles: Any, placement: Placement
     ) -> dict[str, Any]:
         """Raises ValueError if the numbers of sizes and tensors differ."""
-        if placement is not None and len(placement.sizes) != len(tensors.names):
+        if len(placement.sizes) != len(tensors.names):
             raise ValueError(f"{len(placement.sizes)} sizes for {len(tensors.names)} tensors")
-        info = _headers_to_wire(tensors)
-        info["ipc_handles_pickled"] = handles
-        if placement is not None:
-            info["tensor_sizes"] = list(placement.sizes)
-        if not self.ipc_packed_in_init:
-            info["packed"] = placement is not None
-        return info
+        sizes = list(placement.sizes)
+        info = {**_headers_to_wire(tensors), "ipc_handles_pickled": handles, "tensor_sizes": sizes}
+        return info if self.ipc_packed_in_init else {**info, "packed": True}
 
 
 _DIALECTS: tuple[tuple[tuple[int, int], VLLMDialect], ...] = (
-    ((0, 26), VLLMDialect("0.26", False, False, False, False)),
-    ((0, 27), VLLMDialect("0.27", False, True, True, False)),
-    ((0, 28), VLLMDialect("0.28", True, True, True, False)),
-    ((0, 32), VLLMDialect("0.32", True, True, False, True, joins_by_id=True)),
+    ((0, 26), VLLMDialect("0.26", False, False)),
+    ((0, 27), VLLMDialect("0.27", False, True, labels_at_finish=True)),
+    ((0, 28), VLLMDialect("0.28", True, True, labels_at_finish=True)),
+    ((0, 32), VLLMDialect("0.32", True, True, keeps_streams=True, joins_by_id=True)),
 )
 _NEWEST_READ = (0, 32)
 

@@ -64,11 +64,12 @@ def test_ipc_says_packed_in_each_update_to_026_and_at_init_from_027_on() -> None
 
 def test_a_trainers_own_engine_is_told_where_to_meet() -> None:
     old, new = dialect_for("0.26.0"), dialect_for("0.32.0")
+    join = GroupJoin(**RENDEZVOUS)
     for backend in ("nccl", "sparse_nccl"):
-        assert old.trainer_init_info(backend, **RENDEZVOUS) == RENDEZVOUS
-        assert new.trainer_init_info(backend, **RENDEZVOUS) == {**RENDEZVOUS, "packed": False}
-    assert new.trainer_init_info("ipc", **RENDEZVOUS) == {"packed": False}
-    assert new.trainer_init_info("sharded_rdt", **RENDEZVOUS) is None
+        assert old.trainer_init_info(backend, join) == RENDEZVOUS
+        assert new.trainer_init_info(backend, join) == {**RENDEZVOUS, "packed": False}
+    assert new.trainer_init_info("ipc", join) == {"packed": False}
+    assert new.trainer_init_info("sharded_rdt", join) is None
 
 
 def test_ipc_handles_travel_pickled_in_base64() -> None:
@@ -79,14 +80,6 @@ def test_ipc_handles_travel_pickled_in_base64() -> None:
     assert pickle.loads(base64.b64decode(info["ipc_handles_pickled"])) == handles
     assert info["tensor_sizes"] == [12, 16]
     assert "ipc_handles" not in info
-
-
-def test_unpacked_ipc_has_a_handle_per_tensor_and_no_sizes() -> None:
-    info = dialect_for("0.26.0").ipc_update_info(
-        TENSORS, pickle_handles([{"GPU-1": 1}, {"GPU-1": 2}])
-    )
-    assert info["packed"] is False
-    assert "tensor_sizes" not in info
 
 
 def test_payloads_that_contradict_themselves_are_refused() -> None:
