@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from skyctl.errors import ServerError
@@ -10,6 +11,16 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
 Read = TypeVar("Read")
+
+
+@contextmanager
+def ignoring_status(status: int) -> Iterator[None]:
+    """Leave the block at a ServerError of this HTTP status; others are raised."""
+    try:
+        yield
+    except ServerError as error:
+        if error.status != status:
+            raise
 
 
 class HttpServer:
@@ -22,6 +33,55 @@ class HttpServer:
         self._client = client
         self._timeout_s = timeout_s
         self.known_ranks: tuple[int, int] | None = None
+
+    async def models(self) -> list[str]:
+        data = await self._field("GET", "/v1/models", "data")
+        return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
+
+    async def longest_context(self) -> int | None:
+        """`max_model_len` of the first model."""
+        data = await self._field("GET", "/v1/models", "data")
+        return (
+            self._understood("/v1/models", lambda: int(data[0].get("max_model_len") or 0)) or None
+        )
+
+    async def complete(
+        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
+
+    def _asked(self, path: str) -> ServerTarget:
+        """The server, with the key that this route requires."""
+        return self.target
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        json: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        how: dict[str, Any] = {"params": params, "json": json, "timeout_s": timeout_s}
+        return await self._client.call(self._asked(path), method, path, **how)
+
+    async def _text(self, method: str, path: str, **how: Any) -> str:
+        """A call whose answer is no JSON."""
+        target, timeout_s = self._asked(path), self._timeout_s
+        return await self._client.text(target, path, method=method, timeout_s=timeout_s, **how)
+
+    async def _object(self, method: str, path: str, **how: Any) -> dict[str, Any]:
+        """A call whose answer is a JSON object."""
+        return self._mapping(await self._call(method, path, **how), path)
+
+    async def _field(self, method: str, path: str, key: str, **how: Any) -> Any:
+        answer = await self._object(method, path, **how)
+        if key not in answer:
+            raise ServerError(f"{self.target.name}: {self.target.url}{path} did not say {key!r}")
+        return answer[key]
 
     def _understood(self, path: str, read: Callable[[], Read]) -> Read:
         """The result of `read` on an answer; ServerError if the answer has another shape."""

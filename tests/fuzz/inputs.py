@@ -21,9 +21,8 @@ import yaml
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.checkpoints.header import read_header
 from skyctl.core.service import T
-from skyctl.engines.vllm.metrics import parse_metrics, parse_router_metrics
-from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.vllm.router import RouterClient, parse_router_metrics
+from skyctl.engines.vllm.server import VLLMServer, parse_metrics
 from skyctl.errors import FleetFileError, SkyctlError
 from skyctl.fleetfile.load import parse_fleet
 from skyctl.generate.prompts import Cut, read_pieces

@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 from urllib.parse import parse_qs
 
-from skyctl.engines.vllm.metrics import METRICS
+from skyctl.engines.vllm.server import METRICS
 from skyctl.http.transport import Request
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.loop import VirtualLoop

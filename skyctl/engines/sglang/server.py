@@ -21,7 +21,7 @@ from skyctl.engines.base import (
     ServerMetrics,
     StartedWith,
 )
-from skyctl.engines.http_server import HttpServer
+from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.prometheus import samples, totals
 from skyctl.engines.sglang.inside import keeper
 from skyctl.errors import DeadlineExceeded, ServerError
@@ -89,13 +89,6 @@ class SGLangServer(HttpServer):
     async def version(self) -> str:
         return str((await self._info()).get("version", ""))
 
-    async def models(self) -> list[str]:
-        return [str(model["id"]) for model in await self._models()]
-
-    async def longest_context(self) -> int | None:
-        found = await self._models()
-        return int(found[0].get("max_model_len") or 0) or None if found else None
-
     async def generates_from_tokens(self) -> bool:
         """It does (`/generate`), but not by the protocol that skyctl's clients speak."""
         return False
@@ -159,10 +152,8 @@ class SGLangServer(HttpServer):
                 await self._info()
             if not probe.done():
                 return True
-            await probe
-        except ServerError as error:
-            if error.status != 400:
-                raise
+            with ignoring_status(400):
+                await probe
         finally:
             probe.cancel()
             await asyncio.wait([probe])
@@ -294,11 +285,8 @@ class SGLangServer(HttpServer):
     async def _leave(self, group: str, timeout_s: float | None) -> None:
         """SGLang has left it even if it reports that it failed to destroy it."""
         body = {"group_name": group}
-        try:
+        with ignoring_status(400):
             await self._call("POST", keeper.DESTROY_GROUP, json=body, timeout_s=timeout_s)
-        except ServerError as error:
-            if error.status != 400:
-                raise
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
         """SGLang has no sessions: only this object knows that one is open. An update has the same
@@ -321,8 +309,7 @@ class SGLangServer(HttpServer):
         self._updates = False
 
     async def weight_version(self) -> str | None:
-        found = self._mapping(await self._call("GET", "/model_info"), "/model_info")
-        version = found.get("weight_version")
+        version = (await self._object("GET", "/model_info")).get("weight_version")
         return None if version is None else str(version)
 
     async def set_weight_version(self, version: str) -> bool:
@@ -337,10 +324,9 @@ class SGLangServer(HttpServer):
         Raises:
             ServerError: data-parallel ranks differ, or it answers something else.
         """
-        body = {"action": "checksum"}
-        answer = await self._call("POST", "/weights_checker", json=body, timeout_s=timeout_s)
-        ranks = self._mapping(answer, "/weights_checker").get("ranks")
-        return self._understood("/weights_checker", lambda: self._by_rank(ranks) if ranks else None)
+        path, body = "/weights_checker", {"action": "checksum"}
+        ranks = (await self._object("POST", path, json=body, timeout_s=timeout_s)).get("ranks")
+        return self._understood(path, lambda: self._by_rank(ranks) if ranks else None)
 
     def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
         places, found = [rank["parallelism_info"] for rank in ranks], dict[str, str]()
@@ -377,12 +363,6 @@ class SGLangServer(HttpServer):
         """
         state = await self._state()
         return [] if state is None else [{"problem": "", "settings": dict(state.nccl)}]
-
-    async def complete(
-        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
-    ) -> Any:
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
     async def adapters(self) -> list[ServedAdapter]:
         return []
@@ -463,7 +443,7 @@ class SGLangServer(HttpServer):
         """Whether no request runs or is held; without a keeper, some steps ago."""
         if state is not None:
             return not state.held
-        loads = self._mapping(await self._call("GET", "/v1/loads"), "/v1/loads").get("loads")
+        loads = (await self._object("GET", "/v1/loads")).get("loads")
         return self._understood(
             "/v1/loads",
             lambda: (
@@ -473,20 +453,13 @@ class SGLangServer(HttpServer):
 
     async def _flush(self) -> bool:
         """Drop the KV cache; False while requests run or are held."""
-        try:
+        with ignoring_status(400):
             await self._text("POST", "/flush_cache")
-        except ServerError as error:
-            if error.status != 400:
-                raise
-            return False
-        return True
+            return True
+        return False
 
     async def _pause(self, mode: str, timeout_s: float | None) -> None:
         await self._call("POST", keeper.PAUSE, json={"mode": mode}, timeout_s=timeout_s)
-
-    async def _models(self) -> list[dict[str, Any]]:
-        answer = self._mapping(await self._call("GET", "/v1/models"), "/v1/models")
-        return self._understood("/v1/models", lambda: [dict(one) for one in answer["data"]])
 
     async def _info(self) -> dict[str, Any]:
         """Its arguments and version; the scheduler answers as well. Without a keeper, SGLang fails
@@ -495,31 +468,14 @@ class SGLangServer(HttpServer):
         failed = 0
         while True:
             try:
-                return self._mapping(await self._call("GET", "/server_info"), "/server_info")
+                return await self._object("GET", "/server_info")
             except ServerError as error:
                 failed += 1
                 if error.status != 500 or failed > _ASKED_AGAIN:
                     raise
             await asyncio.sleep(_POLL_S)
 
-    async def _call(
-        self, method: str, path: str, *, json: Any = None, timeout_s: float | None = None
-    ) -> Any:
-        return await self._client.call(
-            self._asked(path),
-            method,
-            path,
-            json=json,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-        )
-
-    async def _text(self, method: str, path: str) -> str:
-        return await self._client.text(
-            self._asked(path), path, method=method, timeout_s=self._timeout_s
-        )
-
     def _asked(self, path: str) -> ServerTarget:
-        """The server, with the key that this route requires."""
         if path in _MANAGED or self.target.inference_key is None:
             return self.target
         return replace(self.target, api_key=self.target.inference_key)

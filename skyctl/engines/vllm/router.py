@@ -108,10 +108,20 @@ class RouterClient:
 
 async def router_metrics(client: ControlClient, url: str, timeout_s: float) -> RouterMetrics:
     """Ask the router's metrics port, at `url`. Raises as every call does."""
-    from skyctl.engines.vllm.metrics import parse_router_metrics
-
     page = await client.text(ServerTarget("router", url), "/metrics", timeout_s=timeout_s)
     return parse_router_metrics(page)
+
+
+def parse_router_metrics(text: str) -> RouterMetrics:
+    """Read the metrics page of vllm-router 0.1.17. Missing counters count as zero."""
+    from skyctl.engines.prometheus import samples, totals
+
+    total = totals("vllm_router_", samples(text, "vllm_router_"))
+    return RouterMetrics(
+        requests=total("requests_total"),
+        errors=total("request_errors_total"),
+        retries=total("retries_total"),
+    )
 
 
 def _left(ends: float) -> float:

@@ -8,17 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
-from skyctl.engines.http_server import HttpServer
+from skyctl.engines.http_server import HttpServer, ignoring_status
+from skyctl.engines.prometheus import samples, totals
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
-from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
-
-_ASK_METHOD = "skyctl_leave_answer"
-"""A method of skyctl's worker extension: calls another one if there are several data-parallel
-ranks.
-"""
-_NCCL_METHOD = "skyctl_nccl"
-_REPACK_METHOD = "skyctl_repack_tied"
 
 _REFUSALS = {
     "without a matching start": Refusal.NO_SESSION,
@@ -27,6 +20,17 @@ _REFUSALS = {
 }
 _NO_ROUTE = "it has no such route"
 _KV_LEASE_S = 30.0
+# the metrics that are read; every server has the first from its start
+METRICS = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:engine_sleep_state",
+)
 
 
 class VLLMServer(HttpServer):
@@ -36,20 +40,10 @@ class VLLMServer(HttpServer):
 
     async def health(self) -> None:
         """Return if the engine has not errored. Succeeds while paused, asleep or stuck."""
-        await self._client.text(self.target, "/health", timeout_s=self._timeout_s)
+        await self._text("GET", "/health")
 
     async def version(self) -> str:
         return str(await self._field("GET", "/version", "version"))
-
-    async def models(self) -> list[str]:
-        data = await self._field("GET", "/v1/models", "data")
-        return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
-
-    async def longest_context(self) -> int | None:
-        """`max_model_len` of the first model."""
-        data = await self._field("GET", "/v1/models", "data")
-        found = self._understood("/v1/models", lambda: data[0].get("max_model_len") or 0)
-        return int(found) or None
 
     async def generates_from_tokens(self) -> bool:
         """Whether `/inference/v1/generate` is served: token ids in, token ids out.
@@ -66,7 +60,6 @@ class VLLMServer(HttpServer):
         return True
 
     async def ranks(self) -> tuple[int, int]:
-        """Workers of all data-parallel ranks, and of one of them (TP x PP); asked once."""
         if self.known_ranks is None:
             everywhere, within = await gather(self._world_size("true"), self._world_size("false"))
             self.known_ranks = everywhere, within
@@ -95,8 +88,7 @@ class VLLMServer(HttpServer):
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
-        info = await self._call("GET", "/server_info", params={"config_format": "json"})
-        return self._mapping(info, "/server_info")
+        return await self._object("GET", "/server_info", params={"config_format": "json"})
 
     async def metrics(self) -> ServerMetrics:
         """Load of the server, summed over its engines. Asks for the few metrics it needs.
@@ -105,20 +97,17 @@ class VLLMServer(HttpServer):
         """
         try:
             # with the slash prometheus_client's own app answers, and that one can select
-            page = await self._client.text(
-                self.target, "/metrics/", params={"name[]": METRICS}, timeout_s=self._timeout_s
-            )
+            page = await self._text("GET", "/metrics/", params={"name[]": METRICS})
         except ServerError as error:
             if not error.status:
                 raise
             page = ""
         # a server of several processes (--api-server-count) cannot select, and returns nothing
         if METRICS[0] not in page:
-            page = await self._client.text(self.target, "/metrics", timeout_s=self._timeout_s)
+            page = await self._text("GET", "/metrics")
         return parse_metrics(page)
 
     async def is_paused(self) -> bool:
-        """Whether the scheduler is paused. Round-trips the engine core: the real liveness probe."""
         return bool(await self._field("GET", "/is_paused", "is_paused"))
 
     async def pause(
@@ -128,11 +117,8 @@ class VLLMServer(HttpServer):
         clear_cache: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        """Stop scheduling. abort ends running requests, wait drains them, keep freezes them.
-
-        vLLM ignores `clear_cache` with mode keep.
-        """
-        params = {"mode": mode, "clear_cache": _flag(clear_cache)}
+        """vLLM ignores `clear_cache` with mode keep."""
+        params = {"mode": mode, "clear_cache": str(clear_cache).lower()}
         await self._call("POST", "/pause", params=params, timeout_s=timeout_s)
 
     async def resume(self) -> None:
@@ -143,18 +129,10 @@ class VLLMServer(HttpServer):
         return bool(await self._field("GET", "/is_sleeping", "is_sleeping"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Free memory: level 1 keeps a copy of the weights in host memory, level 2 discards them.
-
-        Also pauses the scheduler, with `mode` for running requests.
-        """
         await self._call("POST", "/sleep", params={"level": level, "mode": mode})
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
-        """Take memory back: all of it, or only `tags` (weights, kv_cache).
-
-        Returns whether the server is entirely awake, as far as it says. A full wake also resumes an
-        engine that was paused before it slept.
-        """
+        """A full wake also resumes an engine that was paused before it slept."""
         params = {"tags": list(tags)} if tags else None
         answer = await self._call("POST", "/wake_up", params=params)
         if isinstance(answer, dict) and "status" in answer:
@@ -181,7 +159,8 @@ class VLLMServer(HttpServer):
                 f"{self.target.name}: KV blocks of other weights are still cached: "
                 f"{self.target.url}/reset_prefix_cache answered success: false"
             )
-        await self._reset_encoder_cache()
+        with ignoring_status(404):  # a version without this route
+            await self._call("POST", "/reset_encoder_cache")
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Drop cached KV blocks, including those that a KV connector keeps elsewhere. False while
@@ -195,14 +174,6 @@ class VLLMServer(HttpServer):
             params["reset_running_requests"] = "true"
         return bool(await self._field("POST", "/reset_prefix_cache", "success", params=params))
 
-    async def _reset_encoder_cache(self) -> None:
-        """A no-op in a version without this route."""
-        try:
-            await self._call("POST", "/reset_encoder_cache")
-        except ServerError as error:
-            if error.status != 404:
-                raise
-
     async def collective_rpc(
         self,
         method: str,
@@ -210,7 +181,7 @@ class VLLMServer(HttpServer):
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call `method` on every worker; one result per worker, non-containers as strings."""
+        """One result per worker, non-containers as strings."""
         body = {"method": method, "kwargs": dict(kwargs or {})}
         try:
             answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
@@ -233,10 +204,8 @@ class VLLMServer(HttpServer):
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of skyctl's worker extension on every worker of every data-parallel rank.
-
-        Returns each worker's answer, by data-parallel rank, then by rank within it. /collective_rpc
-        alone would return only the first data-parallel rank's (`engines/vllm/inside/wire.py`).
+        """Answers by data-parallel rank, then by rank within it. /collective_rpc alone would return
+        only the first data-parallel rank's (`engines/vllm/inside/wire.py`).
 
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
@@ -248,7 +217,7 @@ class VLLMServer(HttpServer):
         else:
             nonce = secrets.token_hex(16)
             question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
-            await self.collective_rpc(_ASK_METHOD, kwargs=question, timeout_s=timeout_s)
+            await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
             left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
             found = self._understood(
                 "/collective_rpc",
@@ -268,12 +237,6 @@ class VLLMServer(HttpServer):
                 "process is another one"
             )
         return [found[place] for place in wanted]
-
-    async def complete(
-        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
-    ) -> Any:
-        path = "/v1/chat/completions" if chat else "/v1/completions"
-        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
     async def adapters(self) -> list[ServedAdapter]:
         data = await self._field("GET", "/v1/models", "data")
@@ -305,14 +268,14 @@ class VLLMServer(HttpServer):
     async def unload_adapter(self, name: str) -> None:
         """An adapter that is not there counts as unloaded."""
         try:
-            await self._text("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            await self._text("POST", "/v1/unload_lora_adapter", json={"lora_name": name})
         except ServerError as error:
             if error.status != 404 or "cannot be found" not in error.message:
                 raise
 
     async def _load_adapter(self, body: Mapping[str, Any]) -> None:
         try:
-            await self._text("POST", "/v1/load_lora_adapter", body)
+            await self._text("POST", "/v1/load_lora_adapter", json=body)
         except ServerError as error:
             if error.status == 404 and error.message.endswith(_NO_ROUTE):
                 error.refusal = Refusal.NO_ADAPTERS
@@ -341,26 +304,17 @@ class VLLMServer(HttpServer):
         await self._call("POST", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     async def weight_version(self) -> str | None:
-        """The version label the server carries; None without such a route."""
-        try:
+        with ignoring_status(404):
             return str(await self._field("GET", "/weight_info", "weight_version"))
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
+        return None
 
     async def set_weight_version(self, version: str) -> bool:
-        """Label the current weights. False without such a route."""
-        try:
+        with ignoring_status(404):
             await self._call("POST", "/update_weight_version", json={"new_version": version})
-        except ServerError as error:
-            if error.status == 404:
-                return False
-            raise
-        return True
+            return True
+        return False
 
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
-        """Call a method of skyctl's worker extension; a no-op in a server without it."""
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
@@ -368,7 +322,7 @@ class VLLMServer(HttpServer):
                 raise
 
     async def nccl_reports(self, *, timeout_s: float | None = None) -> list[Any]:
-        return await self.collective_rpc(_NCCL_METHOD, timeout_s=timeout_s)
+        return await self.collective_rpc("skyctl_nccl", timeout_s=timeout_s)
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
         """vLLM's reload leaves tied weights out on CPU (`inside/experts.py`)."""
@@ -385,41 +339,22 @@ class VLLMServer(HttpServer):
             )
             again.refusal = error.refusal
             raise again from error
-        await self.extension_rpc(_REPACK_METHOD, timeout_s=timeout_s)
+        await self.extension_rpc("skyctl_repack_tied", timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter; None without such a route.
 
         On CPU it hashes nothing for linear layers: no proof there.
         """
-        body = {"action": "checksum"}
-        try:
-            answer = await self._call("POST", "/weight_checker", json=body, timeout_s=timeout_s)
-        except ServerError as error:
-            if error.status == 404:
-                return None
-            raise
-        found = self._mapping(answer, "/weight_checker")
-        return self._understood("/weight_checker", lambda: dict(found["checksums"]))
+        path, body = "/weight_checker", {"action": "checksum"}
+        with ignoring_status(404):
+            found = await self._object("POST", path, json=body, timeout_s=timeout_s)
+            return self._understood(path, lambda: dict(found["checksums"]))
+        return None
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        params: Mapping[str, Any] | None = None,
-        json: Any = None,
-        timeout_s: float | None = None,
-    ) -> Any:
+    async def _call(self, method: str, path: str, **how: Any) -> Any:
         try:
-            return await self._client.call(
-                self.target,
-                method,
-                path,
-                params=params,
-                json=json,
-                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            )
+            return await super()._call(method, path, **how)
         except ServerError as error:
             for words, refusal in _REFUSALS.items():
                 if words in error.message:
@@ -432,23 +367,35 @@ class VLLMServer(HttpServer):
                 ) from error
             raise
 
-    async def _text(self, method: str, path: str, body: Mapping[str, Any]) -> str:
-        """A call whose answer is a line of text."""
-        return await self._client.text(
-            self.target, path, method=method, json=dict(body), timeout_s=self._timeout_s
-        )
 
-    async def _field(
-        self, method: str, path: str, key: str, *, params: Mapping[str, Any] | None = None
-    ) -> Any:
-        answer = self._mapping(await self._call(method, path, params=params), path)
-        if key not in answer:
-            raise ServerError(f"{self.target.name}: {self.target.url}{path} did not say {key!r}")
-        return answer[key]
+def parse_metrics(text: str) -> ServerMetrics:
+    """Read vLLM's `/metrics` page. Missing metrics count as zero."""
+    found = list(samples(text, "vllm:"))
+    total = totals("vllm:", found)
+    kv_usage = [value for name, _, value in found if name == "vllm:kv_cache_usage_perc"]
+    sleep_states: dict[str, float] = {}
+    for name, labels, value in found:
+        if name == "vllm:engine_sleep_state":
+            state = labels.get("sleep_state", "")
+            sleep_states[state] = max(value, sleep_states.get(state, 0.0))
+    return ServerMetrics(
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        kv_usage=sum(kv_usage) / len(kv_usage) if kv_usage else 0.0,
+        prompt_tokens=total("prompt_tokens_total"),
+        generation_tokens=total("generation_tokens_total"),
+        prefix_cache_queries=total("prefix_cache_queries_total"),
+        prefix_cache_hits=total("prefix_cache_hits_total"),
+        sleep_level=_sleep_level(sleep_states),
+    )
 
 
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
+def _sleep_level(states: dict[str, float]) -> int | None:
+    if not states:
+        return None
+    if states.get("discard_all"):
+        return 2
+    return 1 if states.get("weights_offloaded") else 0
 
 
 def read_start(config: Any) -> StartedWith:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyctl.engines.vllm.metrics import parse_metrics
+from skyctl.engines.vllm.server import parse_metrics
 
 PAGE = """
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyctl.engines.base import RouterMetrics
-from skyctl.engines.vllm.metrics import parse_router_metrics
+from skyctl.engines.vllm.router import parse_router_metrics
 
 PAGE = """
 # TYPE vllm_router_requests_total counter
