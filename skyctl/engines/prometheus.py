@@ -32,9 +32,5 @@ def totals(prefix: str, found: Iterable[tuple[str, object, float]]) -> Callable[
     sums: dict[str, float] = {}
     for name, _, value in found:
         sums[name] = sums.get(name, 0.0) + value
-    return lambda name: _whole(sums.get(prefix + name, 0.0))
-
-
-def _whole(value: float) -> int:
-    """A sum of counters as a number to show; infinity, which sums can reach, becomes large."""
-    return int(max(0.0, min(value, 2.0**63)))
+    # infinity, which sums can reach, becomes large
+    return lambda name: int(max(0.0, min(sums.get(prefix + name, 0.0), 2.0**63)))

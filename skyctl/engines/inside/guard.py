@@ -164,7 +164,7 @@ class Guard:
                 _REFUSING.reset(refusing)
         elif (pause := _engine_pause(scope)) is not None:
             await pause(mode="keep", clear_cache=False)
-            await _answer(send, 200, {"status": "paused"})
+            await answer(send, 200, {"status": "paused"})
         else:
             await self._app(scope, receive, send)
 
@@ -267,12 +267,13 @@ async def _refuse(scope: Scope, send: Send, wanted: str) -> None:
     status, kind = (503, "ServiceUnavailable") if wanted == "held" else (401, "Unauthorized")
     error = {"message": _ASK[wanted], "type": kind, "param": None, "code": status}
     more = (b"retry-after", b"1") if wanted == "held" else (b"www-authenticate", b"Bearer")
-    await _answer(send, status, {"error": error}, more)
+    await answer(send, status, {"error": error}, more)
 
 
-async def _answer(
+async def answer(
     send: Send, status: int, content: Mapping[str, Any], *more: tuple[bytes, bytes]
 ) -> None:
+    """Send JSON, with `more` headers."""
     body = json.dumps(content).encode()
     headers = [
         (b"content-type", b"application/json"),

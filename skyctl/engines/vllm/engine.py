@@ -79,7 +79,11 @@ def known_arguments(
     The first question takes as long as importing vLLM, and is announced to `note`; the answer is
     kept in `cache` (default: the state directory).
     """
-    installation = _installed() if python == sys.executable else _installed_in(python)
+    if python == sys.executable:
+        installation = _installed()
+    else:
+        asking = f"{inspect.getsource(_installed)}\nprint(_installed())"
+        installation = _run(python, asking, _FIND_TIMEOUT_S)
     if not installation:
         return frozenset()
     key = hashlib.sha256(f"{python}\n{installation}".encode()).hexdigest()[:16]
@@ -102,7 +106,7 @@ def known_arguments(
 def _installed() -> str:
     """The vLLM that this interpreter has, without importing it; "" for none.
 
-    Names change only with a new installation. Runs in other interpreters as well: see below.
+    Names change only with a new installation. Runs in other interpreters as well: see above.
     """
     import importlib.util
     import os
@@ -113,10 +117,6 @@ def _installed() -> str:
     beside = os.path.join(os.path.dirname(spec.origin), "_version.py")  # noqa: PTH118, PTH120
     found = os.stat(beside if os.path.exists(beside) else spec.origin)  # noqa: PTH110, PTH116
     return f"{spec.origin} {found.st_mtime_ns} {found.st_size}"
-
-
-def _installed_in(python: str) -> str:
-    return _run(python, f"{inspect.getsource(_installed)}\nprint(_installed())", _FIND_TIMEOUT_S)
 
 
 def accepts(name: str, known: Collection[str]) -> bool:

@@ -12,4 +12,5 @@ assert _spec is not None and _spec.loader is not None  # it is beside this direc
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 
-Guard, Routes, route_path = _module.Guard, _module.Routes, _module.route_path
+TOKEN_VARIABLE, Guard, Routes = _module.TOKEN_VARIABLE, _module.Guard, _module.Routes
+answer, route_path = _module.answer, _module.route_path

@@ -39,18 +39,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 try:
-    from skyctl.engines.inside.guard import route_path
+    from skyctl.engines.inside.guard import answer, route_path
 except ImportError:  # `serve` was run by path
-    from skyctl_guard import route_path  # type: ignore[import-not-found,no-redef]
+    from skyctl_guard import answer, route_path  # type: ignore[import-not-found,no-redef]
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+if TYPE_CHECKING:
+    from skyctl.engines.inside.guard import Application, Receive, Scope, Send
 
 STATE = "/skyctl/state"
 MEMORY = ("kv_cache", "weights", "cuda_graph")
@@ -107,9 +105,9 @@ class Keeper:
 
     async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == STATE:
-            await _answer(send, 200, await self._state())
+            await answer(send, 200, await self._state())
         elif path in _READS and "weights" in self._released:
-            await _answer(send, 409, _refusal("the weights are released: nothing can be read"))
+            await _refuse(send, 409, "the weights are released: nothing can be read")
         else:
             await self._app(scope, receive, send)
 
@@ -137,10 +135,10 @@ class Keeper:
             if not isinstance(body, dict):
                 raise ValueError("not an object")
         except ValueError:
-            await _answer(send, 400, _refusal("the body is not a JSON object"))
+            await _refuse(send, 400, "the body is not a JSON object")
             return
         if problem := await self._problem(path, body):
-            await _answer(send, 409, _refusal(problem))
+            await _refuse(send, 409, problem)
             return
         if self._name is None:
             self._name = self._manager().served_model_name
@@ -158,7 +156,7 @@ class Keeper:
             async with asyncio.timeout(_ABORT_TIMEOUT_S if path == PAUSE else None):
                 await self._app(scope, _replay(raw, receive), watching)
         except TimeoutError:
-            await _answer(send, 504, _refusal(f"not all ended within {_ABORT_TIMEOUT_S:g} s"))
+            await _refuse(send, 504, f"not all ended within {_ABORT_TIMEOUT_S:g} s")
 
     async def _problem(self, path: str, body: Mapping[str, Any]) -> str:
         """Why SGLang must not get this call now; "" if it may."""
@@ -240,8 +238,8 @@ async def _listens(host: Any, port: Any) -> bool:
     return True
 
 
-def _refusal(problem: str) -> dict[str, Any]:
-    return {"success": False, "message": problem}
+async def _refuse(send: Send, status: int, problem: str) -> None:
+    await answer(send, status, {"success": False, "message": problem})
 
 
 async def _body(receive: Receive) -> bytes | None:
@@ -266,10 +264,3 @@ def _replay(raw: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": raw, "more_body": False}
 
     return again
-
-
-async def _answer(send: Send, status: int, content: Mapping[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from skyctl.engines.inside.guard import Guard, Routes
+    from skyctl.engines.inside.guard import TOKEN_VARIABLE, Guard, Routes
     from skyctl.engines.sglang.inside.keeper import Keeper
 except ImportError:  # run by path: the import path has this directory
     sys.path.append(str(Path(__file__).parents[2] / "inside" / "alone"))
     from keeper import Keeper  # type: ignore[import-not-found,no-redef]
-    from skyctl_guard import Guard, Routes  # type: ignore[import-not-found,no-redef]
+    from skyctl_guard import TOKEN_VARIABLE, Guard, Routes  # type: ignore[import-not-found,no-redef]
 
-TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
 ROUTES = Routes(
     "SKYCTL_API_KEY",
     data=frozenset(

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.vllm.inside.experts import pack_after_updates
+from skyctl.engines.vllm.inside.experts import (
+    pack_after_updates,
+    repack_tied_layers,
+    update_problem,
+)
+from skyctl.engines.vllm.inside.layout_wire import Program
+from skyctl.engines.vllm.inside.nccl import leave_group, nccl_report
 from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion, collect, leave
 
 if TYPE_CHECKING:
@@ -98,8 +104,6 @@ class SkyctlWorkerExtension:
         Raises:
             RuntimeError: the reload has left a part of the model wrong (`experts.py`).
         """
-        from skyctl.engines.vllm.inside.experts import repack_tied_layers, update_problem
-
         model = self.model_runner.get_model()
         if problem := update_problem(model):
             raise RuntimeError(problem)
@@ -119,20 +123,14 @@ class SkyctlWorkerExtension:
 
     def skyctl_update_problem(self) -> str:
         """Why this worker must not be pushed to; "" if it may. See `experts.py`."""
-        from skyctl.engines.vllm.inside.experts import update_problem
-
         return update_problem(self.model_runner.get_model())
 
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
-        from skyctl.engines.vllm.inside.nccl import nccl_report
-
         return nccl_report()
 
     def skyctl_leave_group(self) -> None:
         """Leave the NCCL group of an earlier sender; see `nccl.py`."""
-        from skyctl.engines.vllm.inside.nccl import leave_group
-
         leave_group(self.weight_transfer_engine)
 
     def skyctl_free_cached(self) -> None:
@@ -155,8 +153,6 @@ class SkyctlWorkerExtension:
         buffer_bytes: int = 0,
     ) -> None:
         """Get ready for the program of this worker's rank; see `layout_load.py`."""
-        from skyctl.engines.vllm.inside.layout_wire import Program
-
         loader = self._skyctl_loader()
         loader.open(Program.from_wire(programs[loader.rank]), payload, offsets, buffer_bytes)
 
