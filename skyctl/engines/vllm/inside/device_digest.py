@@ -69,7 +69,10 @@ def _sum(tensor: torch.Tensor, factors: torch.Tensor, last: torch.Tensor) -> tor
     octets = octets_of(tensor.contiguous())
     whole = octets.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    words = _words(octets[:whole])
+    words = octets[:whole]
+    if words.data_ptr() % 8:  # a view into something larger; 64-bit words must be aligned
+        words = words.clone()
+    words = words.view(torch.int64)
     factor = 1
     for begin in range(0, words.numel(), BLOCK_WORDS):
         block = words[begin : begin + BLOCK_WORDS]
@@ -79,9 +82,3 @@ def _sum(tensor: torch.Tensor, factors: torch.Tensor, last: torch.Tensor) -> tor
         rest = octets[whole:].to(torch.int64)
         total += (rest * last[-rest.numel() :]).sum()
     return total
-
-
-def _words(octets: torch.Tensor) -> torch.Tensor:
-    if octets.data_ptr() % 8:  # a view into something larger; 64-bit words must be aligned
-        octets = octets.clone()
-    return octets.view(torch.int64)

@@ -66,7 +66,10 @@ def _prove(
     group: dist.ProcessGroupGloo, secret: bytes, rank: int, world_size: int, deadline: float
 ) -> None:
     others = [other for other in range(world_size) if other != rank]
-    proofs = {other: _tensor(_proof(secret, rank, other)) for other in others}
+    proofs = {
+        other: torch.tensor(list(_proof(secret, rank, other)), dtype=torch.uint8)
+        for other in others
+    }
     heard = {other: torch.zeros_like(proof) for other, proof in proofs.items()}
     hearing = {other: group.recv([heard[other]], other, _TAG) for other in others}
     telling = [group.send([proof], other, _TAG) for other, proof in proofs.items()]
@@ -80,10 +83,6 @@ def _prove(
 
 def _proof(secret: bytes, teller: int, hearer: int) -> bytes:
     return proof_of(secret, f"rank {teller} to rank {hearer}".encode())
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.tensor(list(data), dtype=torch.uint8)
 
 
 def _left(deadline: float) -> timedelta:

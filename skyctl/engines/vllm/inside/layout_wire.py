@@ -1,4 +1,5 @@
-"""How a running model's parameters are made of checkpoint tensors: JSON both ways, no torch.
+"""How a running model's parameters are made of checkpoint tensors: JSON both ways, no torch. Rows
+are a class's fields in their order, so a new order is a new version of the format.
 
 A worker reports one `ParameterLayout` per parameter. The push plans from these which bytes of a
 chunk go where, and sends each worker a `Program`: what to copy into its parameters.
@@ -41,8 +42,7 @@ class Part:
     target_pitch: int
 
     def to_wire(self) -> list[Any]:
-        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
-        return [self.tensor, list(self.shape), *runs]
+        return [*vars(self).values()]
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class ParameterLayout:
     processed: bool = False
 
     def to_wire(self) -> list[Any]:
-        parts = [part.to_wire() for part in self.parts]
-        shape, zeros, processed = list(self.shape), self.zeros, self.processed
-        return [self.name, self.dtype, shape, parts, zeros, self.reason, processed]
+        row = {**vars(self), "parts": [part.to_wire() for part in self.parts]}
+        return [*row.values()]
 
     @classmethod
     def from_wire(cls, row: Sequence[Any]) -> ParameterLayout:
@@ -104,8 +103,7 @@ class Copy:
     target_pitch: int
 
     def to_wire(self) -> list[int]:
-        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
-        return [self.chunk, self.parameter, *runs]
+        return [*vars(self).values()]
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,7 @@ class Program:
     copies: tuple[Copy, ...]
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "layout": self.layout,
-            "parameters": [[name, dtype, list(shape)] for name, dtype, shape in self.parameters],
-            "copies": [copy.to_wire() for copy in self.copies],
-        }
+        return {**vars(self), "copies": [copy.to_wire() for copy in self.copies]}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Program:
@@ -161,16 +155,8 @@ class LayoutReport:
     spare_bytes: int = 0
 
     def to_wire(self) -> dict[str, Any]:
-        return {
-            "version": LAYOUT_VERSION,
-            "rank": self.rank,
-            "layout": self.layout,
-            "parameters": [parameter.to_wire() for parameter in self.parameters],
-            "proven": list(self.proven),
-            "ignored": list(self.ignored),
-            "reason": self.reason,
-            "spare_bytes": self.spare_bytes,
-        }
+        parameters = [parameter.to_wire() for parameter in self.parameters]
+        return {"version": LAYOUT_VERSION, **vars(self), "parameters": parameters}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> LayoutReport:

@@ -8,15 +8,10 @@ has moved, and workers load what their buffers happened to hold.
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 _PREFIX = "NCCL_"
-
-
-def nccl_report() -> dict[str, Any]:
-    """This worker's NCCL: `problem` (see `nccl_problem`), and its `settings` (`nccl_settings`)."""
-    return {"problem": nccl_problem(), "settings": nccl_settings()}
 
 
 def nccl_settings() -> dict[str, str]:
@@ -27,11 +22,9 @@ def nccl_settings() -> dict[str, str]:
     cannot, they apply to that group too, which hangs unless the sender has the same.
     """
     lifted: AbstractContextManager[Any] = nullcontext()
-    try:
+    with suppress(ImportError):  # an older vLLM, which does not lift them
         from vllm.utils.nccl import unpinned_nccl_env
-    except ImportError:  # an older vLLM, which does not lift them
-        pass
-    else:
+
         lifted = unpinned_nccl_env()
     with lifted:
         return {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}

@@ -106,17 +106,8 @@ class ChunkUpdate:
     crc32: list[int]
 
     def __post_init__(self) -> None:
-        counts = {
-            len(column)
-            for column in (
-                self.names,
-                self.dtype_names,
-                self.shapes,
-                self.offsets,
-                self.crc32,
-            )
-        }
-        if len(counts) != 1:
+        columns = (self.names, self.dtype_names, self.shapes, self.offsets, self.crc32)
+        if len({len(column) for column in columns}) != 1:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
 
 

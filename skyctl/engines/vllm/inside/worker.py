@@ -12,7 +12,7 @@ from skyctl.engines.vllm.inside.experts import (
     update_problem,
 )
 from skyctl.engines.vllm.inside.layout_wire import Program
-from skyctl.engines.vllm.inside.nccl import leave_group, nccl_report
+from skyctl.engines.vllm.inside.nccl import leave_group, nccl_problem, nccl_settings
 from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion, collect, leave
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class SkyctlWorkerExtension:
 
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
-        return nccl_report()
+        return {"problem": nccl_problem(), "settings": nccl_settings()}
 
     def skyctl_leave_group(self) -> None:
         """Leave the NCCL group of an earlier sender; see `nccl.py`."""

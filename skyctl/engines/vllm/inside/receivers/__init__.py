@@ -33,5 +33,5 @@ def open_receiver(init: ReceiverInit, rank: int) -> Receiver:
         known = ", ".join(TRANSPORTS)
         raise ValueError(f"transport {init.transport!r} is unknown to this server; it has {known}")
     module: Any = importlib.import_module(f"skyctl.engines.vllm.inside.receivers.{init.transport}")
-    receiver: Receiver = module.open_receiver(init, rank)
+    receiver: Receiver = module.RECEIVER(init, rank)
     return receiver

@@ -13,17 +13,12 @@ from skyctl.engines.vllm.inside.group_store import GroupStoreClient
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 
 
-def open_receiver(init: ReceiverInit, rank: int) -> GlooReceiver:
-    """Join the sender's group; returns when every rank has.
+class GlooReceiver:
+    """One rank of the sender's group, which every rank has joined once this is made.
 
     Endpoint: {"host", "port", "secret", "rank_offset", "world_size", "rendezvous_timeout_s",
     "update_timeout_s"}. The sender is rank 0; this server's workers take ranks from `rank_offset`.
     """
-    return GlooReceiver(init, int(init.endpoint["rank_offset"]) + rank)
-
-
-class GlooReceiver:
-    """One rank of the sender's group."""
 
     def __init__(self, init: ReceiverInit, rank: int) -> None:
         endpoint = init.endpoint
@@ -36,7 +31,7 @@ class GlooReceiver:
                 store,
                 secret,
                 address=store.address,
-                rank=rank,
+                rank=int(endpoint["rank_offset"]) + rank,
                 world_size=int(endpoint["world_size"]),
                 timeout_s=float(timeout_s),
             )
@@ -79,3 +74,6 @@ class GlooReceiver:
         group, self._group, self._buffer = self._group, None, None
         if group is not None:
             group.shutdown()
+
+
+RECEIVER = GlooReceiver

@@ -18,30 +18,27 @@ import torch
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 
 
-def open_receiver(init: ReceiverInit, rank: int) -> ShmReceiver:
-    """Check that the sender's memory can be opened. Endpoint: {"pid": …, "fds": [one per slot]}."""
-    receiver = ShmReceiver(init)
-    for slot in range(len(receiver.fds)):
-        os.close(receiver.open_slot(slot))
-    return receiver
-
-
 class ShmReceiver:
-    """Reads chunks out of one sender's slots."""
+    """Reads chunks out of one sender's slots, which could be opened when it was made.
 
-    def __init__(self, init: ReceiverInit) -> None:
-        self.pid = int(init.endpoint["pid"])
-        self.fds = [int(fd) for fd in init.endpoint["fds"]]
+    Endpoint: {"pid": …, "fds": [one per slot]}.
+    """
+
+    def __init__(self, init: ReceiverInit, rank: int) -> None:
+        self._pid = int(init.endpoint["pid"])
+        self._fds = [int(fd) for fd in init.endpoint["fds"]]
         self._session = init.session
         self._slot_bytes = init.slot_bytes
+        for slot in range(len(self._fds)):
+            os.close(self._open_slot(slot))
 
-    def open_slot(self, slot: int) -> int:
+    def _open_slot(self, slot: int) -> int:
         """A read-only descriptor of a slot, after checking that it is this push's memory.
 
         Raises:
             RuntimeError: it is gone, or it is something else.
         """
-        path = f"/proc/{self.pid}/fd/{self.fds[slot]}"
+        path = f"/proc/{self._pid}/fd/{self._fds[slot]}"
         try:
             # O_NONBLOCK: whatever a wrong path leads to, opening it must not block the engine
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -73,9 +70,9 @@ class ShmReceiver:
 
     def receive(self, update: ChunkUpdate) -> list[tuple[str, torch.Tensor]]:
         """The chunk's tensors, each in fresh memory."""
-        if not 0 <= update.slot < len(self.fds):
+        if not 0 <= update.slot < len(self._fds):
             raise RuntimeError(f"there is no slot {update.slot}")
-        descriptor = self.open_slot(update.slot)
+        descriptor = self._open_slot(update.slot)
         try:
             return [
                 (name, _read(descriptor, getattr(torch, dtype), shape, offset))
@@ -102,3 +99,6 @@ def _read(descriptor: int, dtype: Any, shape: list[int], offset: int) -> torch.T
                 raise RuntimeError(f"the sender's memory ends at {offset + done}")
             done += count
     return memory.view(dtype).reshape(shape)
+
+
+RECEIVER = ShmReceiver
