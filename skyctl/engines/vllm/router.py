@@ -67,19 +67,11 @@ class RouterClient:
         return await self._workers(self._timeout_s)
 
     async def add_worker(self, url: str) -> None:
-        """Route to `url`; returns once it is listed. A worker that is already listed is fine.
-
-        Raises:
-            DeadlineExceeded: the router blocks while it probes a URL that does not answer.
-            ServerError: it refused, or accepted and does not list the worker.
-        """
+        """DeadlineExceeded: the router blocks while it probes a URL that does not answer."""
         await self._change("/add_worker", url, listed=True)
 
     async def remove_worker(self, url: str) -> None:
-        """Stop routing to `url`; returns once it is gone. Requests in flight finish.
-
-        The router answers 200 for URLs it never knew, so the list is read back.
-        """
+        """The router answers 200 for URLs it never knew, so the list is read back."""
         await self._change("/remove_worker", url, listed=False)
 
     async def _change(self, path: str, url: str, *, listed: bool) -> None:

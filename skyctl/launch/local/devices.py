@@ -62,15 +62,8 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     if listed is None:
         return list(gpus)
     wanted = [entry.strip() for entry in listed.split(",") if entry.strip()]
-    return [
-        gpu
-        for gpu in gpus
-        if any(entry == str(gpu.index) or _names_uuid(entry, gpu.uuid) for entry in wanted)
-    ]
-
-
-def _names_uuid(entry: str, uuid: str) -> bool:
-    return entry.startswith("GPU-") and uuid.startswith(entry)
+    uuids = tuple(entry for entry in wanted if entry.startswith("GPU-"))
+    return [gpu for gpu in gpus if str(gpu.index) in wanted or gpu.uuid.startswith(uuids)]
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,7 @@ _POLL_S = 0.05
 
 
 class ManagedProcess:
-    """A child, or a process adopted from an earlier supervisor. Belongs to the running loop.
-
-    `exited` is set when the leader is gone. `identity` is None for a spawn that was intended but
-    never recorded: then only the token finds its processes.
-    """
+    """A `ChildProcess`: a child, or a process adopted from an earlier supervisor."""
 
     def __init__(
         self,
@@ -84,11 +80,9 @@ class ManagedProcess:
         return self.identity.pid if self.identity else None
 
     def alive(self) -> bool:
-        """Whether the leader runs."""
         return self.identity is not None and self.identity.alive()
 
     def exit_text(self) -> str:
-        """How the leader ended: `exited with code 1`, `was killed by SIGKILL`."""
         code = self._popen.poll() if self._popen is not None else None
         if code is None:
             return "exited"
@@ -97,7 +91,6 @@ class ManagedProcess:
         return f"exited with code {code}"
 
     def record_descendants(self) -> bool:
-        """Record the processes that live below the leader now; True if a new one was seen."""
         leader = self.identity.process() if self.identity else None
         known = {d for d in self.descendants if d.alive()}
         below = _children(leader) if leader else []
@@ -114,19 +107,15 @@ class ManagedProcess:
         self.segments |= segments.mapped_by(process.pid for process in self.members())
 
     def place(self) -> ChosenPlace | None:
-        """None: it runs where it was planned."""
-        return None
+        return None  # it runs where it was planned
 
     def connection_lost(self) -> str:
-        """Never lost: it runs here."""
-        return ""
+        return ""  # it runs here
 
     def listens_at(self, port: int) -> bool:
-        """False if another process answers there; True if the kernel does not say."""
-        known = [one.process() for one in (self.identity, *self.descendants) if one]
         try:
-            return any(_listens(process, port) for process in known if process is not None)
-        except psutil.AccessDenied:
+            return any(port in listening_ports(process) for process in self._known())
+        except psutil.AccessDenied:  # the kernel does not say
             return True
 
     def members(self) -> list[psutil.Process]:
@@ -134,30 +123,29 @@ class ManagedProcess:
         if self.identity is not None and self.identity.boot_id != boot_id():
             return []
         found: dict[int, psutil.Process] = {}
-        for known in (self.identity, *self.descendants):
-            process = known.process() if known else None
-            if process is not None:
-                found[process.pid] = process
-                found.update((child.pid, child) for child in _children(process))
+        for known in self._known():
+            found[known.pid] = known
+            found.update((child.pid, child) for child in _children(known))
         for process in own_processes():
             if process.pid not in found and (self._in_session(process) or self._tagged(process)):
                 found[process.pid] = process
         return [p for p in found.values() if _running(p)]
 
     def resident_bytes(self) -> int | None:
-        """Resident memory of the leader and its known descendants; shared pages are counted in
-        each.
-        """
+        """Of the leader and its known descendants; shared pages are counted in each."""
         if self.identity is None:
             return None
-        return _resident_bytes((self.identity, *self.descendants))
+        total = 0
+        for process in self._known():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
 
     async def lost(self) -> str:
-        """Never lost: it runs here."""
-        return ""
+        return ""  # it runs here
 
     async def settled(self) -> None:
-        """Returns at once: it reads the files themselves."""
+        pass  # it reads the files themselves
 
     async def stop(self, timeout_s: float) -> bool:
         """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
@@ -209,6 +197,11 @@ class ManagedProcess:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(member.pid, os.WNOHANG)
 
+    def _known(self) -> list[psutil.Process]:
+        """The leader and the recorded descendants that live."""
+        recorded = [one for one in (self.identity, *self.descendants) if one is not None]
+        return [process for one in recorded if (process := one.process()) is not None]
+
     def _in_session(self, process: psutil.Process) -> bool:
         if self.identity is None or not hasattr(os, "getsid"):
             return False
@@ -256,16 +249,6 @@ class ManagedProcess:
         self.exited.set()
 
 
-def _resident_bytes(identities: Iterable[ProcessIdentity]) -> int:
-    total = 0
-    for identity in identities:
-        process = identity.process()
-        if process is not None:
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_info().rss
-    return total
-
-
 def _children(process: psutil.Process) -> list[psutil.Process]:
     try:
         return process.children(recursive=True)
@@ -273,15 +256,14 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _listens(process: psutil.Process, port: int) -> bool:
+def listening_ports(process: psutil.Process) -> set[int]:
+    """Raises psutil.AccessDenied if the kernel does not say."""
     connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
     try:
-        return any(
-            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-            for connection in connections(kind="tcp")
-        )
+        found = connections(kind="tcp")
     except psutil.NoSuchProcess:
-        return False
+        return set()
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
 
 
 def _running(process: psutil.Process) -> bool:

@@ -42,7 +42,7 @@ from skyctl.errors import SkyctlError
 from skyctl.launch.base import LEASE_VARIABLE
 from skyctl.launch.local.devices import discover_cpus, discover_gpus, interface_of, visible_gpus
 from skyctl.launch.local.host import LOCAL, free_port, port_holder
-from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.local.process import ManagedProcess, listening_ports
 from skyctl.launch.remote.session import PROTOCOL
 from skyctl.store.identity import ProcessIdentity, own_identity
 from skyctl.store.paths import FleetPaths, create_private_file, private_directory, state_root
@@ -229,11 +229,11 @@ class _Telling:
         process = server.process() if server else None
         if process is not None and self._told - self._looked > _TREE_S:
             self._looked = self._told
-            self._tree = [process, *_gently(lambda: process.children(recursive=True), [])]
-            self._ports = {port for one in self._tree for port in _listening(one)}
+            self._tree = [process, *_gently(lambda one: one.children(recursive=True), process, [])]
+            self._ports = {port for one in self._tree for port in _gently(listening_ports, one, ())}
         if process is not None:  # the one that usually has the port, looked at more often
-            self._ports.update(_listening(process))
-        rss = sum(map(_resident, self._tree))
+            self._ports.update(_gently(listening_ports, process, ()))
+        rss = sum(_gently(lambda one: one.memory_info().rss, one, 0) for one in self._tree)
         held = self._paths.held(_NAME).exists()
         pid = process.pid if process else None
         _say({"pid": pid, "rss": rss, "ports": sorted(self._ports), "held": held})
@@ -428,20 +428,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _listening(process: psutil.Process) -> list[int]:
-    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
-    found = _gently(lambda: connections(kind="tcp"), [])
-    return [one.laddr.port for one in found if one.status == psutil.CONN_LISTEN]
-
-
-def _resident(process: psutil.Process) -> int:
-    return int(_gently(lambda: process.memory_info().rss, 0))
-
-
-def _gently(look: Callable[[], Any], otherwise: Any) -> Any:
+def _gently(look: Callable[..., Any], process: psutil.Process, otherwise: Any) -> Any:
     """What a look at a process finds; it may have ended."""
     try:
-        return look()
+        return look(process)
     except psutil.Error:
         return otherwise
 

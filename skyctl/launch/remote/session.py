@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from skyctl import __version__
@@ -94,12 +93,7 @@ class Session:
         self._node = node
         await self._greet()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     async def say(self, message: dict[str, Any]) -> None:
