@@ -1,6 +1,4 @@
-"""Inference engines: `base` defines what one is; each engine has a package with all that skyctl
-knows of it.
-"""
+"""Inference engines: `base` defines one; each has a package with all that skyctl knows of it."""
 
 from __future__ import annotations
 

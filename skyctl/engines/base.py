@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["abort", "wait", "keep"]
 Device = Literal["cpu", "cuda"]
+Arguments = Mapping[str, Any]
+"""Of a method of skyctl's worker extension, by name."""
 
 
 class Feature(StrEnum):
@@ -44,9 +46,7 @@ class Refusal(StrEnum):
 
 
 def lacks_method(error: ServerError) -> bool:
-    """Whether workers answered that they have no such method. Any other error, above all one raised
-    by the method itself, does not say that.
-    """
+    """Whether workers answered that they have no such method: no other error says that."""
     return error.refusal == Refusal.NO_METHOD
 
 
@@ -210,9 +210,7 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A LoRA adapter of one server. `in_flight`: requests still run with it that began before its
-    name moved to another.
-    """
+    """A LoRA adapter of a server. `in_flight`: requests run with it, and its name has moved on."""
 
     name: str
     path: str
@@ -282,11 +280,7 @@ class Server(Protocol):
         ...
 
     async def pause(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        clear_cache: bool = True,
-        timeout_s: float | None = None,
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
         """Stop scheduling. abort ends running requests, wait drains them, keep freezes them."""
 
@@ -304,9 +298,7 @@ class Server(Protocol):
         """
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
-        """Take memory back: all of it, or only `tags` (weights, kv_cache). Returns whether all is
-        back.
-        """
+        """Take memory back: all, or `tags` (weights, kv_cache). Returns whether all is back."""
         ...
 
     async def prepare_reload(self) -> None:
@@ -370,21 +362,13 @@ class Server(Protocol):
         ...
 
     async def collective_rpc(
-        self,
-        method: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """Call a method of skyctl's worker extension. NO_METHOD if workers lack it."""
         ...
 
     async def ask_workers(
-        self,
-        method: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """The same on every worker of every data-parallel rank; returns answers in rank order."""
         ...
@@ -486,9 +470,7 @@ class Dialect(ABC):
     takes_buckets: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
-        """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" if
-        they can.
-        """
+        """Why tensors of a checkpoint with this config.json cannot be sent; "" if they can."""
         return ""
 
     @abstractmethod
@@ -609,9 +591,7 @@ class Engine:
     accepts: Callable[[str, Collection[str]], bool] = lambda name, known: name in known
     """Whether `--name` is accepted, by what `known_arguments` returned."""
     warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
-    """Settings that are allowed but probably not meant, and what to write instead; given
-    `share_gpus:`.
-    """
+    """Settings that are probably not meant, and what to write instead; given `share_gpus:`."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
     """What a server of this command and environment takes of its machine."""
     routing: Routing | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from skyctl.engines.base import ServerLaunch
-from skyctl.engines.inside import ALONE
 from skyctl.store.credentials import CONTROL_TOKEN
+
+ALONE = Path(__file__).with_name("inside") / "alone"
+"""On the import path of servers whose interpreter may not have skyctl."""
 
 
 def guard_environment(
@@ -25,5 +28,5 @@ def guard_environment(
         added[CONTROL_TOKEN] = launch.secret
         if not launch.own_python:
             before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
-            added["PYTHONPATH"] = os.pathsep.join([str(ALONE), before] if before else [str(ALONE)])
+            added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ALONE), before)))
     return added

@@ -130,11 +130,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: Application,
-        *,
-        environ: Mapping[str, str] | None = None,
-        routes: Routes = VLLM,
+        self, app: Application, *, environ: Mapping[str, str] | None = None, routes: Routes = VLLM
     ) -> None:
         environ = os.environ if environ is None else environ
         token, key = environ.get(TOKEN_VARIABLE, ""), environ.get(routes.key_variable, "")
@@ -243,9 +239,7 @@ def is_data(path: str, routes: Routes = VLLM) -> bool:
 
 
 def _bearer(scope: Scope) -> bytes:
-    """The bearer token of the first `Authorization` header; b"" without one, or with another
-    scheme.
-    """
+    """The token of the first `Authorization` header; b"" without one, or with another scheme."""
     for name, value in scope.get("headers", ()):
         if bytes(name).lower() == b"authorization":
             scheme, _, given = bytes(value).partition(b" ")

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from skyctl.engines.base import (
     GROUP_PREFIX,
+    Arguments,
     PauseMode,
     Refusal,
     ServedAdapter,
@@ -53,9 +54,7 @@ _PROBE = {
     "lora_path": "skyctl-asks-whether-you-are-paused",
     "sampling_params": {"max_new_tokens": 1},
 }
-"""A running server refuses it at once, because there is no such adapter; a paused one reads it when
-it is resumed.
-"""
+"""A running server refuses it (there is no such adapter); a paused one reads it when resumed."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +139,7 @@ class SGLangServer(HttpServer):
         return await self._holds_a_probe()
 
     async def _holds_a_probe(self) -> bool:
-        """Whether it answers later questions but not the probe. A busy server is late with all of
-        them.
-        """
+        """Whether it answers later questions but not the probe; a busy one is late with all."""
         probe = asyncio.create_task(self._call("POST", "/generate", json=_PROBE))
         try:
             for _ in range(2):
@@ -160,11 +157,7 @@ class SGLangServer(HttpServer):
         return False
 
     async def pause(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        clear_cache: bool = True,
-        timeout_s: float | None = None,
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
         """abort ends running requests, keep holds them in place. SGLang has no mode for wait: it
         pauses once nothing runs, and holds no requests back until then.
@@ -344,11 +337,7 @@ class SGLangServer(HttpServer):
         return found
 
     async def collective_rpc(
-        self,
-        method: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         self._lacks("workers with skyctl's methods", Refusal.NO_METHOD)
 

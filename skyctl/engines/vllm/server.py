@@ -7,7 +7,14 @@ from asyncio import gather
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.base import (
+    Arguments,
+    PauseMode,
+    Refusal,
+    ServedAdapter,
+    ServerMetrics,
+    StartedWith,
+)
 from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.prometheus import samples, totals
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
@@ -111,11 +118,7 @@ class VLLMServer(HttpServer):
         return bool(await self._field("GET", "/is_paused", "is_paused"))
 
     async def pause(
-        self,
-        mode: PauseMode = "abort",
-        *,
-        clear_cache: bool = True,
-        timeout_s: float | None = None,
+        self, mode: PauseMode = "abort", *, clear_cache: bool = True, timeout_s: float | None = None
     ) -> None:
         """vLLM ignores `clear_cache` with mode keep."""
         params = {"mode": mode, "clear_cache": str(clear_cache).lower()}
@@ -175,11 +178,7 @@ class VLLMServer(HttpServer):
         return bool(await self._field("POST", "/reset_prefix_cache", "success", params=params))
 
     async def collective_rpc(
-        self,
-        method: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """One result per worker, non-containers as strings."""
         body = {"method": method, "kwargs": dict(kwargs or {})}
@@ -198,11 +197,7 @@ class VLLMServer(HttpServer):
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
 
     async def ask_workers(
-        self,
-        method: str,
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
+        self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """Answers by data-parallel rank, then by rank within it. /collective_rpc alone would return
         only the first data-parallel rank's (`engines/vllm/inside/wire.py`).

@@ -101,9 +101,7 @@ class ManagedProcess:
         return True
 
     def record_segments(self) -> None:
-        """Record the shared memory that this tree would leave: once the tree is gone, nothing shows
-        it.
-        """
+        """Of this tree: once it is gone, nothing shows what it has left."""
         self.segments |= segments.mapped_by(process.pid for process in self.members())
 
     def place(self) -> ChosenPlace | None:

@@ -96,9 +96,7 @@ class Workers:
 
 
 class Cluster:
-    """Ray, for one client of a connected process. `command` is what runs on a node; to ask nodes,
-    an agent.
-    """
+    """Ray, for one client. `command` is what runs on a node; to ask nodes, an agent."""
 
     def __init__(self, wanted: RayCluster, command: Sequence[str], workers: Workers) -> None:
         import ray

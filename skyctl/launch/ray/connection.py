@@ -191,9 +191,7 @@ def _dial(address: str) -> None:
 
 
 def _own_address(address: str) -> dict[str, Any]:
-    """The head's address, if this is its machine: Ray itself would take that of the first
-    interface.
-    """
+    """The head's address, if this is its machine: else Ray takes the first interface's."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -78,9 +78,7 @@ def _wanted(told: Mapping[str, Any]) -> RayCluster:
 
 @dataclass
 class _Client:
-    """`pipes` are its stdin, stdout and stderr; `gone` is called when it ends before it is told
-    to.
-    """
+    """`pipes`: stdin, stdout, stderr; `gone` is called if it ends before it is told to."""
 
     channel: socket.socket
     pipes: tuple[int, int, int]

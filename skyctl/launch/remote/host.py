@@ -81,18 +81,11 @@ class RemoteProcess:
     def members(self) -> list[Any]:
         """The tether's, and the server as long as its end is not certain."""
         try:
-            parts = [found for _, found in self._parts() if found.begun]
+            parts = [found for _, found in record.of_parts(self.token) if found.begun]
             there = [SimpleNamespace(pid=found.pid) for found in parts]
         except SkyctlError:  # `stop` raises it
             there = [SimpleNamespace(pid=None)]
         return [*self._tether.members(), *there]
-
-    def _parts(self) -> list[tuple[str, record.Record]]:
-        """Token and record of each part that is on record. Raises SkyctlError."""
-        first = record.read(self.token)
-        tokens = record.tokens(self.token, first.parts if first else 1)
-        found = [(self.token, first), *((token, record.read(token)) for token in tokens[1:])]
-        return [(token, one) for token, one in found if one is not None]
 
     def resident_bytes(self) -> int | None:
         known = [found.rss for found in record.glances(self.token) if found.rss is not None]
@@ -101,7 +94,7 @@ class RemoteProcess:
     async def lost(self) -> str:
         """ "" once its machines have said that it runs, or how it ended."""
         try:
-            tokens = [token for token, _ in self._parts()]
+            tokens = [token for token, _ in record.of_parts(self.token)]
         except SkyctlError as error:
             return error.message
         return next(filter(None, await asyncio.gather(*map(self._part_lost, tokens))), "")
@@ -141,10 +134,10 @@ class RemoteProcess:
                 there ends by itself; its record stays.
             SkyctlError: its record cannot be read.
         """
-        parts = self._parts()
+        parts = record.of_parts(self.token)
         if not all(found.begun and found.node.chosen for _, found in parts):
             await self._tether.stop(_TETHER_S)  # may be just about to begin
-            parts = self._parts()
+            parts = record.of_parts(self.token)
         begun = [(token, found) for token, found in parts if found.begun]
         asked = (_stopped(token, found, timeout_s) for token, found in begun)
         answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,17 @@ def glance(token: str) -> Record | None:
     return None
 
 
+def of_parts(token: str, look: Callable[[str], Record | None] = read) -> list[tuple[str, Record]]:
+    """Token and record of each part of a spawn that is on record. Raises as `look` does."""
+    first = look(token)
+    others = tokens(token, first.parts if first else 1)[1:]
+    found = [(token, first), *((other, look(other)) for other in others)]
+    return [(one, known) for one, known in found if known is not None]
+
+
 def glances(token: str) -> list[Record]:
-    """As `glance`, of each part of a spawn; of those that are known."""
-    first = glance(token)
-    found = map(glance, tokens(token, first.parts if first else 1)[1:])
-    return [one for one in (first, *found) if one is not None]
+    """As `glance`, of each part of a spawn."""
+    return [found for _, found in of_parts(token, glance)]
 
 
 def begun(token: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from skyctl.engines.inside import ALONE
+from skyctl.engines.guarding import ALONE
 
 
 def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import skyctl.engines.sglang.inside.serve as serve
-from skyctl.engines.inside import ALONE
+from skyctl.engines.guarding import ALONE
 from tests.faults.stub_fleet import ROOT
 
 HERE = str(Path(serve.__file__).parent)

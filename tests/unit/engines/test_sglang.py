@@ -17,7 +17,7 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.core import actions
 from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor import examine
-from skyctl.engines.inside import ALONE
+from skyctl.engines.guarding import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
 from skyctl.engines.sglang.engine import SGLANG
 from skyctl.engines.sglang.inside import keeper

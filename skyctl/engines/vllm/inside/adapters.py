@@ -130,9 +130,7 @@ def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) 
 
 
 def count_by_name(states: Any) -> None:
-    """Make vLLM's adapter metric use names without versions: it keeps a series for every label that
-    ever existed.
-    """
+    """Make vLLM's adapter metric use names without versions: it never drops a label's series."""
     update = states._request_update
     if hasattr(update, _MARK):
         return

@@ -39,9 +39,7 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in memory order, for example of a quantized weight stored transposed: it can be summed
-    in place.
-    """
+    """A view in memory order, as of a quantized weight stored transposed, to sum in place."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor if tensor.is_contiguous() else tensor.permute(order)
 

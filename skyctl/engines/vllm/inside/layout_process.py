@@ -69,9 +69,7 @@ def spare_bytes(model: Any) -> int:
 
 
 def empty_weight(layer: Any, device: torch.device) -> torch.Tensor:
-    """Memory for the weight that one of `layers` is loaded with, with the attributes that vLLM gave
-    it.
-    """
+    """Memory for the weight that one of `layers` is loaded with, with vLLM's attributes of it."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     weight = unprocessed(layer)

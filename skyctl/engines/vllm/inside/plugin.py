@@ -17,9 +17,7 @@ def register() -> None:
 
 
 def _register_backend() -> None:
-    """Register the weight-transfer backend `skyctl` with vLLM, by name: its module is imported when
-    a server asks for it.
-    """
+    """Register the weight-transfer backend `skyctl`, whose module is imported once asked for."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:

@@ -140,9 +140,7 @@ class SkyctlWorkerExtension:
         torch.cuda.empty_cache()
 
     def skyctl_layout(self, known: Sequence[str] = ()) -> dict[str, Any]:
-        """How this worker's parameters are made of checkpoint tensors; see `layout.py`. Layouts of
-        `known` digests are not spelt out.
-        """
+        """How parameters are made of checkpoint tensors (`layout.py`), but for `known` layouts."""
         return self._skyctl_loader().report(known).to_wire()
 
     def skyctl_layout_open(
