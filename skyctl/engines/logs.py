@@ -51,7 +51,9 @@ def _tail(path: Path, lines: int, *, probes: bool, since: int = 0) -> list[str]:
                 start -= step
                 log.seek(start)
                 data = log.read(step) + data
-                found = _lines(data, probes=probes)
+                # only at newlines: a progress bar redraws its line with carriage returns
+                raw = data.decode(errors="replace").removesuffix("\n").split("\n") if data else []
+                found = [plain(line) for line in raw if probes or not is_probe(line)]
     except OSError:
         return []
     return found[-lines:]
@@ -73,12 +75,6 @@ def is_probe(line: str) -> bool:
     return _PROBE.search(line) is not None
 
 
-def _lines(data: bytes, *, probes: bool) -> list[str]:
-    # only at newlines: a progress bar redraws its line with carriage returns
-    lines = data.decode(errors="replace").removesuffix("\n").split("\n") if data else []
-    return [plain(line) for line in lines if probes or not is_probe(line)]
-
-
 def plain(line: str) -> str:
     """One line as a terminal would show it: a progress bar's last state, no escapes."""
     return sanitized(line.rstrip().rpartition("\r")[2]).rstrip()
@@ -91,15 +87,11 @@ def message(line: str) -> str:
 
 def latest_message(lines: Sequence[str]) -> str:
     """The beginning of the last message, or "". vLLM prefixes each of its lines the same way."""
+    prefixes = [line.removesuffix(message(line)) for line in lines]
     at = len(lines) - 1
-    while at > 0 and (prefix := _prefix(lines[at])) and prefix == _prefix(lines[at - 1]):
+    while at > 0 and prefixes[at] and prefixes[at] == prefixes[at - 1]:
         at -= 1
     return message(lines[at]) if lines else ""
-
-
-def _prefix(line: str) -> str:
-    found = _PREFIXES.match(line)
-    return found[0] if found else ""
 
 
 def telling_line(lines: Sequence[str]) -> str:

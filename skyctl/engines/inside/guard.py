@@ -188,7 +188,9 @@ class Guard:
             return ""
         if wanted == "control" or (self._key and not has_key):
             return wanted
-        return "held" if self._is_held(scope) else ""
+        asks_nothing = scope["type"] == "http" and scope["method"] in _LOOKING_ON
+        held = self._held_while is not None and not asks_nothing and self._held_while.exists()
+        return "held" if held else ""
 
     def _renew(self) -> None:
         now = time.monotonic()
@@ -196,12 +198,6 @@ class Guard:
             self._renewed_at = now
             with contextlib.suppress(OSError):  # removed: it is being ended
                 os.utime(self._lease)
-
-    def _is_held(self, scope: Scope) -> bool:
-        """Whether this requests inference while the server is held."""
-        if scope["type"] == "http" and scope["method"] in _LOOKING_ON:
-            return False
-        return self._held_while is not None and self._held_while.exists()
 
 
 def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:

@@ -454,15 +454,11 @@ class SGLangServer(HttpServer):
         """Its arguments and version; the scheduler answers as well. Without a keeper, SGLang fails
         some concurrent questions (`inside/keeper.py`), which are repeated.
         """
-        failed = 0
-        while True:
-            try:
+        for _ in range(_ASKED_AGAIN):
+            with ignoring_status(500):
                 return await self._object("GET", "/server_info")
-            except ServerError as error:
-                failed += 1
-                if error.status != 500 or failed > _ASKED_AGAIN:
-                    raise
             await asyncio.sleep(_POLL_S)
+        return await self._object("GET", "/server_info")
 
     def _asked(self, path: str) -> ServerTarget:
         if path in _MANAGED or self.target.inference_key is None:

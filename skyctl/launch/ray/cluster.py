@@ -75,13 +75,10 @@ class Workers:
         name = node["NodeID"]
         with self._lock:
             if (known := self._on.get(name)) is not None:
-                try:
-                    self._ray.get(known.there.remote(), timeout=_THERE_S)
+                with contextlib.suppress(RayActorError):
+                    with contextlib.suppress(GetTimeoutError):
+                        self._ray.get(known.there.remote(), timeout=_THERE_S)
                     return known
-                except GetTimeoutError:
-                    return known
-                except RayActorError:
-                    pass
             self._on[name] = self.new(scheduling_strategy=_only_on(node))
             return self._on[name]
 

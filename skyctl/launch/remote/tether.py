@@ -129,7 +129,9 @@ class _Tether:
             while not self._record.ended:
                 message = await session.hear(SILENCE_S)
                 if "log" in message:
-                    _print(message["log"].encode(errors="surrogateescape"))
+                    written = message["log"].encode(errors="surrogateescape")
+                    with contextlib.suppress(OSError):  # a full disk
+                        os.write(sys.stdout.fileno(), written)
                     self._at = message["at"]
                 elif "ended" in message:
                     self._note(ended=message["ended"])
@@ -174,11 +176,6 @@ async def _run(token: str, task: Task) -> None:
         for one in running:
             one.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-
-
-def _print(data: bytes) -> None:
-    with contextlib.suppress(OSError):  # a full disk
-        os.write(sys.stdout.fileno(), data)
 
 
 def main() -> None:

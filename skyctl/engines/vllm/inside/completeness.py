@@ -16,6 +16,9 @@ except ImportError:  # vLLM 0.26
         return isinstance(layer, (Attention, MLAAttention))
 
 
+_UNQUANTIZED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
 def half_open(model: Any) -> bool:
     """Whether an earlier session left layers waiting for weights."""
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
@@ -39,14 +42,10 @@ def missing_parameters(
             continue
         if not any(parameter is not None for parameter in layer._parameters.values()):
             continue
-        padded = hasattr(layer, "num_embeddings_padded") or _is_quantized(layer)
+        method = type(getattr(layer, "quant_method", None)).__name__
+        padded = hasattr(layer, "num_embeddings_padded") or method not in _UNQUANTIZED
         if info.load_numel == 0 and partial:
             continue
         if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
             missing.append(name or type(layer).__name__)
     return missing
-
-
-def _is_quantized(layer: Any) -> bool:
-    method = type(getattr(layer, "quant_method", None)).__name__
-    return method not in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

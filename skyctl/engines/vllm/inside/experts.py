@@ -13,7 +13,7 @@ the model was loaded, and keeps using the old one after a reload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -49,29 +49,23 @@ def complete_packing(method: Any) -> None:
         if not hasattr(experts, _PACKING):
             process(self, layer)
             return
-        packed = _watched(experts)
+        pack, packed = getattr(experts, _PACKING), list[Any]()
+
+        def watch(loaded: Any) -> None:
+            packed.append(loaded)
+            pack(loaded)
+
+        setattr(experts, _PACKING, watch)
         try:
             process(self, layer)
         finally:
             delattr(experts, _PACKING)
         # a new kernel was made for packed weights, or has packed them
-        if self.moe_kernel is kernel and not packed():
-            getattr(experts, _PACKING)(layer)
+        if self.moe_kernel is kernel and not packed:
+            pack(layer)
 
     setattr(process_and_pack, _MARK, True)
     setattr(method, _PACKING, process_and_pack)
-
-
-def _watched(experts: Any) -> Callable[[], bool]:
-    """Returns whether `experts` were asked to pack since; until the attribute is deleted."""
-    pack, called = getattr(experts, _PACKING), []
-
-    def watch(layer: Any) -> None:
-        called.append(layer)
-        pack(layer)
-
-    setattr(experts, _PACKING, watch)
-    return lambda: bool(called)
 
 
 def update_problem(model: Any) -> str:
