@@ -402,10 +402,7 @@ class PackedBuffers:
 
 @dataclass(frozen=True)
 class TensorHeaders:
-    """An update's description of its tensors: parallel sequences, in wire order.
-
-    `dtypes` are torch's names without prefix, such as `bfloat16`.
-    """
+    """An update's tensors: parallel sequences, in wire order. `dtypes` are torch's bare names."""
 
     names: Sequence[str]
     dtypes: Sequence[str]

@@ -30,9 +30,7 @@ _PROBE = re.compile(
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
     """The last `lines` lines without terminal escapes, reaching back before the last rotation; []
-    without a file.
-
-    Access-log lines of answered probes are left out unless `probes`.
+    without a file. Answered probes are left out unless `probes`.
     """
     found = _tail(path, lines, probes=probes)
     return _tail(earlier(path), lines - len(found), probes=probes) + found

@@ -101,11 +101,7 @@ _RESERVED = Reserved(
 
 
 def _server_command(launch: ServerLaunch) -> Command:
-    """SGLang's server behind skyctl's guard (`inside/serve.py`).
-
-    Raises:
-        UsageError: the fleet file asks for something skyctl does not support with SGLang.
-    """
+    """SGLang's server behind skyctl's guard. Raises UsageError: what skyctl does not support."""
     if launch.adapters is not None:
         raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
     if launch.data_parallel_size > 1:
@@ -168,10 +164,7 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
 
 def _backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
     """Servers read checkpoints by themselves; on GPUs they can take them from a sender instead,
-    which must be asked for. They start in the same way for all.
-
-    Raises:
-        UsageError: another transport is asked for, or one for GPUs on CPU.
+    which must be asked for. Raises UsageError: another transport, or one for GPUs on CPU.
     """
     if transport in ("auto", "disk"):
         return ""
@@ -263,11 +256,8 @@ def dialect_for(version: str) -> SGLangDialect:
 
 
 def bucket(handle: str, tensors: TensorHeaders, placement: Placement) -> str:
-    """One rank's pickle, as base64 text.
-
-    Args:
-        handle: base64 of the pickled arguments of torch's `rebuild_cuda_tensor` for a uint8 buffer.
-        placement: the places of `tensors` in it.
+    """One rank's pickle, as base64 text: the places of `tensors` in a uint8 buffer, whose `handle`
+    is base64 of the pickled arguments of torch's `rebuild_cuda_tensor`.
     """
     arguments = _inside(base64.b64decode(handle))
     buffer = _global("torch.multiprocessing.reductions", "rebuild_cuda_tensor") + arguments

@@ -229,11 +229,8 @@ class SGLangServer(HttpServer):
         return True
 
     async def prepare_reload(self) -> None:
-        """Put held requests back into the queue, without KV, and drop the cache.
-
-        Raises:
-            ServerError: requests are held, and the cache that they share could not be dropped; or
-                it stores KV outside of its memory, where a flush leaves it.
+        """Put held requests back into the queue, without KV, and drop the cache. Raises
+        ServerError: requests share it and are held, or KV is stored where a flush leaves it.
         """
         if storage := (await self._info()).get("hicache_storage_backend"):
             raise ServerError(
@@ -312,10 +309,7 @@ class SGLangServer(HttpServer):
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter of every rank: `tp1.pp0.NAME`. None if a rank is missing: SGLang
-        asks its first pipeline stage alone.
-
-        Raises:
-            ServerError: data-parallel ranks differ, or it answers something else.
+        asks its first pipeline stage alone. Raises ServerError: data-parallel ranks differ.
         """
         path, body = "/weights_checker", {"action": "checksum"}
         ranks = (await self._object("POST", path, json=body, timeout_s=timeout_s)).get("ranks")

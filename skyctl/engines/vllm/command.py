@@ -239,9 +239,7 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
 def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
     """On CPU one backend serves both gloo and shm. On CUDA, NCCL needs a GPU for the sender that no
     worker uses; CUDA IPC does not, but its servers unpickle what they are sent: only with a token.
-
-    Raises:
-        UsageError: the transport does not go with the device.
+    Raises UsageError: the transport does not go with the device.
     """
     if transport == "disk":
         return ""

@@ -148,10 +148,7 @@ class VLLMServer(HttpServer):
 
     async def reset_caches(self) -> None:
         """Drop everything computed with other weights: KV blocks, here and in what a KV connector
-        keeps elsewhere, and the outputs of encoders (of images, for example).
-
-        Raises:
-            ServerError: some of it is still there.
+        keeps elsewhere, and outputs of encoders (of images). Raises ServerError: some is left.
         """
         done = await self.reset_prefix_cache()
         if not done:
@@ -337,10 +334,7 @@ class VLLMServer(HttpServer):
         await self.extension_rpc("skyctl_repack_tied", timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
-        """Checksum per parameter; None without such a route.
-
-        On CPU it hashes nothing for linear layers: no proof there.
-        """
+        """None without such a route. On CPU it hashes nothing for linear layers: no proof there."""
         path, body = "/weight_checker", {"action": "checksum"}
         with ignoring_status(404):
             found = await self._object("POST", path, json=body, timeout_s=timeout_s)

@@ -146,12 +146,8 @@ class ManagedProcess:
         pass  # it reads the files themselves
 
     async def stop(self, timeout_s: float) -> bool:
-        """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
-
-        Returns False if something had to be killed.
-
-        Raises:
-            SkyctlError: a process survived KILL (it hangs in the kernel).
+        """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap. Raises
+        SkyctlError: a process survived KILL (it hangs in the kernel).
         """
         members = self.members()
         self.segments |= segments.mapped_by(process.pid for process in members)

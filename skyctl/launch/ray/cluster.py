@@ -143,8 +143,7 @@ class Cluster:
         """Choose a node for a server and reserve what it needs; returns its address, a free port
         there and the GPUs it may use. `turn` rotates among equal nodes.
 
-        Raises:
-            SkyctlError: no node has room, for `patience_s` seconds.
+        Raises SkyctlError: no node has room, for `patience_s` seconds.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -176,11 +175,7 @@ class Cluster:
         return {"target": address, "address": address, "port": port, "gpus": [*map(int, gpus)]}
 
     def lend_gpu(self) -> tuple[Mapping[str, Any], Any]:
-        """A node, and a worker with a GPU there, which Ray takes back when that ends.
-
-        Raises:
-            SkyctlError: none is free.
-        """
+        """A node, and a worker with a GPU there until it ends. Raises SkyctlError: none is free."""
         free = self._free("GPU")
         for node in self._candidates():
             if free.get(node["NodeID"], 0) >= 1:
@@ -194,8 +189,7 @@ class Cluster:
         """End a server on its node, if one was chosen, and release its reservation. On a node that
         Ray considers dead it ends by itself, if it still runs.
 
-        Raises:
-            SkyctlError: it is unknown whether it has ended.
+        Raises SkyctlError: it is unknown whether it has ended.
         """
         answer: dict[str, Any] = {"gently": True}
         if target and (node := self.node_at(target)) is not None:

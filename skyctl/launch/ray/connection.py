@@ -94,9 +94,7 @@ def connected() -> bool:
 
 def refuse_open(cluster: RayCluster) -> None:
     """Refuse a cluster that admits clients without a token, unless the fleet file allows that.
-
-    Raises:
-        HostUnreachable: it does, or it is unknown.
+    Raises HostUnreachable: it does, or it is unknown.
     """
     if not cluster.allow_unauthenticated and _is_open(cluster.address):
         raise HostUnreachable(

@@ -109,11 +109,7 @@ def facts(
 
 
 def _own_address() -> str:
-    """The address of this machine for the one that asks.
-
-    Raises:
-        SkyctlError: nobody says.
-    """
+    """The address of this machine for the one that asks. Raises SkyctlError: nobody says."""
     told, asking = os.environ.get("SKYCTL_NODE_ADDRESS"), os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if told:
         return told
@@ -401,9 +397,7 @@ def _lease(paths: FleetPaths) -> int | None:
 
 def _reserve(paths: FleetPaths) -> None:
     """Take the room of what is written later: a full disk would hide that it started, or ended.
-
-    Raises:
-        SkyctlError: there is none.
+    Raises SkyctlError: there is none.
     """
     try:
         for name in ("server.tmp", "ended.tmp"):

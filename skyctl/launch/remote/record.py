@@ -64,11 +64,7 @@ def path_of(token: str) -> Path:
 
 
 def read(token: str) -> Record | None:
-    """The record of a spawn, None when there is none.
-
-    Raises:
-        SkyctlError: it cannot be read, so that nobody can tell what is left of the spawn.
-    """
+    """None when there is none. Raises SkyctlError: nobody can tell what is left of the spawn."""
     path = path_of(token)
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -116,11 +112,7 @@ def begun(token: str) -> bool:
 
 
 def write(token: str, record: Record, **changes: Any) -> Record:
-    """Put a record, with changes, in the place of the one before it.
-
-    Raises:
-        SkyctlError: it cannot be written.
-    """
+    """Put a record, with changes, in the place of the one before it. Raises SkyctlError."""
     record = replace(record, **changes)
     path = path_of(token)
     private_directory(path.parent)

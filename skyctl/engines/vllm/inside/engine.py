@@ -73,9 +73,8 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
     def start_weight_update(self) -> None:
         """Open a session: layers become meta tensors until their weights are complete.
 
-        Raises:
-            RuntimeError: an earlier session broke off midway. It is scrubbed, so that the next
-                start succeeds; the caller is told, because the old weights are gone.
+        Raises RuntimeError: an earlier one broke off midway. It is scrubbed, so that the next start
+        succeeds; the caller is told, because the old weights are gone.
         """
         self._received = set()
         if half_open(self.model):

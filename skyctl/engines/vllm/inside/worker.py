@@ -80,9 +80,7 @@ class SkyctlWorkerExtension:
 
     def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
         """Call another of these methods and keep its answer for `skyctl_answers` (`wire.py`).
-
-        Raises:
-            RuntimeError: the method failed; the message names this worker's rank.
+        Raises RuntimeError: it failed; the message names this worker's rank.
         """
         parallel = self.vllm_config.parallel_config
         rank = (parallel.data_parallel_index, parallel.rank)
