@@ -247,37 +247,29 @@ class Server(Protocol):
 
     async def version(self) -> str:
         """The engine's version."""
-        ...
 
     async def models(self) -> list[str]:
         """Served model names."""
-        ...
 
     async def longest_context(self) -> int | None:
         """Tokens of prompt and answer together, None if it does not say."""
-        ...
 
     async def generates_from_tokens(self) -> bool:
         """Whether it accepts and returns token ids, without text."""
-        ...
 
     async def ranks(self) -> tuple[int, int]:
         """The number of workers of all data-parallel ranks, and of one of them (TP x PP)."""
-        ...
 
     async def started_with(self) -> StartedWith:
         """What it was started with."""
-        ...
 
     async def metrics(self) -> ServerMetrics:
         """Its load now."""
-        ...
 
     # control
 
     async def is_paused(self) -> bool:
         """Whether it schedules nothing. Round-trips the engine: the real liveness probe."""
-        ...
 
     async def pause(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, timeout_s: float | None = None
@@ -289,7 +281,6 @@ class Server(Protocol):
 
     async def is_sleeping(self) -> bool:
         """Whether it reports that it sleeps; it may do so when it is only paused."""
-        ...
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Free memory: level 1 keeps a copy of the weights in host memory, level 2 discards them.
@@ -299,7 +290,6 @@ class Server(Protocol):
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
         """Take memory back: all, or `tags` (weights, kv_cache). Returns whether all is back."""
-        ...
 
     async def prepare_reload(self) -> None:
         """On a paused server: make sure that `reset_caches` can succeed after other weights are
@@ -334,7 +324,6 @@ class Server(Protocol):
 
     async def adapters(self) -> list[ServedAdapter]:
         """The LoRA adapters it holds."""
-        ...
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter from a directory that the server can read, under a new name. The
@@ -351,27 +340,22 @@ class Server(Protocol):
 
     async def weight_version(self) -> str | None:
         """The version label the server carries; None if it has none."""
-        ...
 
     async def set_weight_version(self, version: str) -> bool:
         """Label the current weights. False if the server has no labels."""
-        ...
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """The engine's own checksum per parameter; None if it has none."""
-        ...
 
     async def collective_rpc(
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """Call a method of skyctl's worker extension. NO_METHOD if workers lack it."""
-        ...
 
     async def ask_workers(
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """The same on every worker of every data-parallel rank; returns answers in rank order."""
-        ...
 
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
         """The same, as a no-op in workers that lack the method."""
@@ -380,13 +364,11 @@ class Server(Protocol):
         """NCCL as its workers have it: mappings of `problem`, "" if it works, and of `settings`,
         its environment variables. Empty if the server does not say.
         """
-        ...
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
     ) -> Any:
         """One completion, or chat completion, without streaming: OpenAI's JSON."""
-        ...
 
 
 # --- the push -------------------------------------------------------------------------------------
@@ -522,7 +504,6 @@ class Router(Protocol):
 
     async def workers(self) -> list[str]:
         """URLs it routes to, without trailing slash."""
-        ...
 
     async def add_worker(self, url: str) -> None:
         """Route to `url`; returns once it is listed. A worker that is already listed is fine."""

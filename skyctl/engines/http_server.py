@@ -14,12 +14,12 @@ Read = TypeVar("Read")
 
 
 @contextmanager
-def ignoring_status(status: int) -> Iterator[None]:
-    """Leave the block at a ServerError of this HTTP status; others are raised."""
+def ignoring_status(*statuses: int) -> Iterator[None]:
+    """Leave the block at an answer of these HTTP statuses, of any error's if none is named."""
     try:
         yield
     except ServerError as error:
-        if error.status != status:
+        if not error.status or (statuses and error.status not in statuses):
             raise
 
 

@@ -150,46 +150,36 @@ class ChildProcess(Protocol):
 
     def alive(self) -> bool:
         """Whether the leader runs."""
-        ...
 
     def exit_text(self) -> str:
         """How the leader ended: `exited with code 1`, `was killed by SIGKILL`."""
-        ...
 
     def record_descendants(self) -> bool:
         """Record the processes that live below the leader now; True if a new one was seen."""
-        ...
 
     def record_segments(self) -> None:
         """Record the shared memory that it would leave behind."""
 
     def place(self) -> ChosenPlace | None:
         """Where it runs, if that was chosen at its spawn; None before, and for all others."""
-        ...
 
     def connection_lost(self) -> str:
         """Why its machine cannot be asked just now, whatever the server itself answers; or ""."""
-        ...
 
     def listens_at(self, port: int) -> bool:
         """False if another process answers there; True if unknown."""
-        ...
 
     def members(self) -> Sequence[Any]:
         """Every live process of the tree; each has a `pid`."""
-        ...
 
     def resident_bytes(self) -> int | None:
         """Memory of the tree; None if unknown."""
-        ...
 
     async def lost(self) -> str:
         """Why it is unknown whether it still runs; "" while it is known."""
-        ...
 
     async def settled(self) -> None:
         """Return once it sees the current versions of the files that it reads from this machine."""
-        ...
 
     async def stop(self, timeout_s: float) -> bool:
         """End the whole tree: gently, after `timeout_s` seconds by force. False if force was
@@ -199,7 +189,6 @@ class ChildProcess(Protocol):
             SkyctlError: a process survived even that.
             HostUnreachable: it is unknown what became of it.
         """
-        ...
 
 
 @dataclass(frozen=True)

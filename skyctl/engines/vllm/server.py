@@ -78,20 +78,12 @@ class VLLMServer(HttpServer):
         return self._understood("/get_world_size", lambda: int(found))
 
     async def started_with(self) -> StartedWith:
-        # /server_info has it all, and takes seconds the first time: it lists what is installed
-        for ask in (self._parts_of_config, self._config):
-            try:
-                return read_start(await ask())
-            except ServerError as error:
-                if not error.status:
-                    raise
+        with ignoring_status():
+            parts = await self.collective_rpc("skyctl_started_with")
+            return read_start(parts[0] if parts else None)
+        with ignoring_status():  # has it all, but takes seconds first: it lists what is installed
+            return read_start((await self.server_info()).get("vllm_config"))
         return read_start(None)
-
-    async def _parts_of_config(self) -> Any:
-        return next(iter(await self.collective_rpc("skyctl_started_with")), None)
-
-    async def _config(self) -> Any:
-        return (await self.server_info()).get("vllm_config")
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -102,13 +94,10 @@ class VLLMServer(HttpServer):
 
         The whole page is about 75 kB, and costs the server several times as much to write.
         """
-        try:
+        page = ""
+        with ignoring_status():
             # with the slash prometheus_client's own app answers, and that one can select
             page = await self._text("GET", "/metrics/", params={"name[]": METRICS})
-        except ServerError as error:
-            if not error.status:
-                raise
-            page = ""
         # a server of several processes (--api-server-count) cannot select, and returns nothing
         if METRICS[0] not in page:
             page = await self._text("GET", "/metrics")

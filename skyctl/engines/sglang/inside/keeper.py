@@ -254,13 +254,10 @@ async def _body(receive: Receive) -> bytes | None:
 
 def _replay(raw: bytes, receive: Receive) -> Receive:
     """A `receive` that starts with what was already read."""
-    told = False
+    read: list[MutableMapping[str, Any]]
+    read = [{"type": "http.request", "body": raw, "more_body": False}]
 
     async def again() -> MutableMapping[str, Any]:
-        nonlocal told
-        if told:
-            return await receive()
-        told = True
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return read.pop() if read else await receive()
 
     return again
