@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from skyctl.engines.base import ServerMetrics
+
+Sample = tuple[str, dict[str, str], float]
+"""Name, labels and value."""
 
 _SAMPLE = re.compile(
     r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)(?:\s+-?\d+)?$"
@@ -11,8 +16,8 @@ _SAMPLE = re.compile(
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of finite samples whose name starts with `prefix`."""
+def samples(text: str, prefix: str) -> Iterator[Sample]:
+    """Finite samples whose name starts with `prefix`."""
     for line in text.splitlines():
         if not line.startswith(prefix):
             continue
@@ -27,10 +32,24 @@ def samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float
             yield match["name"], dict(_LABEL.findall(match["labels"] or "")), value
 
 
-def totals(prefix: str, found: Iterable[tuple[str, object, float]]) -> Callable[[str], int]:
-    """Sums over all labels, by name without the prefix."""
+def totals(found: Iterable[Sample]) -> Callable[[str], int]:
+    """Sums over all labels, by name; zero for what is missing."""
     sums: dict[str, float] = {}
     for name, _, value in found:
         sums[name] = sums.get(name, 0.0) + value
     # infinity, which sums can reach, becomes large
-    return lambda name: int(max(0.0, min(sums.get(prefix + name, 0.0), 2.0**63)))
+    return lambda name: int(max(0.0, min(sums.get(name, 0.0), 2.0**63)))
+
+
+def server_metrics(
+    found: Iterable[Sample], counts: Mapping[str, str], usage: str, sleep_level: int | None
+) -> ServerMetrics:
+    """By `counts`, the metric of each of the fields that are sums, and the mean of `usage`."""
+    found = list(found)
+    total = totals(found)
+    shares = [value for name, _, value in found if name == usage]
+    return ServerMetrics(
+        **{field: total(metric) for field, metric in counts.items()},
+        kv_usage=sum(shares) / len(shares) if shares else 0.0,
+        sleep_level=sleep_level,
+    )

@@ -23,7 +23,7 @@ from skyctl.engines.base import (
     StartedWith,
 )
 from skyctl.engines.http_server import HttpServer, ignoring_status
-from skyctl.engines.prometheus import samples, totals
+from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.sglang.inside import keeper
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.target import ServerTarget
@@ -45,7 +45,14 @@ _MANAGED = frozenset(
     }
 )
 """Routes that require the admin key if there are two keys (`utils/auth.py`)."""
-_METRICS = "sglang:"
+_COUNTS = {
+    "running": "sglang:num_running_reqs",
+    "waiting": "sglang:num_queue_reqs",
+    "prompt_tokens": "sglang:prompt_tokens_total",
+    "generation_tokens": "sglang:generation_tokens_total",
+    "prefix_cache_queries": "sglang:prompt_tokens_total",  # it counts tokens
+    "prefix_cache_hits": "sglang:cached_tokens_total",
+}
 _SLEEP_TAGS = ("kv_cache", "weights")
 _POLL_S = 0.1
 _ASKED_AGAIN = 2
@@ -122,7 +129,7 @@ class SGLangServer(HttpServer):
         level = None
         if state is not None:
             level = (1 if state.cpu_backup else 2) if state.released else 0
-        found = _metrics(page, level)
+        found = server_metrics(samples(page, "sglang:"), _COUNTS, "sglang:token_usage", level)
         if state is not None and not state.held:
             return replace(found, running=0, waiting=0)
         if found.in_flight or await self._idle(state):
@@ -463,22 +470,3 @@ class SGLangServer(HttpServer):
         error = ServerError(f"{self.target.name}: SGLang servers have no {what}")
         error.refusal = refusal
         raise error
-
-
-def _metrics(text: str, sleep_level: int | None) -> ServerMetrics:
-    """Read SGLang's `/metrics` page, which has no sleep level. Missing metrics count as zero; the
-    prefix cache counts tokens.
-    """
-    found = list(samples(text, _METRICS))
-    total = totals(_METRICS, found)
-    usage = [value for name, _, value in found if name == f"{_METRICS}token_usage"]
-    return ServerMetrics(
-        running=total("num_running_reqs"),
-        waiting=total("num_queue_reqs"),
-        kv_usage=sum(usage) / len(usage) if usage else 0.0,
-        prompt_tokens=total("prompt_tokens_total"),
-        generation_tokens=total("generation_tokens_total"),
-        prefix_cache_queries=total("prompt_tokens_total"),
-        prefix_cache_hits=total("cached_tokens_total"),
-        sleep_level=sleep_level,
-    )

@@ -108,11 +108,11 @@ def parse_router_metrics(text: str) -> RouterMetrics:
     """Read the metrics page of vllm-router 0.1.17. Missing counters count as zero."""
     from skyctl.engines.prometheus import samples, totals
 
-    total = totals("vllm_router_", samples(text, "vllm_router_"))
+    total = totals(samples(text, "vllm_router_"))
     return RouterMetrics(
-        requests=total("requests_total"),
-        errors=total("request_errors_total"),
-        retries=total("retries_total"),
+        requests=total("vllm_router_requests_total"),
+        errors=total("vllm_router_request_errors_total"),
+        retries=total("vllm_router_retries_total"),
     )
 
 

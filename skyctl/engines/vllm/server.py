@@ -16,7 +16,7 @@ from skyctl.engines.base import (
     StartedWith,
 )
 from skyctl.engines.http_server import HttpServer, ignoring_status
-from skyctl.engines.prometheus import samples, totals
+from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.errors import ServerError
 
@@ -27,17 +27,17 @@ _REFUSALS = {
 }
 _NO_ROUTE = "it has no such route"
 _KV_LEASE_S = 30.0
-# the metrics that are read; every server has the first from its start
-METRICS = (
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:engine_sleep_state",
-)
+_COUNTS = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "prefix_cache_queries": "vllm:prefix_cache_queries_total",
+    "prefix_cache_hits": "vllm:prefix_cache_hits_total",
+}
+_USAGE, _SLEEP = "vllm:kv_cache_usage_perc", "vllm:engine_sleep_state"
+METRICS = (*_COUNTS.values(), _USAGE, _SLEEP)
+"""The metrics that are read; every server has the first from its start."""
 
 
 class VLLMServer(HttpServer):
@@ -349,31 +349,11 @@ class VLLMServer(HttpServer):
 def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Missing metrics count as zero."""
     found = list(samples(text, "vllm:"))
-    total = totals("vllm:", found)
-    kv_usage = [value for name, _, value in found if name == "vllm:kv_cache_usage_perc"]
-    sleep_states: dict[str, float] = {}
-    for name, labels, value in found:
-        if name == "vllm:engine_sleep_state":
-            state = labels.get("sleep_state", "")
-            sleep_states[state] = max(value, sleep_states.get(state, 0.0))
-    return ServerMetrics(
-        running=total("num_requests_running"),
-        waiting=total("num_requests_waiting"),
-        kv_usage=sum(kv_usage) / len(kv_usage) if kv_usage else 0.0,
-        prompt_tokens=total("prompt_tokens_total"),
-        generation_tokens=total("generation_tokens_total"),
-        prefix_cache_queries=total("prefix_cache_queries_total"),
-        prefix_cache_hits=total("prefix_cache_hits_total"),
-        sleep_level=_sleep_level(sleep_states),
-    )
-
-
-def _sleep_level(states: dict[str, float]) -> int | None:
-    if not states:
-        return None
-    if states.get("discard_all"):
-        return 2
-    return 1 if states.get("weights_offloaded") else 0
+    states = [(labels.get("sleep_state"), on > 0) for name, labels, on in found if name == _SLEEP]
+    level = int(("weights_offloaded", True) in states) if states else None
+    if ("discard_all", True) in states:
+        level = 2
+    return server_metrics(found, _COUNTS, _USAGE, level)
 
 
 def read_start(config: Any) -> StartedWith:

@@ -2,11 +2,9 @@
 
 vLLM's engine and its workers talk through shared memory, and a reader there spins for a second
 after each message, yielding its core between polls, before it sleeps (`shm_broadcast.py`, 0.26 to
-0.32). Beside GPUs those cores are not needed elsewhere. On CPU the other replicas, the router and
-skyctl compute with them. After a pause, every replica kept a core busy for a second; and on two
-cores under Linux 6.18 the yielding reader of one long generation kept other processes from running
-at all, for seconds: a pause arrived when the generation had ended. A reader that sleeps between
-polls costs a lone generation some speed.
+0.32). On CPU the other replicas, the router and skyctl compute with those cores; and on two cores
+under Linux 6.18 the yielding reader of one long generation kept other processes from running at
+all, for seconds. A reader that sleeps between polls costs a lone generation some speed.
 
 The progress thread of NIXL, which carries KV caches between servers, polls without pause: its
 Python API asks for that. On two cores that kept a server from starting for three minutes.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from skyctl.engines.vllm.inside.adapters import serve_adapters
 from skyctl.engines.vllm.inside.idle import spin_less
 from skyctl.engines.vllm.inside.wire import BACKEND
@@ -13,21 +15,13 @@ def register() -> None:
     """
     spin_less()
     serve_adapters()
-    _register_backend()
-
-
-def _register_backend() -> None:
-    """Register the weight-transfer backend `skyctl`, whose module is imported once asked for."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return
-    registry = getattr(WeightTransferEngineFactory, "_registry", {})
-    if BACKEND in registry:
+    if BACKEND in getattr(WeightTransferEngineFactory, "_registry", {}):
         return
-    try:
-        WeightTransferEngineFactory.register_engine(
+    with suppress(ValueError):  # registered by another thread meanwhile
+        WeightTransferEngineFactory.register_engine(  # by name: imported once it is asked for
             BACKEND, "skyctl.engines.vllm.inside.engine", "SkyctlWeightTransferEngine"
         )
-    except ValueError:
-        return  # registered by another thread meanwhile
