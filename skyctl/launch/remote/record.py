@@ -117,9 +117,12 @@ def write(token: str, record: Record, **changes: Any) -> Record:
     path = path_of(token)
     private_directory(path.parent)
     temporary = path.with_suffix(".tmp")
-    with os.fdopen(create_private_file(temporary, os.O_TRUNC), "w") as file:
-        json.dump(asdict(record), file)
-    temporary.replace(path)
+    try:
+        with os.fdopen(create_private_file(temporary, os.O_TRUNC), "w") as file:
+            json.dump(asdict(record), file)
+        temporary.replace(path)
+    except OSError as error:  # the disk is full
+        raise SkyctlError(f"cannot write {path}: {error.strerror}") from error
     return record
 
 

@@ -155,7 +155,7 @@ class _Tether:
     def _note(self, **changes: object) -> None:
         try:
             self._record = record.write(self._token, self._record, **changes)
-        except (SkyctlError, OSError):  # a full disk: what is not told counts as lost
+        except SkyctlError:  # a full disk: what is not told counts as lost
             with contextlib.suppress(KeyError):
                 self._record = replace(self._record, ended=str(changes["ended"]))
 

@@ -159,6 +159,20 @@ async def test_a_server_counts_as_there_until_its_machine_has_said_otherwise(
     assert process.members() == [] and record.read("t") is None
 
 
+def test_a_record_for_which_there_is_no_room_is_an_error_of_the_spawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    record.path_of("t").parent.mkdir(parents=True)
+    record.path_of("t").with_suffix(".tmp").symlink_to("/dev/full")
+    with pytest.raises(SkyctlError, match=r"cannot open .*t\.tmp"):  # nothing is written through it
+        record.write("t", record.Record(node("true"), "x.held"))
+    record.path_of("t").with_suffix(".tmp").unlink()
+    record.path_of("t").mkdir()
+    with pytest.raises(SkyctlError, match=r"cannot write .*t\.json"):
+        record.write("t", record.Record(node("true"), "x.held"))
+
+
 async def test_of_a_server_on_two_machines_only_the_one_that_did_not_answer_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
