@@ -130,12 +130,10 @@ def _server_command(launch: ServerLaunch) -> Command:
     argv = [launch.python, *start, "--model", launch.model_path]
     argv += ["--served-model-name", launch.served_model_name]
     argv += ["--host", launch.host, "--port", str(launch.port)]
-    for name, size in (
-        ("--tp-size", launch.tensor_parallel_size),
-        ("--pp-size", launch.pipeline_parallel_size),
-    ):
-        if size > 1:
-            argv += [name, str(size)]
+    if launch.tensor_parallel_size > 1:
+        argv += ["--tp-size", str(launch.tensor_parallel_size)]
+    if launch.pipeline_parallel_size > 1:
+        argv += ["--pp-size", str(launch.pipeline_parallel_size)]
     argv += router_flags({**_defaults(launch.device), **launch.args})  # no `--no-x` here either
     return Command(tuple(argv), _environment(launch))
 

@@ -28,22 +28,7 @@ from skyctl.engines.sglang.inside import keeper
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.target import ServerTarget
 
-_MANAGED = frozenset(
-    {
-        keeper.PAUSE,
-        keeper.CONTINUE,
-        keeper.RELEASE,
-        keeper.RESUME,
-        keeper.FROM_DISK,
-        keeper.FROM_TENSOR,
-        keeper.FROM_GROUP,
-        keeper.INIT_GROUP,
-        keeper.DESTROY_GROUP,
-        "/update_weight_version",
-        "/weights_checker",
-        "/flush_cache",
-    }
-)
+_MANAGED = keeper.CALLS | {"/update_weight_version", "/weights_checker", "/flush_cache"}
 """Routes that require the admin key if there are two keys (`utils/auth.py`)."""
 _COUNTS = {
     "running": "sglang:num_running_reqs",

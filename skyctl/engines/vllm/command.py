@@ -320,10 +320,7 @@ def server_flags(arguments: Mapping[str, Any]) -> list[str]:
     """vLLM's command line: true → `--x`, false → `--no-x`, null → nothing, mapping → JSON."""
     flags: list[str] = []
     for name, value in arguments.items():
-        if value is False:
-            flags.append(f"--no-{name}")
-        else:
-            flags.extend(_flag(name, value))
+        flags += [f"--no-{name}"] if value is False else _flag(name, value)
     return flags
 
 
@@ -333,11 +330,9 @@ def router_flags(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if value is False:
             continue
-        if isinstance(value, list) and name in _ONE_VALUE_PER_FLAG:
-            for item in value:
-                flags.extend(_flag(name, item))
-        else:
-            flags.extend(_flag(name, value))
+        several = isinstance(value, list) and name in _ONE_VALUE_PER_FLAG
+        for item in value if several else [value]:
+            flags += _flag(name, item)
     return flags
 
 

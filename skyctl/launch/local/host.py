@@ -96,11 +96,10 @@ def _listener(port: int) -> str | None:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
         return None
-    for connection in connections:
-        if connection.status != psutil.CONN_LISTEN or not connection.pid:
-            continue
-        if connection.laddr and connection.laddr.port == port:
-            return f"pid {connection.pid} ({_command(connection.pid)})"
+    for one in connections:
+        listens = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
+        if listens and one.pid:
+            return f"pid {one.pid} ({_command(one.pid)})"
     return None
 
 

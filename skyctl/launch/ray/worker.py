@@ -31,6 +31,17 @@ def environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
     return {**kept, "SKYCTL_NODE_ADDRESS": address}
 
 
+def _popen(argv: Sequence[str], address: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(os.environ, address),
+        cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
+    )
+
+
 class Worker:
     """Runs processes, for an actor that handles many calls at once. Who starts one names it."""
 
@@ -48,16 +59,11 @@ class Worker:
     def ask(self, argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes]:
         """One question to an agent of its own: its exit code, output and stderr."""
         try:
-            asked = subprocess.run(
-                list(argv),
-                input=line,
-                capture_output=True,
-                env=environment(os.environ, address),
-                cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
-            )
+            agent = _popen(argv, address)
         except OSError as error:
             return _NOT_FOUND, b"", str(error).encode()
-        return asked.returncode, asked.stdout, asked.stderr[-_LAST_WORDS:]
+        stdout, stderr = agent.communicate(line)
+        return agent.returncode, stdout, stderr[-_LAST_WORDS:]
 
     def start(self, name: str, argv: Sequence[str], address: str) -> None:
         """Start one. If it cannot be started, it ends as a shell would report it."""
@@ -90,14 +96,7 @@ class _Process:
         self._code, self._last_words = _NOT_FOUND, b""
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment(os.environ, address),
-                cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
-            )
+            self._process = _popen(argv, address)
         except OSError as error:
             self._last_words = str(error).encode()
             return

@@ -60,7 +60,7 @@ FROM_GROUP = "/update_weights_from_distributed"
 UPDATES = (FROM_DISK, FROM_TENSOR, FROM_GROUP, "/update_weights_from_ipc")
 INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 _GROUP = "weight_update_group"
-_CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
+CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
 _READS = frozenset({"/weights_checker", "/get_weights_by_name"})
 _QUEUED = {
     STATE: "get_internal_state",
@@ -93,7 +93,7 @@ class Keeper:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
-        if path in _CALLS:
+        if path in CALLS:
             # an abort may take seconds, and nothing that follows may overtake it
             async with self._turn:
                 await self._call(path, scope, receive, send)

@@ -238,11 +238,7 @@ def _experts(path: str, module: Any, name: str) -> Iterator[Part]:
         raise _Unknown("its experts are padded")
     base = path.removesuffix(".routed_experts")
     whole, begin = inner * parallel.tp_size, inner * parallel.tp_rank
-    gate, down, up = (
-        module.ckpt_gate_proj_name,
-        module.ckpt_down_proj_name,
-        module.ckpt_up_proj_name,
-    )
+    gate, up, down = (getattr(module, f"ckpt_{one}_proj_name") for one in ("gate", "up", "down"))
     for expert in sorted(manager.get_local_expert_ids(), key=manager.map_global_to_local):
         local = manager.map_global_to_local(expert)
         at = f"{base}.{expert}."

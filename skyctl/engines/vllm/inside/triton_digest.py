@@ -1,9 +1,8 @@
 """The numbers of `device_digest.py` by one kernel for all tensors, instead of several for each.
 
-A model has hundreds of tensors, and a digest is made while servers are frozen: the time goes into
-launches, not into reading memory. Each program of the kernel sums one run of words; a table says
-which tensor, and which position in it. Integer sums do not depend on their order, so they can be
-gathered with atomics.
+A digest is made while servers are frozen, and hundreds of launches take longer than reading memory.
+Each program of the kernel sums one run of words; a table says which tensor, and which position in
+it. Integer sums do not depend on their order, so they can be gathered with atomics.
 """
 
 from __future__ import annotations
