@@ -113,8 +113,7 @@ class RemoteProcess:
             if heard and now.pid is not None:
                 break
             if time.monotonic() > deadline:
-                silent = now.lost or silence(now.node)
-                return "" if heard else silent
+                return "" if heard else now.lost or silence(now.node)
             await asyncio.sleep(_POLL_S)
         return ""
 

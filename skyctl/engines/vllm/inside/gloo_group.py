@@ -14,13 +14,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from skyctl.engines.vllm.inside.group_store import KeyValues, proof_of
+from skyctl.engines.vllm.inside.group_store import GroupStore, GroupStoreClient, proof_of
+
+Store = GroupStore | GroupStoreClient
 
 _TAG = 1
 
 
 def form_group(
-    store: KeyValues, secret: bytes, *, address: str, rank: int, world_size: int, timeout_s: float
+    store: Store, secret: bytes, *, address: str, rank: int, world_size: int, timeout_s: float
 ) -> dist.ProcessGroupGloo:
     """Join the group from `address`, one of this machine; returns when every rank has.
 
@@ -47,7 +49,7 @@ def form_group(
 class _Store(dist.Store):  # type: ignore[misc]
     """The store as torch asks it: these three calls are all that gloo makes."""
 
-    def __init__(self, store: KeyValues) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
         self._store = store
 

@@ -24,7 +24,7 @@ import struct
 import threading
 import time
 from collections.abc import Coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -39,15 +39,6 @@ _LONGEST_VALUE = 1024 * 1024  # gloo's address of one rank is 170 bytes, and 8 m
 _REQUEST = struct.Struct(">BHI")  # operation, length of the key, length of the value
 _ANSWER = struct.Struct(">I")
 _SET, _GET = range(2)
-
-
-class KeyValues(Protocol):
-    """What a rank does with the store."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str) -> bytes:
-        """The value, once a rank has set it. Raises TimeoutError."""
 
 
 class GroupStore:
@@ -74,6 +65,7 @@ class GroupStore:
         self._in_loop(self._put(key, value))
 
     def get(self, key: str) -> bytes:
+        """The value, once a rank has set it. Raises TimeoutError."""
         return self._in_loop(self._value(key))
 
     def close(self) -> None:
