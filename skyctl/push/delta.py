@@ -12,19 +12,18 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
-from skyctl.http.fanout import fan_out
-from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet
 from skyctl.push.rows import layer_of
-from skyctl.push.sites import Site, Weights
+from skyctl.push.sites import Site, Weights, ask_all
 from skyctl.push.verify import weights_digest
 from skyctl.store.contents import Content
+from skyctl.store.expected import ExpectedDigest
 from skyctl.transfer.reader import ShardFiles
 
 _READ_BYTES = 8 * 1024 * 1024
@@ -132,24 +131,14 @@ async def _unlike(
     unsure = [site.name for site in sites if site.weights is not Weights.OLD or site.asleep]
     if unsure:
         return f"{unsure[0]} may hold parts of several checkpoints, or sleeps"
-    by_name = {site.name: site for site in sites}
-
-    async def ask(target: ServerTarget) -> str:
-        return (await weights_digest(by_name[target.name].vllm, timeout_s=timeout_s)).digest
-
-    outcomes = await fan_out([site.target for site in sites], ask, timeout_s=timeout_s)
-    for outcome in outcomes:
-        if not outcome.ok or outcome.value is None:
-            return f"{outcome.server} could not be looked at: {outcome.detail}"
-        if not _verified(content, fleet, by_name[outcome.server].engine, outcome.value):
-            return f"{outcome.server} does not hold what was pushed last, as far as is known"
+    outcomes = await ask_all(
+        sites, lambda site: weights_digest(site.vllm, timeout_s=timeout_s), timeout_s=timeout_s
+    )
+    known = set(fleet.expected.digests)
+    for site, outcome in zip(sites, outcomes, strict=True):
+        if outcome.value is None:
+            return f"{site.name} could not be looked at: {outcome.detail}"
+        verified = ExpectedDigest(f"bytes:{content.digest}", site.engine, outcome.value.digest)
+        if verified not in known:
+            return f"{site.name} does not hold what was pushed last, as far as is known"
     return ""
-
-
-def _verified(content: Content, fleet: PushFleet, engine: str, digest: str) -> bool:
-    """Whether a push of this content was verified with this digest, in this engine version."""
-    wanted = (f"bytes:{content.digest}", engine, digest, "push")
-    known: Collection[tuple[str, str, str, str]] = [
-        (one.content, one.engine, one.digest, one.origin) for one in fleet.expected.digests
-    ]
-    return wanted in known

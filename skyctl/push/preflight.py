@@ -20,8 +20,6 @@ from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import LEAST_STAGE_RATE
 from skyctl.http.client import ControlClient
-from skyctl.http.fanout import fan_out
-from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
@@ -45,7 +43,7 @@ from skyctl.push.server_facts import (
     refuse_update_problems,
     refuse_without_nccl,
 )
-from skyctl.push.sites import Site, Weights
+from skyctl.push.sites import Site, Weights, ask_all
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.store.state import TRAINER
@@ -526,31 +524,30 @@ async def weigh(
     Raises:
         PreflightError: a server could not be verified after the push either.
     """
-    by_name = {
-        site.name: site
+    unknown = [
+        site
         for site, fact in zip(sites, facts, strict=True)
         if not (fact.asleep or site.asleep or site.server.weights_awake or site.server.sleep_level)
         and not site.server.weights_digest
         and site.weights is Weights.OLD
-    }
+    ]
 
-    async def ask(target: ServerTarget) -> PreflightError | None:
+    async def ask(site: Site) -> PreflightError | None:
         """Why its weights can never be verified; None if they can."""
         try:
-            found = await weights_digest(by_name[target.name].vllm, timeout_s=timeout_s)
+            found = await weights_digest(site.vllm, timeout_s=timeout_s)
         except CannotDigest as error:
             return PreflightError(error.message, hint=error.hint)
-        if found.compared is None and can_compare(target):
+        if found.compared is None and can_compare(site.target):
             return PreflightError(
-                f"{target.name} cannot be compared with the checkpoint: its workers lack skyctl's "
+                f"{site.name} cannot be compared with the checkpoint: its workers lack skyctl's "
                 "extension",
                 hint=HOW_TO_DIGEST,
             )
-        by_name[target.name].digest_before = found.digest
+        site.digest_before = found.digest
         return None
 
-    targets = [site.target for site in by_name.values()]
-    outcomes = await fan_out(targets, ask, timeout_s=timeout_s)
+    outcomes = await ask_all(unknown, ask, timeout_s=timeout_s)
     for outcome in outcomes:
         if outcome.value is not None:
             raise outcome.value

@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyctl.errors import PreflightError
-from skyctl.http.fanout import fan_out
-from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.delivery import FREE_METHOD, ChunkDelivery
-from skyctl.push.sites import Site, Weights, alive, each
+from skyctl.push.sites import Site, Weights, alive, ask_all, each
 from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
@@ -199,17 +197,18 @@ class RuntimeDelivery(ChunkDelivery):
         """Also release servers that were told what to copy and have not copied it all."""
         told, self._told = self._told, {}
         left = [site for site in told.values() if site.weights < Weights.NEW]
-
-        async def let_go(target: ServerTarget) -> None:
-            await told[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
-
-        async def free(target: ServerTarget) -> None:
-            await told[target.name].vllm.extension_rpc(FREE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
-
-        await fan_out([site.target for site in left], let_go, timeout_s=_CLOSE_TIMEOUT_S)
+        timeout_s = _CLOSE_TIMEOUT_S
+        await ask_all(
+            left,
+            lambda site: site.vllm.collective_rpc(CLOSE_METHOD, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+        )
         if self._spare_bytes:
-            targets = [site.target for site in told.values()]
-            await fan_out(targets, free, timeout_s=_CLOSE_TIMEOUT_S)
+            await ask_all(
+                list(told.values()),
+                lambda site: site.vllm.extension_rpc(FREE_METHOD, timeout_s=timeout_s),
+                timeout_s=timeout_s,
+            )
         await super().close()
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from skyctl.engines.base import Dialect, Refusal, Server
 from skyctl.engines.vllm.inside.layout_wire import Program
@@ -160,6 +160,15 @@ class Site:
         )
 
 
+async def ask_all(
+    sites: Sequence[Site], ask: Callable[[Site], Awaitable[T]], *, timeout_s: float
+) -> list[Outcome[T]]:
+    """`fan_out` to the servers of these sites, in their order."""
+    by_target = {site.target: site for site in sites}
+    targets = [site.target for site in sites]
+    return await fan_out(targets, lambda target: ask(by_target[target]), timeout_s=timeout_s)
+
+
 async def each(
     sites: Sequence[Site],
     call: Callable[[Site], Awaitable[T]],
@@ -171,19 +180,17 @@ async def each(
 
     No call's exception escapes: siblings must settle before anything else is done.
     """
-    by_name = {site.name: site for site in sites}
 
-    async def one(target: ServerTarget) -> T:
+    async def one(site: Site) -> T:
         try:
-            return await call(by_name[target.name])
+            return await call(site)
         except SkyctlError:
             raise
         except Exception as error:
-            raise ServerError(f"{target.name}: {error!r}") from error
+            raise ServerError(f"{site.name}: {error!r}") from error
 
-    outcomes = await fan_out([site.target for site in sites], one, timeout_s=timeout_s)
-    for outcome in outcomes:
-        site = by_name[outcome.server]
+    outcomes = await ask_all(sites, one, timeout_s=timeout_s)
+    for site, outcome in zip(sites, outcomes, strict=True):
         if not outcome.ok and not site.failure:
             site.failure = f"{what}: {outcome.detail}"
     return outcomes
@@ -278,15 +285,7 @@ async def responsive(
     only a restart helps them.
     """
     timeout_s = min(control_timeout_s, ENGINE_TIMEOUT_S)
-
-    async def ask(site: Site) -> Any:
-        return await site.vllm.is_paused()
-
-    outcomes = await fan_out(
-        [site.target for site in sites],
-        lambda target: ask(next(site for site in sites if site.target is target)),
-        timeout_s=timeout_s,
-    )
+    outcomes = await ask_all(sites, lambda site: site.vllm.is_paused(), timeout_s=timeout_s)
     return [
         site
         for site, outcome in zip(sites, outcomes, strict=True)
