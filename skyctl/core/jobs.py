@@ -18,7 +18,7 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.push.request import PushFleet, PushRequest, PushResult
+from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
@@ -42,8 +42,8 @@ itself. A server is woken or paused only after the record says so.
 """
 
 
-class JournalObserver:
-    """A PushObserver that writes everything to the journal; `on_server` receives server states.
+class JournalObserver(PushObserver):
+    """Writes everything to the journal; `on_server` receives server states.
 
     Intents and facts are on record when a call returns. The rest is written with the next of these,
     or at the end of this turn of the event loop: updates of one moment make one statement.

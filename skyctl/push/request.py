@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
@@ -193,8 +193,8 @@ verified  {version, checkpoint, checkpoint_digest, content_digest, transport, wh
 """
 
 
-class PushObserver(Protocol):
-    """Receives a push's progress as it happens. Calls must return at once.
+class PushObserver:
+    """Receives a push's progress as it happens; this one ignores it. Calls must return at once.
 
     A call that raises StateUnwritable says that an intent is not on record: the push undoes itself.
     """
@@ -221,56 +221,41 @@ class PushObserver(Protocol):
         """One of `FACTS`."""
 
 
-class SilentObserver:
-    """An observer that ignores everything."""
-
-    def stage(self, name: str) -> None: ...
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None: ...
-
-    def server(self, name: str, state: str, detail: str = "") -> None: ...
-
-    def intend(self, states: Mapping[str, str]) -> None: ...
-
-    def note(self, message: str) -> None: ...
-
-    def fact(self, kind: str, data: Mapping[str, Any]) -> None: ...
-
-
-class CarefulObserver:
-    """Passes calls on. Of what an observer raises, only a lost intent stops the push: servers are
-    frozen, and a progress bar may fail. `failures` keeps the rest.
+class CarefulObserver(PushObserver):
+    """Passes calls on to all observers, in order. Of what one raises, only a lost intent stops the
+    push: servers are frozen, and a progress bar may fail. `failures` keeps the rest.
     """
 
-    def __init__(self, observer: PushObserver) -> None:
-        self._observer = observer
+    def __init__(self, *observers: PushObserver) -> None:
+        self._observers = observers
         self.failures: list[Exception] = []
 
     def stage(self, name: str) -> None:
-        self._tell(lambda: self._observer.stage(name))
+        self._tell(lambda observer: observer.stage(name))
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._tell(lambda: self._observer.progress(done_bytes, total_bytes))
+        self._tell(lambda observer: observer.progress(done_bytes, total_bytes))
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._tell(lambda: self._observer.server(name, state, detail))
+        self._tell(lambda observer: observer.server(name, state, detail))
 
     def intend(self, states: Mapping[str, str]) -> None:
-        self._tell(lambda: self._observer.intend(states))
+        self._tell(lambda observer: observer.intend(states))
 
     def note(self, message: str) -> None:
-        self._tell(lambda: self._observer.note(message))
+        self._tell(lambda observer: observer.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._tell(lambda: self._observer.fact(kind, data))
+        self._tell(lambda observer: observer.fact(kind, data))
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except StateUnwritable:
-            raise
-        except Exception as error:
-            self.failures.append(error)
+    def _tell(self, call: Callable[[PushObserver], None]) -> None:
+        for observer in self._observers:
+            try:
+                call(observer)
+            except StateUnwritable:
+                raise
+            except Exception as error:
+                self.failures.append(error)
 
 
 @dataclass(frozen=True)

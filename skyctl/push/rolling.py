@@ -23,7 +23,6 @@ from skyctl.push.request import (
     PushRequest,
     PushResult,
     PushServer,
-    SilentObserver,
 )
 from skyctl.push.run import Rotation
 from skyctl.push.transaction import push
@@ -55,7 +54,7 @@ async def push_rolling(
         replace(request, dry_run=True),
         fleet,
         client=client,
-        observer=observer if request.dry_run else SilentObserver(),
+        observer=observer if request.dry_run else PushObserver(),
         rotation=rotation,
     )
     if request.dry_run:

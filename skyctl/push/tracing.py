@@ -33,20 +33,13 @@ _RESULT_KEYS = (
 )
 
 
-class TracedPush:
-    """An observer that passes everything on, and records spans if there is a `tracer`."""
+class TracedPush(PushObserver):
+    """An observer that records spans."""
 
-    def __init__(
-        self,
-        request: PushRequest,
-        fleet: PushFleet,
-        observer: PushObserver,
-        tracer: Tracer | None,
-    ) -> None:
-        self._observer = observer
+    def __init__(self, request: PushRequest, fleet: PushFleet, tracer: Tracer) -> None:
         self._tracer = tracer
         self._stage: Span | None = None
-        self._push = tracer and tracer.start_span(
+        self._push = tracer.start_span(
             "skyctl.push",
             context=_context(request.traceparent),
             attributes={
@@ -57,40 +50,29 @@ class TracedPush:
         )
 
     def stage(self, name: str) -> None:
-        self._observer.stage(name)
+        from opentelemetry.trace import set_span_in_context
+
         self._end_stage()
-        if self._tracer is not None and self._push is not None:
-            from opentelemetry.trace import set_span_in_context
-
-            self._stage = self._tracer.start_span(
-                f"skyctl.push.{name}", context=set_span_in_context(self._push)
-            )
-
-    def progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._observer.progress(done_bytes, total_bytes)
+        self._stage = self._tracer.start_span(
+            f"skyctl.push.{name}", context=set_span_in_context(self._push)
+        )
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._observer.server(name, state, detail)
-        self._add_event(name, state, detail)
+        if self._stage is not None:
+            attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
+            self._stage.add_event("server", attributes)
 
     def intend(self, states: Mapping[str, str]) -> None:
-        self._observer.intend(states)
         for name, state in states.items():
-            self._add_event(name, state)
+            self.server(name, state)
 
     def note(self, message: str) -> None:
-        self._observer.note(message)
-        if self._push is not None:
-            self._push.add_event("note", {"skyctl.message": message})
-
-    def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._observer.fact(kind, data)
+        self._push.add_event("note", {"skyctl.message": message})
 
     def finish(self, result: PushResult) -> None:
         """The push succeeded."""
-        if self._push is not None:
-            found = result.to_json()
-            self._push.set_attributes({f"skyctl.{key}": found[key] for key in _RESULT_KEYS})
+        found = result.to_json()
+        self._push.set_attributes({f"skyctl.{key}": found[key] for key in _RESULT_KEYS})
 
     def end(self, error: BaseException | None) -> None:
         """End every span, recording the error if there is one."""
@@ -99,16 +81,10 @@ class TracedPush:
                 from opentelemetry.trace import StatusCode
 
                 span.set_status(StatusCode.ERROR, str(error) or type(error).__name__)
-        if self._push is not None and error is not None:
+        if error is not None:
             self._push.record_exception(error)
         self._end_stage()
-        if self._push is not None:
-            self._push.end()
-
-    def _add_event(self, name: str, state: str, detail: str = "") -> None:
-        if self._stage is not None:
-            attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
-            self._stage.add_event("server", attributes)
+        self._push.end()
 
     def _end_stage(self) -> None:
         if self._stage is not None:
@@ -117,9 +93,13 @@ class TracedPush:
 
 
 @contextmanager
-def traced(request: PushRequest, fleet: PushFleet, observer: PushObserver) -> Iterator[TracedPush]:
-    """The observer to give a push, whose spans end with the block."""
-    push = TracedPush(request, fleet, observer, tracer() if configured() else None)
+def traced(request: PushRequest, fleet: PushFleet) -> Iterator[TracedPush | None]:
+    """The spans of a push, which end with the block; None if there are to be none."""
+    recorder = tracer() if configured() else None
+    if recorder is None:
+        yield None
+        return
+    push = TracedPush(request, fleet, recorder)
     try:
         yield push
     except BaseException as error:
@@ -175,15 +155,11 @@ def _provider() -> Any:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter: Any
     if any(os.environ.get(name) == "grpc" for name in _PROTOCOLS):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     else:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-            OTLPSpanExporter,
-        )
-    exporter = OTLPSpanExporter()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "skyctl"}
     provider = TracerProvider(resource=Resource.create(name))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

@@ -41,9 +41,6 @@ from skyctl.push.request import (
     PushObserver,
     PushRequest,
     PushResult,
-    PushServer,
-    ServerPush,
-    SilentObserver,
 )
 from skyctl.push.rotation import leave, refuse_impossible, refuse_paused, rejoin
 from skyctl.push.run import CancelGuard, Rotation, Run, label_of
@@ -52,17 +49,6 @@ from skyctl.push.sites import Site, Weights, alive, responsive
 from skyctl.push.tracing import traced
 from skyctl.transfer.sender_client import SenderFailed
 from skyctl.transfer.sender_pool import SenderPool
-
-__all__ = [
-    "PushFleet",
-    "PushObserver",
-    "PushRequest",
-    "PushResult",
-    "PushServer",
-    "ServerPush",
-    "SilentObserver",
-    "push",
-]
 
 
 async def push(
@@ -92,11 +78,12 @@ async def push(
     cancel_guard = CancelGuard()
     pool = senders or SenderPool()
     try:
-        with traced(request, fleet, observer) as watched:
-            told = CarefulObserver(watched)
+        with traced(request, fleet) as spans:
+            told = CarefulObserver(observer, *([spans] if spans is not None else []))
             run = Run(request, fleet, client, told, clock, cancel_guard, pool, rotation)
             result = await cancel_guard.run(_transaction(run))
-            watched.finish(result)
+            if spans is not None:
+                spans.finish(result)
             return result
     finally:
         if senders is None:

@@ -12,7 +12,7 @@ from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
 from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
-from skyctl.push.request import PushFleet, PushServer, SilentObserver
+from skyctl.push.request import PushFleet, PushObserver, PushServer
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState, FleetWeights
@@ -125,7 +125,7 @@ async def push_alone(
     touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
     with held(request.checkpoint):
         try:
-            result = await push(request, fleet, client=client, observer=SilentObserver())
+            result = await push(request, fleet, client=client, observer=PushObserver())
         except SkyctlError as error:
             state.expected.learn(error.details.pop("learned", None))
             raise

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from skyctl.errors import PushError, SkyctlError
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.request import PushRequest
+from skyctl.push.transaction import push
 from tests.unit.push.checkpoints import (
     CONFIG,
     filled,

@@ -21,7 +21,8 @@ import pytest
 
 from skyctl.core.service import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.request import PushRequest
+from skyctl.push.transaction import push
 from skyctl.push.versions import rollback
 from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer

@@ -12,7 +12,8 @@ from skyctl.checkpoints import finite
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import first_not_finite, refuse_not_finite
 from skyctl.errors import PreflightError, PushError
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.request import PushRequest
+from skyctl.push.transaction import push
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
 

@@ -12,7 +12,7 @@ import httpx
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.transaction import PushFleet, PushServer
+from skyctl.push.request import PushFleet, PushObserver, PushServer
 from tests.stub.app import StubServer
 from tests.stub.sglang import SGLangStub
 from tests.stub.state import EngineRefused, StubEngine
@@ -88,7 +88,7 @@ class Stubs:
         engine.update = update  # type: ignore[method-assign]
 
 
-class Recorder:
+class Recorder(PushObserver):
     """An observer that keeps what it is told; `on_stage` and `on_progress` may act."""
 
     def __init__(self) -> None:

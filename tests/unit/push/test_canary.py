@@ -15,7 +15,8 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import CanaryFailed, PreflightError, PushError, SkyctlError, UsageError
 from skyctl.push.canary import Answer, Expectation, judge, parse_canary, read_answer, read_canary
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.request import PushRequest, PushResult
+from skyctl.push.transaction import push
 from skyctl.store.state import FleetWeights
 from tests.stub.faults import Fault
 from tests.stub.generation import next_token

@@ -9,8 +9,9 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.push.delta import checksums, content_digest, held_tensors
+from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.rows import layer_of
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.transaction import push
 from skyctl.store.contents import Content, known_content, remember_content
 from skyctl.store.expected import Expectations, ExpectedDigest
 from tests.faults.attached_fleet import attached_fleet

@@ -12,9 +12,9 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
 from skyctl.push.expected import expected_of
-from skyctl.push.request import PushServer
+from skyctl.push.request import PushRequest, PushResult, PushServer
 from skyctl.push.rolling import push_rolling
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.transaction import push
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint

@@ -21,7 +21,8 @@ from skyctl.push.forecast import (
     slots_of,
 )
 from skyctl.push.machine_facts import measure_reading, measured_before
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.request import PushRequest, PushResult
+from skyctl.push.transaction import push
 from skyctl.push.worker_memory import copier_bytes
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.gpu.devices import slot_sizes

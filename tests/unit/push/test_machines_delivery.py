@@ -17,9 +17,9 @@ from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.preflight import Prepared
-from skyctl.push.request import PushFleet
+from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site, Weights, alive
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.transaction import push
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess

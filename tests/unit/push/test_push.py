@@ -14,8 +14,8 @@ from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
 from skyctl.push.preflight import preflight
-from skyctl.push.request import STAGES
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.request import STAGES, PushRequest, PushResult
+from skyctl.push.transaction import push
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault

@@ -10,7 +10,8 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import NotFoundError, WeightsGone
-from skyctl.push.transaction import PushRequest, SilentObserver, push
+from skyctl.push.request import PushObserver, PushRequest
+from skyctl.push.transaction import push
 from skyctl.push.versions import rollback
 from skyctl.store.journal import PushRecord
 from tests.unit.push.fleets import Stubs
@@ -71,10 +72,10 @@ async def test_a_checkpoint_that_was_written_anew_is_refused_before_anything_is_
     digest = read_checkpoint(str(stubs.new)).identity_digest
     request = PushRequest(str(stubs.new), weight_version="1", expected_digest=digest)
     async with stubs.client() as client:
-        result = await push(request, stubs.fleet, client=client, observer=SilentObserver())
+        result = await push(request, stubs.fleet, client=client, observer=PushObserver())
         assert all(server.ok for server in result.servers)
         shard = next(stubs.new.glob("*.safetensors"))
         os.utime(shard, ns=(1, 1))
         with pytest.raises(WeightsGone, match="written anew since it was pushed as 1"):
-            await push(request, stubs.fleet, client=client, observer=SilentObserver())
+            await push(request, stubs.fleet, client=client, observer=PushObserver())
     assert not any(engine.paused for engine in stubs.engines)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from skyctl.errors import CanaryFailed, PreflightError, PushError
+from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.rolling import push_rolling
-from skyctl.push.transaction import PushRequest, PushResult
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Rotation, Stubs, written_anew
 

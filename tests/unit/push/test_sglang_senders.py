@@ -24,8 +24,8 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push import machine_facts
 from skyctl.push.preflight import Prepared, preflight
-from skyctl.push.request import PushFleet, PushRequest, PushServer
-from skyctl.push.transaction import PushResult, push
+from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer
+from skyctl.push.transaction import push
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess

@@ -12,7 +12,8 @@ import pytest
 from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, PushError
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.request import PushRequest, PushResult
+from skyctl.push.transaction import push
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.push.request import PushRequest
 from skyctl.push.sites import Spans
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.transaction import push
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
 

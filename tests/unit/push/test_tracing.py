@@ -13,9 +13,9 @@ import pytest
 
 from skyctl.errors import PushError
 from skyctl.push import tracing
-from skyctl.push.request import STAGES
+from skyctl.push.request import STAGES, PushRequest
 from skyctl.push.tracing import configured, current_traceparent
-from skyctl.push.transaction import PushRequest, push
+from skyctl.push.transaction import push
 from tests.unit.push.fleets import Recorder, Stubs
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,7 +11,8 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError, PushError, ServerError
 from skyctl.http.target import ServerTarget
 from skyctl.push.arrangement import arrangement_of
-from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.request import PushRequest, PushResult
+from skyctl.push.transaction import push
 from skyctl.push.verify import CannotDigest, verify, weights_digest
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
