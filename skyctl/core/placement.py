@@ -48,14 +48,9 @@ def expand_replicas(config: FleetConfig) -> list[Replica]:
 
     Names are `<group or fleet name>-<number>`; groups of one name are numbered on.
     """
-    groups = (
-        [ReplicaGroup(count=config.replicas)]
-        if isinstance(config.replicas, int)
-        else config.replicas
-    )
     numbers: Counter[str] = Counter()
     replicas: list[Replica] = []
-    for group in groups:
+    for group in config.groups:
         prefix = group.name or "-".join(filter(None, (config.name, group.role)))
         for index in range(group.count):
             name = f"{prefix}-{numbers[prefix]}"

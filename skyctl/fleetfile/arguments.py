@@ -9,7 +9,8 @@ from typing import Any
 
 from skyctl.engines import ENGINES
 from skyctl.engines.base import ServerLaunch
-from skyctl.fleetfile.schema import FleetConfig, RouterSection, is_loopback
+from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup, RouterSection, is_loopback
+from skyctl.fleetfile.yaml_source import Location
 
 _SHORT_REQUEST_S = 300
 _LONG_INTERVAL_S = 30
@@ -34,31 +35,33 @@ def merge_arguments(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def refusals(config: FleetConfig) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def refusals(config: FleetConfig) -> Iterator[tuple[Location, str]]:
     """Arguments and variables the file may not set, as (path of the key in the file, why)."""
     reserved = ENGINES[config.engine].reserved
-    yield from _refused(config.args, ("args",), reserved.server_args)
-    yield from _refused_env(config.env, ("env",), reserved.env)
-    if isinstance(config.replicas, list):
-        for index, group in enumerate(config.replicas):
-            where: tuple[str | int, ...] = ("replicas", index)
-            yield from _refused(group.args, (*where, "args"), reserved.server_args)
-            yield from _refused_env(group.env, (*where, "env"), reserved.env)
+    for where, part in _parts(config):
+        yield from _refused(part.args, (*where, "args"), reserved.server_args)
+        yield from _refused_env(part.env, (*where, "env"), reserved.env)
     if isinstance(config.router, RouterSection):
         yield from _refused(config.router.args, ("router", "args"), reserved.router_args)
 
 
-def server_arguments(config: FleetConfig) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+def server_arguments(config: FleetConfig) -> Iterator[tuple[Location, Any]]:
     """Every server argument of the file, as (path of the key in the file, value)."""
-    yield from ((("args", key), value) for key, value in config.args.items())
-    for index, group in enumerate(config.replicas if isinstance(config.replicas, list) else ()):
-        where = ("replicas", index, "args")
-        yield from (((*where, key), value) for key, value in group.args.items())
+    for where, part in _parts(config):
+        for key, value in part.args.items():
+            yield (*where, "args", key), value
+
+
+def _parts(config: FleetConfig) -> Iterator[tuple[Location, FleetConfig | ReplicaGroup]]:
+    """The parts of the file with `args` and `env` of servers, and where they are in it."""
+    yield (), config
+    for index, group in enumerate(config.groups):
+        yield ("replicas", index), group
 
 
 def _refused(
-    arguments: Mapping[str, Any], where: tuple[str | int, ...], reserved: Mapping[str, str]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    arguments: Mapping[str, Any], where: Location, reserved: Mapping[str, str]
+) -> Iterator[tuple[Location, str]]:
     seen: dict[str, str] = {}
     for key in arguments:
         name = flag_name(key)
@@ -72,8 +75,8 @@ def _refused(
 
 
 def _refused_env(
-    env: Mapping[str, str], where: tuple[str | int, ...], reserved: Mapping[str, str]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    env: Mapping[str, str], where: Location, reserved: Mapping[str, str]
+) -> Iterator[tuple[Location, str]]:
     for key, value in env.items():
         if key in reserved:
             yield (*where, key), f"variable {key!r} is set by skyctl: {reserved[key]}"
@@ -128,98 +131,75 @@ def _tinker_warnings(
         )
 
 
-def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
-    warnings = []
+def _server_warnings(config: FleetConfig, device: str, backend: str) -> Iterator[PlanWarning]:
     danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
     open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
     if config.launcher in ("ssh", "ray"):
-        warnings.append(
-            PlanWarning(
-                f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
-                f"the control token can replace the servers' weights{danger}{open_too}",
-                "let nobody else into the network between the machines",
-            )
+        yield PlanWarning(
+            f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
+            f"the control token can replace the servers' weights{danger}{open_too}",
+            "let nobody else into the network between the machines",
         )
     elif not is_loopback(config.host):
-        warnings.append(
-            PlanWarning(
-                f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
-                f"control token can replace the servers' weights{danger}{open_too}",
-                "leave `host` out (127.0.0.1), and let only the router be reached from outside",
-            )
+        yield PlanWarning(
+            f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
+            f"control token can replace the servers' weights{danger}{open_too}",
+            "leave `host` out (127.0.0.1), and let only the router be reached from outside",
         )
     if config.auth == "none":
-        warnings.append(
-            PlanWarning(
-                "auth none: every user of this machine can pause the servers and replace their "
-                "weights",
-                "leave `auth` out, and hand clients the token: skyctl urls",
-            )
+        yield PlanWarning(
+            "auth none: every user of this machine can pause the servers and replace their weights",
+            "leave `auth` out, and hand clients the token: skyctl urls",
         )
         if device == "cuda" and backend == "" and config.weight_transfer.transport == "auto":
-            warnings.append(
-                PlanWarning(
-                    "auth none: weights go by disk, since servers of the ipc transport unpickle "
-                    "what anybody sends them",
-                    "leave `auth` out, or leave a GPU free for nccl",
-                )
+            yield PlanWarning(
+                "auth none: weights go by disk, since servers of the ipc transport unpickle "
+                "what anybody sends them",
+                "leave `auth` out, or leave a GPU free for nccl",
             )
-    return warnings
 
 
 def _inference_is_open(config: FleetConfig) -> bool:
     return config.auth != "all" and config.api_key_env is None
 
 
-def _port_warnings(config: FleetConfig, replicas: int) -> list[PlanWarning]:
-    if config.ports is None or len(config.ports) == replicas:
-        return []
-    few = len(config.ports) < replicas
-    rest = "the rest get free ones" if few else "the last ones are not used"
-    return [
-        PlanWarning(
+def _port_warnings(config: FleetConfig, replicas: int) -> Iterator[PlanWarning]:
+    if config.ports is not None and len(config.ports) != replicas:
+        few = len(config.ports) < replicas
+        rest = "the rest get free ones" if few else "the last ones are not used"
+        yield PlanWarning(
             f"ports: {len(config.ports)} for {replicas} replicas; {rest}",
             "name one port per replica, or leave `ports` out",
         )
-    ]
 
 
-def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> list[PlanWarning]:
+def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> Iterator[PlanWarning]:
     workers = sum(launch.world_size for launch in launches)
-    if launches[0].device != "cpu" or not 0 < cpu_count < workers:
-        return []
-    return [PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")]
+    if launches[0].device == "cpu" and 0 < cpu_count < workers:
+        yield PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")
 
 
-def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
+def _router_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
     router = config.router
     if not isinstance(router, RouterSection) or not router.enabled:
-        return []
-    warnings = []
+        return
     if not is_loopback(router.host):
         open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
-        warnings.append(
-            PlanWarning(
-                f"router.host {router.host}: the router's own routes ask for nothing; whoever "
-                f"reaches it can take servers out and put others in{open_too}",
-                "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
-                "through",
-            )
+        yield PlanWarning(
+            f"router.host {router.host}: the router's own routes ask for nothing; whoever "
+            f"reaches it can take servers out and put others in{open_too}",
+            "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
+            "through",
         )
     if router.request_timeout_s < _SHORT_REQUEST_S:
-        warnings.append(
-            PlanWarning(
-                f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
-                "and time frozen by `pause --mode keep` counts",
-                "leave it out (1800), or raise it to 300 or more",
-            )
+        yield PlanWarning(
+            f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
+            "and time frozen by `pause --mode keep` counts",
+            "leave it out (1800), or raise it to 300 or more",
         )
     if router.health_interval_s > _LONG_INTERVAL_S:
-        warnings.append(
-            PlanWarning(
-                f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
-                f"requests for {_HEALTH_FAILURES * router.health_interval_s} s",
-                "leave it out (5)",
-            )
+        yield PlanWarning(
+            f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
+            f"requests for {_HEALTH_FAILURES * router.health_interval_s} s",
+            "leave it out (5)",
         )
-    return warnings

@@ -78,7 +78,10 @@ class LoadedFleet:
 
     config: FleetConfig
     path: Path
-    base_dir: Path
+
+    @property
+    def base_dir(self) -> Path:
+        return self.path.parent
 
 
 def load_fleet(path: Path, environ: Mapping[str, str] = os.environ) -> LoadedFleet:
@@ -105,7 +108,7 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
     absolute = path.absolute()
     if any("\ud800" <= sign <= "\udfff" for sign in str(absolute)):  # bytes that are no text
         raise FleetFileError(f"{str(absolute)!a}: its path is not UTF-8", hint="move it")
-    return LoadedFleet(config, absolute, absolute.parent)
+    return LoadedFleet(config, absolute)
 
 
 def _read(path: Path) -> str:
@@ -145,7 +148,7 @@ def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]
         details: list[Any] = error.errors(include_url=False)
         return None, _problems_of(details, source)
     return config, [
-        FileProblem(source.line(location), f"{_dotted(location)}: {reason}")
+        FileProblem(source.line(location), f"{_dotted(location[:-1])}: {reason}")
         for location, reason in refusals(config)
     ]
 
@@ -167,7 +170,7 @@ def _without_empty(value: Any, location: Location) -> Any:
 
 
 def _dotted(location: Location) -> str:
-    return ".".join(str(part) for part in location[:-1])
+    return ".".join(map(str, location))
 
 
 def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
@@ -244,21 +247,18 @@ def _problem(
     if kind == "extra_forbidden":
         return _unknown_key(line, location)
     if kind == "missing":
-        missing = ".".join(str(part) for part in (*location, error["loc"][-1]))
+        missing = _dotted((*location, error["loc"][-1]))
         return FileProblem(line, f"key '{missing}' is missing", _SCHEMA_HINT)
-    where = ".".join(str(part) for part in location)
+    where = _dotted(location)
     if kind in ("value_error", "assertion_error"):
         message = str(error["ctx"]["error"])
         line = _line_of_named_key(location, message, source)
     else:
-        message = f"{_expectation(location, errors)}, got {_got(location, error['input'])}"
+        # somebody may have written the key itself where its variable's name belongs
+        secret = location in (("api_key_env",), ("control_token_env",))
+        got = "something else" if secret else shown(error["input"])
+        message = f"{_expectation(location, errors)}, got {got}"
     return FileProblem(line, f"{where}: {message}" if where else message)
-
-
-def _got(location: Location, value: Any) -> str:
-    # somebody may have written the key itself where its variable's name belongs
-    secret = location in (("api_key_env",), ("control_token_env",))
-    return "something else" if secret else shown(value)
 
 
 def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str:
@@ -270,7 +270,11 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
         kind, context = error["type"], error.get("ctx") or {}
         if kind == "literal_error":
             word = "one of " + context["expected"].replace(" or ", ", ")
-            word += _nearest_word(error["input"], re.findall(r"'([^']*)'", context["expected"]))
+            given = str(error["input"])
+            meant = "cuda" if given.lower() in ("gpu", "nvidia") else given
+            known = re.findall(r"'([^']*)'", context["expected"])
+            if near := difflib.get_close_matches(meant, known, n=1):
+                word += f" (did you mean {near[0]!r}?)"
         elif kind in _LIMITS:
             word = f"{_LIMITS[kind]} {next(iter(context.values())):g}"
         elif kind == "string_pattern_mismatch":
@@ -289,17 +293,11 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
     return f"expected {', '.join(words)}"
 
 
-def _nearest_word(value: Any, known: Sequence[str]) -> str:
-    meant = "cuda" if str(value).lower() in ("gpu", "nvidia") else str(value)
-    near = difflib.get_close_matches(meant, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def _unknown_key(line: int, location: Location) -> FileProblem:
     key = str(location[-1])
     known = _known_keys(location[:-1])
-    inside = ".".join(str(part) for part in location[:-1])
-    message = f"{inside}: unknown key {shown(key)}" if inside else f"unknown key {shown(key)}"
+    inside = f"{_dotted(location[:-1])}: " if len(location) > 1 else ""
+    message = f"{inside}unknown key {shown(key)}"
     near = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
     if near:
         return FileProblem(line, f"{message}; did you mean {near[0]!r}?")

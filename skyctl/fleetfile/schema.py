@@ -574,8 +574,42 @@ class FleetConfig(_Section):
         """True for a fleet that skyctl did not start."""
         return self.servers is not None
 
+    @property
+    def groups(self) -> list[ReplicaGroup]:
+        """The groups of replicas; a number of replicas is one group without settings of its own."""
+        if isinstance(self.replicas, int):
+            return [ReplicaGroup(count=self.replicas)]
+        return self.replicas
+
+    @property
+    def pairs(self) -> bool:
+        """Whether prompts and answers are computed by different servers."""
+        return any(group.role for group in self.groups)
+
     @model_validator(mode="after")
-    def _started_or_attached(self) -> FleetConfig:
+    def _is_consistent(self) -> FleetConfig:
+        self._check_servers()
+        hosts = self.ssh.hosts
+        if self.launcher == "ssh" and (not hosts or len(set(hosts)) < len(hosts)):
+            raise ValueError("`launcher: ssh` needs `ssh: {hosts: [...]}`, each machine once")
+        if self.launcher == "ray":
+            self._check_ray()
+        self._check_launcher()
+        for group in self.groups:
+            if (nodes := group.nodes_per_replica or self.nodes_per_replica) > 1:
+                self._check_spanning(nodes, group)
+        self._check_pairs()
+        if self.attached and self.lora is not None and self.lora.adapters:
+            raise ValueError(
+                "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
+                "skyctl adapters load NAME DIR"
+            )
+        if self.tinker is not None:
+            self._check_tinker(self.tinker)
+        self._check_tokens()
+        return self
+
+    def _check_servers(self) -> None:
         if self.servers is not None:
             if self.model is not None:
                 raise ValueError("write either `model` (skyctl starts servers) or `servers`")
@@ -592,21 +626,9 @@ class FleetConfig(_Section):
                 raise ValueError("`model` is missing (or `servers`, for servers already running)")
             if isinstance(self.router, str):
                 raise ValueError("`router` as a URL goes with `servers`")
-        return self
 
-    @model_validator(mode="after")
-    def _ssh_has_machines(self) -> FleetConfig:
-        hosts = self.ssh.hosts
-        if self.launcher == "ssh" and (not hosts or len(set(hosts)) < len(hosts)):
-            raise ValueError("`launcher: ssh` needs `ssh: {hosts: [...]}`, each machine once")
-        return self
-
-    @model_validator(mode="after")
-    def _ray_places_by_itself(self) -> FleetConfig:
-        if self.launcher != "ray":
-            return self
-        groups = self.replicas if isinstance(self.replicas, list) else []
-        if self.ports or self.gpus or self.share_gpus or any(group.ports for group in groups):
+    def _check_ray(self) -> None:
+        if self.ports or self.gpus or self.share_gpus or any(group.ports for group in self.groups):
             raise ValueError(
                 "`ports`, `gpus` and `share_gpus` do not go with `launcher: ray`: Ray chooses node "
                 "and GPUs, skyctl a free port there"
@@ -615,20 +637,18 @@ class FleetConfig(_Section):
             raise ValueError("groups with a `role` do not go with `launcher: ray`")
         if self.ray.address.startswith("ray://"):
             raise ValueError("`ray: {address: ray://...}` is of Ray Client; write HOST:6379")
-        return self
 
-    @model_validator(mode="after")
-    def _others_are_remote(self) -> FleetConfig:
+    def _check_launcher(self) -> None:
         for launcher in ("ssh", "ray"):
             if launcher in self.model_fields_set and self.launcher != launcher:
                 raise ValueError(f"`{launcher}` goes with `launcher: {launcher}`")
         if self.launcher not in ("ssh", "ray"):
             if self.shared_dir is not None:
                 raise ValueError("`shared_dir` goes with `launcher: ssh` or `launcher: ray`")
-            return self
+            return
         if "host" in self.model_fields_set:
             raise ValueError("`host` goes with one machine; a server binds its machine's address")
-        if isinstance(self.replicas, list) and any(group.gpus for group in self.replicas):
+        if any(group.gpus for group in self.groups):
             raise ValueError("a group's `gpus` goes with one machine; leave it out")
         if self.tinker is not None:
             raise ValueError("`tinker` goes with one machine: it trains for servers beside it")
@@ -642,24 +662,9 @@ class FleetConfig(_Section):
                 f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
                 "could replace the weights; leave `auth` out"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _machines_of_a_replica_fit(self) -> FleetConfig:
-        transfer = self.weight_transfer
-        sender = "" if transfer.transport in ("auto", "disk") else f"transport {transfer.transport}"
-        if transfer.backend:
-            sender = f"backend {transfer.backend}"
-        for group in self.replicas if isinstance(self.replicas, list) else [ReplicaGroup()]:
-            nodes = group.nodes_per_replica or self.nodes_per_replica
-            if nodes > 1:
-                self._refuse_to_span(nodes, group, sender)
-        return self
-
-    def _refuse_to_span(self, nodes: int, group: ReplicaGroup, sender: str) -> None:
-        """Raise ValueError if a replica cannot run on several machines as the file has it. `sender`
-        names what would bring tensors in, "" for disk.
-        """
+    def _check_spanning(self, nodes: int, group: ReplicaGroup) -> None:
+        """Raise ValueError if a replica cannot run on several machines as the file has it."""
         asked, hosts = f"`nodes_per_replica: {nodes}`", len(self.ssh.hosts)
         stages = group.pipeline_parallel_size or self.pipeline_parallel_size
         if self.launcher != "ssh":
@@ -677,26 +682,20 @@ class FleetConfig(_Section):
             raise ValueError(f"{asked} does not go with `data_parallel_size`: write more replicas")
         if self.share_gpus:
             raise ValueError(f"{asked} does not go with `share_gpus`: leave one of the two out")
-        if sender:
+        transport, backend = self.weight_transfer.transport, self.weight_transfer.backend
+        if backend or transport not in ("auto", "disk"):
+            sender = f"backend {backend}" if backend else f"transport {transport}"
             raise ValueError(
                 f"{asked} with {sender}: a sender reaches the workers of one machine; leave it "
                 "out: each machine reads the checkpoint (disk)"
             )
 
-    @property
-    def pairs(self) -> bool:
-        """Whether prompts and answers are computed by different servers."""
-        groups = self.replicas if isinstance(self.replicas, list) else ()
-        return any(group.role for group in groups)
-
-    @model_validator(mode="after")
-    def _pairs_are_whole(self) -> FleetConfig:
+    def _check_pairs(self) -> None:
         if not self.pairs:
             if "kv_lease_s" in self.model_fields_set:
                 raise ValueError("`kv_lease_s` goes with groups that have a `role`")
-            return self
-        assert isinstance(self.replicas, list)
-        roles = {group.role for group in self.replicas}
+            return
+        roles = {group.role for group in self.groups}
         if roles != set(get_args(ServerRole)):
             lacking = "`role: decode`" if roles == {"prefill"} else "`role: prefill`"
             lacking = "a `role` in every group" if None in roles else f"a group with {lacking}"
@@ -708,43 +707,25 @@ class FleetConfig(_Section):
             )
         if isinstance(self.router, RouterSection) and not self.router.enabled:
             raise ValueError("prefill and decode servers need the router: leave `enabled` out")
-        if any(
-            (group.data_parallel_size or self.data_parallel_size) > 1 for group in self.replicas
-        ):
+        if any((group.data_parallel_size or self.data_parallel_size) > 1 for group in self.groups):
             raise ValueError("`data_parallel_size` does not go with a `role`: write more replicas")
         if self.lora is not None or self.launcher != DEFAULT_LAUNCHER:
             key = "lora" if self.lora is not None else "launcher"
             raise ValueError(f"`{key}` does not go with prefill and decode servers yet")
-        return self
 
-    @model_validator(mode="after")
-    def _adapters_have_servers(self) -> FleetConfig:
-        if self.attached and self.lora is not None and self.lora.adapters:
-            raise ValueError(
-                "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
-                "skyctl adapters load NAME DIR"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _tinker_has_adapters(self) -> FleetConfig:
-        if self.tinker is None:
-            return self
+    def _check_tinker(self, tinker: TinkerSection) -> None:
         if self.attached:
             raise ValueError("`tinker` is for servers that skyctl starts: it trains their `model`")
-        if self.lora is None or self.lora.max_rank < self.tinker.max_rank:
+        if self.lora is None or self.lora.max_rank < tinker.max_rank:
             rank = "without `lora` they take none"
             if self.lora is not None:
                 rank = f"their `lora: max_rank` is {self.lora.max_rank}"
             raise ValueError(
-                f"`tinker` trains adapters of rank {self.tinker.max_rank} for the servers; {rank}: "
-                f"write `lora: {{max_rank: {self.tinker.max_rank}}}`, or a smaller "
-                "`tinker: max_rank`"
+                f"`tinker` trains adapters of rank {tinker.max_rank} for the servers; {rank}: "
+                f"write `lora: {{max_rank: {tinker.max_rank}}}`, or a smaller `tinker: max_rank`"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _tokens_fit(self) -> FleetConfig:
+    def _check_tokens(self) -> None:
         if self.attached:
             if self.supervisor.listen is not None:
                 raise ValueError("`supervisor` is for servers that skyctl starts")
@@ -753,18 +734,15 @@ class FleetConfig(_Section):
                     "`auth` is for servers that skyctl starts; with `servers`, name "
                     "what they want: `control_token_env` or `api_key_env`"
                 )
-            return self
+            return
         if self.control_token_env is not None:
             raise ValueError(
                 "`control_token_env` goes with `servers`; skyctl makes the token of "
                 "servers it starts"
             )
-        if self.auth == "none":
-            self._refuse_without_tokens()
-        return self
-
-    def _refuse_without_tokens(self) -> None:
-        """What would let others than this machine's users take the servers over, or their user."""
+        if self.auth != "none":
+            return
+        # what would let others than this machine's users take the servers over, or their user
         open_hosts = {"host": self.host}
         if isinstance(self.router, RouterSection) and self.router.enabled:
             open_hosts["router.host"] = self.router.host
