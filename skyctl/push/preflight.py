@@ -16,7 +16,6 @@ from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.checkpoints.header import remembered
-from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import LEAST_STAGE_RATE
 from skyctl.http.client import ControlClient
@@ -444,11 +443,13 @@ def _site(
     *,
     colocated: bool,
 ) -> Site:
+    vllm = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
+    vllm.known_ranks = facts.ranks  # they are not asked for again while it is frozen
     # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
     asleep = colocated and (facts.asleep or server.sleep_level > 0)
     return Site(
         server=server,
-        vllm=_server(server, facts, client, fleet),
+        vllm=vllm,
         dialect=facts.dialect,
         world_size=facts.world_size,
         was_paused=facts.paused and not server.thaw,
@@ -460,17 +461,6 @@ def _site(
         frozen=server.thaw and not asleep,  # undoing this push thaws it as well
         asleep=asleep,
     )
-
-
-def _server(
-    server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet
-) -> Server:
-    """The server's control routes, with its ranks known: they are not asked for again while it is
-    frozen.
-    """
-    found = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
-    found.known_ranks = facts.ranks
-    return found
 
 
 def refuse_stage_rate(request: PushRequest, transport: str) -> None:

@@ -25,30 +25,30 @@ from skyctl.transfer.transports.base import rank_offsets
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
 
 
-class DiskDelivery:
-    """Every server reads the checkpoint itself, in one call; see `push.delivery.Delivery`."""
+class _SenderlessDelivery:
+    """What both have in common; see `push.delivery.Delivery`."""
 
     frees_late = False
     copies = False
-    can_retry = False  # no call scrubs a reload that broke off
+    can_retry = False  # no call scrubs a reload that broke off; a trainer is not asked again
+    content_digest = ""
+    content = None
+
+    async def init(self, sites: Sequence[Site]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class DiskDelivery(_SenderlessDelivery):
+    """Every server reads the checkpoint itself, in one call."""
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
         self._control_timeout_s = fleet.control_timeout_s
         self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
 
-    @property
-    def content_digest(self) -> str:
-        return ""
-
-    @property
-    def content(self) -> None:
-        return None
-
     async def open(self, sites: Sequence[Site]) -> None:
         self._check_unchanged()
-
-    async def init(self, sites: Sequence[Site]) -> None: ...
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         timeout_s = self._control_timeout_s
@@ -85,8 +85,6 @@ class DiskDelivery:
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         for site in alive(sites):
             site.weights = Weights.NEW
-
-    async def close(self) -> None: ...
 
     def _check_unchanged(self) -> None:
         """Servers read by name: the files must be the ones that were checked, before and after."""
@@ -135,14 +133,8 @@ async def ask_targets(
     return send_targets(await ask_servers(fleet, client=client), at)
 
 
-class TrainerDelivery:
-    """Waits for a trainer; see `push.delivery.Delivery`."""
-
-    can_retry = False  # a trainer that failed is not asked again
-    frees_late = False
-    copies = False
-    content_digest = ""
-    content = None
+class TrainerDelivery(_SenderlessDelivery):
+    """Waits for a trainer."""
 
     def __init__(
         self,
@@ -160,8 +152,6 @@ class TrainerDelivery:
     async def open(self, sites: Sequence[Site]) -> None:
         self._leaves_group = self._senders.idle is not None
         await self._senders.close()  # workers leave the pooled sender's group for the trainer's
-
-    async def init(self, sites: Sequence[Site]) -> None: ...
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         """The trainer's engine opens its sessions itself: none of an earlier push may be open."""
@@ -198,8 +188,6 @@ class TrainerDelivery:
 
         timeout_s = self._fleet.update_timeout_s
         await each(alive(sites), call, timeout_s=timeout_s * 2, what="finish")
-
-    async def close(self) -> None: ...
 
     async def _close(self, site: Site, label: str | None = None) -> None:
         """Finish the session that the trainer's engine left open, if any."""

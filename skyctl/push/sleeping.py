@@ -6,6 +6,8 @@
 vLLM ignores a sleep while any part of a server is asleep: to put awake weights back to sleep, the
 rest is woken first. This is not done for weights that a level-2 sleep discarded, because such a
 server would generate from nothing: it stays asleep with its weights awake, and says so.
+
+These calls have the deadline of an update: a first sleep pins host memory, which takes long.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
         # ignores a second wake
         await site.vllm.wake(["weights"])
 
-    await each(asleep, call, timeout_s=_patience_s(run), what="wake the weights")
+    await each(asleep, call, timeout_s=run.fleet.update_timeout_s, what="wake the weights")
     reached("push.woken")
     require_all(run, sites)
 
@@ -71,7 +73,7 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
         site.slept, site.woken = level, False
 
     able = alive(left) + answering
-    await each(able, call, timeout_s=2 * _patience_s(run), what="sleep again")
+    await each(able, call, timeout_s=2 * run.fleet.update_timeout_s, what="sleep again")
     for site in woken:
         if not site.woken or site.server.sleep_level == DISCARDED:
             run.observer.server(site.name, "asleep", site.failure)
@@ -96,7 +98,7 @@ async def wake_all(run: Run, sites: Sequence[Site]) -> None:
             site.was_paused, site.resumed = False, True
 
     asleep = [site for site in alive(sites) if site.asleep and site.weights is Weights.VERIFIED]
-    await each(asleep, call, timeout_s=2 * _patience_s(run), what="wake the cache")
+    await each(asleep, call, timeout_s=2 * run.fleet.update_timeout_s, what="wake the cache")
     reached("push.awake")
 
 
@@ -107,15 +109,10 @@ async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
         return
     if level == DISCARDED:
         run.note("a level-2 sleep discards the weights that were just pushed: push before waking")
+
+    async def call(site: Site) -> None:
+        await site.vllm.sleep(level, "abort")
+        site.slept = level
+
     able = [site for site in alive(sites) if site.weights is Weights.VERIFIED]
-    await each(able, lambda site: _sleep(site, level), timeout_s=_patience_s(run), what="sleep")
-
-
-async def _sleep(site: Site, level: int) -> None:
-    await site.vllm.sleep(level, "abort")
-    site.slept = level
-
-
-def _patience_s(run: Run) -> float:
-    """A deadline: pinning host memory for a first sleep takes longer than other control calls."""
-    return run.fleet.update_timeout_s
+    await each(able, call, timeout_s=run.fleet.update_timeout_s, what="sleep")
