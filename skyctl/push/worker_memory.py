@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.gpu.devices import fits_whole
-from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
+from skyctl.transfer.plan import ChunkPlan, module_of
 
 MIB = 1 << 20
 SENDER_CONTEXT_BYTES = 596 * MIB
@@ -103,6 +104,27 @@ def _module_bytes(plan: ChunkPlan) -> dict[str, int]:
     return sizes
 
 
+@dataclass(eq=False)
+class _Block:
+    """A part of a segment. What received a chunk is held by its stream until the next one there,
+    and by tensors that wait; what nobody holds is free.
+    """
+
+    size: int
+    segment: list[_Block]
+    holders: int = 0
+
+    def let_go(self) -> None:
+        self.holders -= 1
+        merged: list[_Block] = []
+        for block in self.segment:
+            if merged and not merged[-1].holders and not block.holders:
+                merged[-1].size += block.size
+            else:
+                merged.append(block)
+        self.segment[:] = merged
+
+
 class _Pool:
     """Segments of one stream in torch's caching allocator: best fit, split, merged when freed."""
 
@@ -114,90 +136,44 @@ class _Pool:
         return sum(block.size for segment in self._segments for block in segment)
 
     def take(self, size: int) -> _Block:
-        fitting = (b for s in self._segments for b in s if b.free and b.size >= size)
-        block = min(fitting, key=lambda found: found.size, default=None)
+        """A block with one holder."""
+        free = (b for segment in self._segments for b in segment if not b.holders)
+        block = min((b for b in free if b.size >= size), key=lambda b: b.size, default=None)
         if block is None:
             segment: list[_Block] = []
             block = _Block(-(-size // _GRANULE) * _GRANULE, segment)
             segment.append(block)
             self._segments.append(segment)
-        block.split(size)
-        block.free = False
+        rest = block.size - size
+        if rest > MIB:
+            place = block.segment.index(block)
+            block.segment.insert(place + 1, _Block(rest, block.segment))
+            block.size = size
+        block.holders = 1
         return block
 
 
-class _Block:
-    """A part of a segment, `free` or in use."""
-
-    def __init__(self, size: int, segment: list[_Block]) -> None:
-        self.size, self.free = size, True
-        self._segment = segment
-
-    def split(self, size: int) -> None:
-        rest = self.size - size
-        if rest > MIB:
-            place = self._segment.index(self)
-            self._segment.insert(place + 1, _Block(rest, self._segment))
-            self.size = size
-
-    def release(self) -> None:
-        self.free = True
-        place = self._segment.index(self)
-        for neighbour in self._segment[place + 1 : place + 2]:
-            if neighbour.free:
-                self.size += neighbour.size
-                self._segment.remove(neighbour)
-        for neighbour in self._segment[max(place - 1, 0) : place]:
-            if neighbour.free:
-                neighbour.size += self.size
-                self._segment.remove(self)
-
-
-class _Buffer:
-    """A received chunk: held by its stream until the next one there, and by tensors that wait."""
-
-    def __init__(self, block: _Block) -> None:
-        self._block, self._holders = block, 1
-
-    def hold(self) -> None:
-        self._holders += 1
-
-    def let_go(self) -> None:
-        self._holders -= 1
-        if not self._holders:
-            self._block.release()
-
-
 def _pooled_bytes(plan: ChunkPlan) -> int:
-    """What both pools have reserved once all chunks are received and loaded."""
+    """What both pools have reserved once all chunks are received and loaded. Each module whose
+    tensors are all present is assembled in memory of its own, then copied.
+    """
     pools = [_Pool() for _ in range(_STREAMS)]
-    current: list[_Buffer | None] = [None] * _STREAMS
+    current: list[_Block | None] = [None] * _STREAMS
     sizes = _module_bytes(plan)
-    waiting: dict[str, list[tuple[int, _Buffer]]] = {}
+    waiting: dict[str, list[tuple[int, _Block]]] = {}
     for chunk in plan.chunks:
         stream = chunk.index % _STREAMS
-        buffer = _Buffer(pools[stream].take(chunk.size))
+        buffer = pools[stream].take(chunk.size)
         if (replaced := current[stream]) is not None:
             replaced.let_go()
         current[stream] = buffer
-        _load(chunk, buffer, pools[stream], sizes, waiting)
+        for placed in chunk.placed:
+            module = module_of(placed.tensor.name)
+            parts = waiting.setdefault(module, [])
+            parts.append((placed.tensor.nbytes, buffer))
+            buffer.holders += 1
+            if sum(size for size, _ in parts) >= sizes[module]:
+                pools[stream].take(sizes[module]).let_go()
+                for _, held in waiting.pop(module):
+                    held.let_go()
     return sum(pool.reserved for pool in pools)
-
-
-def _load(
-    chunk: Chunk,
-    buffer: _Buffer,
-    pool: _Pool,
-    sizes: dict[str, int],
-    waiting: dict[str, list[tuple[int, _Buffer]]],
-) -> None:
-    """Each module whose tensors are all present is assembled in memory of its own, then copied."""
-    for placed in chunk.placed:
-        module = module_of(placed.tensor.name)
-        parts = waiting.setdefault(module, [])
-        parts.append((placed.tensor.nbytes, buffer))
-        buffer.hold()
-        if sum(size for size, _ in parts) >= sizes[module]:
-            pool.take(sizes[module]).release()
-            for _, held in waiting.pop(module):
-                held.let_go()
