@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 from skyctl.launch.remote.machines import FACTS_TIMEOUT_S
 from skyctl.launch.remote.session import ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
+from skyctl.push.layouts import LayoutChoice
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.worker_memory import (
     broadcast_bytes,
@@ -28,7 +28,7 @@ from skyctl.push.worker_memory import (
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease
-from skyctl.transfer.transports.choose import load_transport
+from skyctl.transfer.transports.base import Transport
 
 _SAMPLE_BYTES = 128 * 1024 * 1024
 _PIECE_BYTES = 4 * 1024 * 1024
@@ -136,39 +136,35 @@ def measure_reading(checkpoint: Checkpoint) -> float | None:
 async def subject_of(
     fleet: PushFleet,
     plan: ChunkPlan,
-    transport: str,
+    transport: Transport,
+    layout: LayoutChoice,
     *,
     workers: int,
     idle: Lease | None,
-    sender_gpu: int = -1,
-    buckets: bool = False,
-    copied: bool = False,
-    spare_bytes: int = 0,
-    programs: Iterable[Program] = (),
+    sender_gpu: int,
 ) -> Subject:
     """What is to be pushed, and where it has to fit.
 
-    An idle sender already has its context; servers that it filled keep what they took. `buckets`:
-    servers receive each chunk in one broadcast. `copied`: they copy the weights into their
-    parameters instead of loading them. `spare_bytes` is what each of their workers then takes to
-    process weights ahead of the freeze; `programs` are those that the sender numbers.
+    An idle sender already has its context; servers that it filled keep what they took.
     """
-    on_gpus = transport in GPU_TRANSPORTS
+    on_gpus, shares = transport.name in GPU_TRANSPORTS, transport.shares_gpus
+    copied, spare_bytes = layout.name == "runtime", layout.spare_bytes
+    programs = {p.layout: p for of in layout.programs.values() for p in of}.values()
     here = not any(server.node for server in fleet.servers)  # other machines' GPUs are not seen
     free = await asyncio.to_thread(free_gpu_memory) if on_gpus and here else {}
     gpus = [server.gpus for server in fleet.servers]
-    shares = load_transport(transport).shares_gpus
     reserve = 0
     if shares and copied:
         reserve = spare_bytes * workers_on_fullest(gpus)
     elif shares and not (idle and idle.filled):
-        reserve = bytes_beside(transport, plan, gpus)
+        reserve = bytes_beside(transport.name, plan, gpus)
     if not copied:
-        taken = await asyncio.to_thread(worker_bytes, transport, plan, buckets=buckets)
+        buckets = transport.packing == "bucket"
+        taken = await asyncio.to_thread(worker_bytes, transport.name, plan, buckets=buckets)
     else:
         taken = spare_bytes if shares else copier_bytes(plan, gpus, free)
     return Subject(
-        transport=transport,
+        transport=transport.name,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=workers,
         worker_bytes=taken,

@@ -296,16 +296,7 @@ async def preflight(
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None and not nodes:
         subject = await subject_of(
-            fleet,
-            plan,
-            choice.name,
-            workers=workers,
-            idle=idle,
-            sender_gpu=sender_gpu,
-            buckets=transport.packing == "bucket",
-            copied=layout.name == "runtime",
-            spare_bytes=layout.spare_bytes,
-            programs={p.layout: p for of in layout.programs.values() for p in of}.values(),
+            fleet, plan, transport, layout, workers=workers, idle=idle, sender_gpu=sender_gpu
         )
         forecasts, said = await forecast_push(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
