@@ -304,7 +304,7 @@ def _history(pushes: Any) -> Any:
 
 def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:
     """What equal digests, records and rows prove."""
-    from skyctl.push.arrangement import comparable
+    from skyctl.push.verify import comparable
 
     groups = comparable([row["digest"] for row in servers], str)
     if len(servers) == 1:

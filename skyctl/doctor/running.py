@@ -9,7 +9,7 @@ from typing import Any
 from skyctl import engines
 from skyctl.core.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.doctor.finding import Finding, Result, Severity, error, ok, run_checks, warning
-from skyctl.push.arrangement import comparable
+from skyctl.push.verify import comparable
 from skyctl.service.drift import Drift
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
-from skyctl.push.arrangement import arrangement_of, comparable
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site
-from skyctl.push.verify import UNLABELLED, can_compare
+from skyctl.push.verify import UNLABELLED, arrangement_of, can_compare, comparable
 from skyctl.store.expected import ExpectedDigest, by_files
 
 

@@ -1,14 +1,20 @@
 """What servers really hold: digests and versions side by side. A check that could not be made has
 failed.
+
+Digests can be compared where workers hold the model in the same arrangement. A server with two
+tensor-parallel ranks holds different tensors from one with a single rank, and one that quantizes
+what it loads holds different numbers; all are right. A digest therefore ends in a colon, the
+version of the algorithm and the arrangement that the server's workers report
+(`inside/digest.py`): `5f0c…:v2-tp2-bfloat16`. Servers that report none are taken to share one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from skyctl import engines
 from skyctl.engines.base import Feature, Server, lacks_method
@@ -16,14 +22,14 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.push.arrangement import arranged, arrangement_of, comparable
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
 
 DIGEST_METHOD = "skyctl_weight_digest"
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with --no-verify"
+T = TypeVar("T")
 
-
+_SEPARATOR = ":"
 UNLABELLED = "default"
 """The version that servers report as long as nobody has pushed to them."""
 
@@ -64,8 +70,8 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """All servers' reports, and whether those that can be compared (`push/arrangement.py`) hold the
-    same: None if too few could say.
+    """All servers' reports, and whether those that can be compared hold the same: None if too few
+    could say.
     """
 
     servers: tuple[WeightsReport, ...]
@@ -73,6 +79,22 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         return {"servers": [report.to_json() for report in self.servers], "agree": self.agree}
+
+
+def arrangement_of(digest: str) -> str:
+    """The suffix of a digest, version included; "" if it has none."""
+    return digest.partition(_SEPARATOR)[2]
+
+
+def comparable(items: Iterable[T], digest: Callable[[T], str]) -> list[list[T]]:
+    """Group `items` by the arrangement of their digests, in order. Those without a digest are left
+    out.
+    """
+    groups: dict[str, list[T]] = {}
+    for item in items:
+        if digest(item):
+            groups.setdefault(arrangement_of(digest(item)), []).append(item)
+    return list(groups.values())
 
 
 async def verify(
@@ -129,7 +151,7 @@ def _unlike(record: Record, digest: str, version: str | None) -> str:
 
 @dataclass(frozen=True)
 class WeightsDigest:
-    """Digest over all workers of a server, with their arrangement (`push/arrangement.py`).
+    """Digest over all workers of a server, with their arrangement.
 
     `compared` is None if the workers cannot be asked for rows; `how` then says how else the digest
     was made. `numbers` are those of the requested parameters, by rank.
@@ -218,9 +240,11 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
         models = [[answer for workers in models for answer in workers]]
     compared = [compare(rows, workers) for workers in models]
     digest = _combined([str(answer["digest"]) for answer in models[0]])
-    arrangement, version = answers[0].get("arrangement", ""), answers[0].get("digest_version", 0)
+    version = int(answers[0].get("digest_version", 0))
+    named = [f"v{version}" if version else "", str(answers[0].get("arrangement", ""))]
+    suffix = "-".join(part for part in named if part)
     return WeightsDigest(
-        arranged(digest, str(arrangement), int(version)),
+        f"{digest}{_SEPARATOR}{suffix}" if suffix else digest,
         min(compared, key=lambda one: one.tensors),
         numbers={
             int(answer["place"]): answer["numbers"] for answer in answers if answer.get("numbers")

@@ -2,7 +2,7 @@
 
 A version's label is only a name. A server is known to hold certain weights if its digest is the one
 that the same content had before, in servers that hold the model in the same arrangement
-(`push/arrangement.py`) and run the same engine version.
+(`push/verify.py`) and run the same engine version.
 """
 
 from __future__ import annotations

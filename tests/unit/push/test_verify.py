@@ -10,10 +10,9 @@ import pytest
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError, PushError, ServerError
 from skyctl.http.target import ServerTarget
-from skyctl.push.arrangement import arrangement_of
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
-from skyctl.push.verify import CannotDigest, verify, weights_digest
+from skyctl.push.verify import CannotDigest, arrangement_of, verify, weights_digest
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
 
