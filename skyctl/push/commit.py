@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from skyctl.errors import (
     CanaryFailed,
@@ -229,7 +228,7 @@ async def refuse_commit(
     for site in sites:
         if site.weights is Weights.NEW:
             site.failure = site.failure or why
-    rows = [_row(site, returned.get(site.name)) for site in sites]
+    rows = [returned.get(site.name) or site.report() for site in sites]
     left = [row.server for row in rows if row.state == "quarantined"]
     if left:
         end = f"{', '.join(left)} quarantined"
@@ -251,10 +250,6 @@ async def refuse_commit(
     )
 
 
-def _row(site: Site, returned: dict[str, Any] | None) -> ServerPush:
-    return ServerPush(**returned) if returned is not None else site.report()
-
-
 def _version_before(run: Run) -> str:
     committed = run.fleet.committed
     return (committed and committed.version) or "the checkpoint before"
@@ -262,7 +257,7 @@ def _version_before(run: Run) -> str:
 
 async def _push_back(
     run: Run, sites: Sequence[Site], transaction: Transaction
-) -> tuple[dict[str, dict[str, Any]], str]:
+) -> tuple[dict[str, ServerPush], str]:
     """How the push of the committed weights left each server, by name; and what failed."""
     committed = run.fleet.committed
     loaded = [site for site in sites if site.weights is Weights.NEW]
@@ -291,10 +286,10 @@ async def _push_back(
     try:
         result = await transaction(again)
     except SkyctlError as error:
-        rows = error.details.get("servers", [])
-        return {row["server"]: row for row in rows}, error.message
+        rows = [ServerPush(**row) for row in error.details.get("servers", [])]
+        return {row.server: row for row in rows}, error.message
     run.thawed_at = again.thawed_at
-    return {row.server: row.to_json() for row in result.servers}, ""
+    return {row.server: row for row in result.servers}, ""
 
 
 async def publish(run: Run, sites: Sequence[Site], label: str) -> None:

@@ -101,6 +101,8 @@ class ChunkDelivery:
     """Whether servers copy out of the sender's slots by themselves."""
     _exports = True
     """Whether servers are told where the slots are."""
+    _rehearses = False
+    """Whether nothing is delivered, and the sender is kept whatever happens."""
 
     def __init__(
         self,
@@ -384,11 +386,11 @@ class ChunkDelivery:
             nonlocal done
             try:
                 filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
-                await self._call_update(
+                await self._all_at_once(
                     sites,
-                    chunk,
-                    filled,
+                    lambda site: self._call_load(site, chunk, filled),
                     lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),
+                    timeout_s=timeout_s,
                     what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
                 )
                 done += await self._sent(chunk, filled)
@@ -428,7 +430,13 @@ class ChunkDelivery:
                 done += await self._sent(chunk, filled)
                 on_progress(done)
 
-        await self._call_update(sites, whole, Filled(0, 0, ()), send_all, what="update")
+        await self._all_at_once(
+            sites,
+            lambda site: self._call_load(site, whole, Filled(0, 0, ())),
+            send_all,
+            timeout_s=self._fleet.update_timeout_s + _GRACE_S,
+            what="update",
+        )
 
     async def _sent(self, chunk: Chunk, filled: Filled) -> int:
         """Release the slot of a chunk that was sent; returns the chunk's bytes."""
@@ -445,22 +453,6 @@ class ChunkDelivery:
         for site in sites:
             if programs := self._programs.get(site.name):
                 site.expected = [(program, by_program[program]) for program in programs]
-
-    async def _call_update(
-        self,
-        sites: Sequence[Site],
-        chunk: Chunk,
-        filled: Filled,
-        sending: Callable[[], Awaitable[None]],
-        *,
-        what: str,
-    ) -> None:
-        timeout_s = self._fleet.update_timeout_s + _GRACE_S
-
-        async def call(site: Site) -> None:
-            await self._call_load(site, chunk, filled)
-
-        await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)
 
     async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
         """Have one server load one chunk (all of them, in a single update)."""
@@ -491,7 +483,7 @@ class ChunkDelivery:
     async def close(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            keep = self._transport.resident and self._delivered
+            keep = self._transport.resident and (self._delivered or self._rehearses)
             await self._senders.release(lease, keep=keep)
 
     def _opened(self) -> tuple[Lease, Session]:
@@ -524,21 +516,17 @@ class ChunkDelivery:
                 async with asyncio.timeout(None) as patience:
                     waiting.add(patience)
                     await call(site)
-            except TimeoutError as error:
+            except BaseException as error:
                 broken = part.exception() if part.done() and not part.cancelled() else None
+                sender.kill(f"{what}: {site.name} failed, and the group with it")
+                if not isinstance(error, TimeoutError):
+                    raise
                 why = f" ({broken})" if broken is not None else ""
                 raise ServerUnreachable(
                     f"{site.name}: no answer after the group broke{why}"
                 ) from error
             finally:
                 waiting.discard(patience)
-
-        async def failing(site: Site) -> None:
-            try:
-                await guarded(site)
-            except BaseException:
-                sender.kill(f"{what}: {site.name} failed, and the group with it")
-                raise
 
         def hurry(part: asyncio.Future[None]) -> None:
             # a server that lost its group reports it soon, or not at all
@@ -549,7 +537,7 @@ class ChunkDelivery:
 
         part = asyncio.ensure_future(sending())
         part.add_done_callback(hurry)
-        await each(alive(sites), failing, timeout_s=timeout_s, what=what)
+        await each(alive(sites), guarded, timeout_s=timeout_s, what=what)
         try:
             await part
         except SenderFailed as error:

@@ -74,18 +74,13 @@ async def rehearse(
     await delivery.warm(prepared.sites)
     if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
         with asking() if prepared.layout.spare_bytes else nullcontext():
-            await _read(prepared, delivery)
+            try:  # to find out what each parameter must hold by its server's layout
+                await delivery.open(prepared.sites)
+            finally:
+                await _to_its_end(delivery.close())
         with asking():
             await _compare(prepared, fleet)
     return prepared.sites
-
-
-async def _read(prepared: Prepared, delivery: _Numbering | _Processing) -> None:
-    """Find out what each parameter must hold by its server's layout."""
-    try:
-        await delivery.open(prepared.sites)
-    finally:
-        await _to_its_end(delivery.close())
 
 
 async def _compare(prepared: Prepared, fleet: PushFleet) -> None:
@@ -134,15 +129,12 @@ class _Numbering(ChunkDelivery):
     """Reads everything through two slots; delivers nothing."""
 
     _exports = False
+    _rehearses = True
 
     @property
     def takes(self) -> int:
         """Bytes on the sender's GPU, beside its context."""
         return 2 * self._plan.slot_bytes + numbering_bytes(self._distinct)
-
-    async def open(self, sites: Sequence[Site]) -> None:
-        self._delivered = True  # keeps the sender, whatever happens
-        await super().open(sites)
 
     async def _get_ready(
         self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
@@ -157,15 +149,12 @@ class _Processing(RuntimeDelivery):
     """Stages everything and has servers process it; delivers nothing."""
 
     _keeps = False
+    _rehearses = True
 
     @property
     def takes(self) -> int:
         """Bytes on the sender's GPU, beside its context."""
         return self._plan.total_bytes + numbering_bytes(self._distinct) + self._spare_bytes
-
-    async def open(self, sites: Sequence[Site]) -> None:
-        self._delivered = True  # keeps the sender, whatever happens
-        await super().open(sites)
 
     async def _get_ready(
         self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int

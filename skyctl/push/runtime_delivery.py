@@ -8,7 +8,8 @@ server in which this breaks off midway is scrubbed and pushed to again by vLLM's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from skyctl.errors import PreflightError
@@ -74,7 +75,7 @@ class RuntimeDelivery(ChunkDelivery):
             slots = len(self._slots["offsets"])
         elif not opened.staged_whole:
             raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
-        telling = asyncio.create_task(self._tell(sites))
+        telling = asyncio.create_task(self._ask(sites, OPEN_METHOD, self._opening))
         try:
             if self._spare_bytes:
                 await telling
@@ -84,26 +85,28 @@ class RuntimeDelivery(ChunkDelivery):
             telling.cancel()
             await asyncio.wait([telling])
 
-    async def _tell(self, sites: Sequence[Site]) -> None:
-        async def tell(site: Site) -> None:
-            self._told[site.name] = site
-            arguments: dict[str, Any] = {
-                "programs": [program.to_wire() for program in self._programs[site.name]]
-            }
-            if self._slots is None:
-                arguments["buffer_bytes"] = self._plan.slot_bytes
-            else:
-                arguments["payload"] = self._slots["handles"][self._numbers[site.name]]
-                arguments["offsets"] = self._slots["offsets"]
-            await site.vllm.ask_workers(
-                OPEN_METHOD, arguments, timeout_s=self._fleet.control_timeout_s
-            )
+    def _opening(self, site: Site) -> dict[str, Any]:
+        self._told[site.name] = site
+        programs = [program.to_wire() for program in self._programs[site.name]]
+        if self._slots is None:
+            return {"programs": programs, "buffer_bytes": self._plan.slot_bytes}
+        payload = self._slots["handles"][self._numbers[site.name]]
+        return {"programs": programs, "payload": payload, "offsets": self._slots["offsets"]}
 
-        await self._all(sites, tell)
+    def _processing(self, chunk: int, site: Site) -> dict[str, Any]:
+        return {"chunk": chunk, "keep": self._keeps}
 
-    async def _all(self, sites: Sequence[Site], ask: Callable[[Site], Awaitable[None]]) -> None:
+    async def _ask(
+        self, sites: Sequence[Site], method: str, arguments: Callable[[Site], dict[str, Any]]
+    ) -> None:
         """Have all servers get ready, or none. Raises CannotCopy."""
-        await each(sites, ask, timeout_s=self._fleet.control_timeout_s, what="layout")
+        timeout_s = self._fleet.control_timeout_s
+        await each(
+            sites,
+            lambda site: site.vllm.ask_workers(method, arguments(site), timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            what="layout",
+        )
         if failed := [site for site in sites if site.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
             for site in sites:
@@ -116,20 +119,10 @@ class RuntimeDelivery(ChunkDelivery):
             filled = await self._staged(lease, chunk)
             if self._slots is not None:
                 self._filled[chunk.index] = filled
-            if self._spare_bytes:
-                await self._process(list(self._told.values()), chunk)
+            if self._spare_bytes:  # chunk by chunk: between them, engines go on with their requests
+                told = list(self._told.values())
+                await self._ask(told, PROCESS_METHOD, partial(self._processing, chunk.index))
         self._read_ahead_until = asyncio.get_running_loop().time()
-
-    async def _process(self, sites: Sequence[Site], chunk: Chunk) -> None:
-        """Process one chunk: between chunks, engines go on with their requests."""
-        arguments = {"chunk": chunk.index, "keep": self._keeps}
-
-        async def process(site: Site) -> None:
-            await site.vllm.ask_workers(
-                PROCESS_METHOD, arguments, timeout_s=self._fleet.control_timeout_s
-            )
-
-        await self._all(sites, process)
 
     async def init(self, sites: Sequence[Site]) -> None:
         if self._slots is None:
@@ -157,7 +150,14 @@ class RuntimeDelivery(ChunkDelivery):
         ready = list(chunks[: len(self._filled)])
         while ready and alive(sites):
             following = ready[-1].index + 1
-            await self._load(sites, ready, last=following == len(chunks))
+            indices = [chunk.index for chunk in ready]
+            arguments = {"chunks": indices, "last": following == len(chunks)}
+            await each(
+                alive(sites),
+                partial(self._rpc, method=LOAD_METHOD, arguments=arguments),
+                timeout_s=self._fleet.update_timeout_s,
+                what="update",
+            )
             for chunk in ready:
                 done += await self._sent(chunk, self._filled.pop(chunk.index))
             on_progress(done)
@@ -166,14 +166,6 @@ class RuntimeDelivery(ChunkDelivery):
                 self._filled[chunk.index] = await sender.filled(
                     chunk.index, timeout_s=self._fleet.update_timeout_s
                 )
-
-    async def _load(self, sites: Sequence[Site], chunks: Sequence[Chunk], *, last: bool) -> None:
-        arguments = {"chunks": [chunk.index for chunk in chunks], "last": last}
-
-        async def load(site: Site) -> None:
-            await self._rpc(site, LOAD_METHOD, arguments)
-
-        await each(alive(sites), load, timeout_s=self._fleet.update_timeout_s, what="update")
 
     async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
         sizes = [chunk.size for chunk in self._plan.chunks]

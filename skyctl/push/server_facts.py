@@ -92,14 +92,15 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
         # proof
         asleep = level > 0 if level is not None else sleeping and not paused
+        engine = engines.ENGINES[target.engine]
         return ServerFacts(
             name=target.name,
             url=target.url,
-            dialect=_dialect(target, made.vllm_version),
+            dialect=engine.dialect(made.vllm_version) if engine.dialect is not None else None,
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
-            title=engines.ENGINES[target.engine].title,
+            title=engine.title,
             **vars(made),
         )
 
@@ -171,17 +172,10 @@ async def _nccl(server: Server) -> tuple[str, Mapping[str, str] | None]:
         return "", None  # started without skyctl's worker extension
     told = [answer for answer in answers if isinstance(answer, dict)]
     problem = next((str(answer["problem"]) for answer in told if answer.get("problem")), "")
-    return problem, _settings(told[0].get("settings")) if told else None
-
-
-def _settings(told: Any) -> dict[str, str] | None:
-    """The settings of any worker: all workers share one environment."""
-    return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
-
-
-def _dialect(target: ServerTarget, version: str) -> Dialect | None:
-    dialect = engines.ENGINES[target.engine].dialect
-    return None if dialect is None else dialect(version)
+    settings = told[0].get("settings") if told else None  # all workers share one environment
+    if not isinstance(settings, dict):
+        return problem, None
+    return problem, {str(key): str(value) for key, value in settings.items()}
 
 
 def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
