@@ -48,7 +48,7 @@ accepted just before may not be in the server's list yet.
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _POLL_S = 0.02
-_ADVICE = {
+_ADVICE: dict[str, str] = {
     Refusal.CANNOT_NAME: "install skyctl in the interpreter that runs this server, and restart it",
     Refusal.NO_ADAPTERS: "write a section `lora:` into the fleet file (what attached servers need: "
     "docs/how-to/adapters.md)",
@@ -133,10 +133,16 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         new = _version(fleet, asked.name, adapter, copy)
         targets, skipped = _taking_part(fleet)
         store.intend_version(fleet.state, new, [target.name for target in targets])
+
+        async def load_version(target: ServerTarget) -> None:
+            await fleet.server(target, asked.timeout_s).load_adapter(new.served_as, new.path)
+
+        async def name(target: ServerTarget) -> None:
+            await fleet.server(target, asked.timeout_s).name_adapter(new.name, new.served_as)
+
         began = time.perf_counter()
-        outcomes = await _carry_out(
-            fleet, new.name, targets, _steps(fleet, new, asked.timeout_s), asked.timeout_s
-        )
+        steps = [Step("adapters.load.call", load_version), Step("adapters.name.call", name)]
+        outcomes = await _carry_out(fleet, new.name, targets, steps, asked.timeout_s)
         elapsed_ms = (time.perf_counter() - began) * 1000
     what = f"{new.served_as} served by {len(outcomes)} servers (digest {new.digest[:12]})"
     fleet.state.add_event("adapters", what)
@@ -292,15 +298,14 @@ class Step(NamedTuple):
     point: str
     call: Callable[[ServerTarget], Awaitable[None]]
 
-
-def _steps(fleet: AdapterFleet, new: AdapterVersion, timeout_s: float | None) -> list[Step]:
-    async def load(target: ServerTarget) -> None:
-        await fleet.server(target, timeout_s).load_adapter(new.served_as, new.path)
-
-    async def name(target: ServerTarget) -> None:
-        await fleet.server(target, timeout_s).name_adapter(new.name, new.served_as)
-
-    return [Step("adapters.load.call", load), Step("adapters.name.call", name)]
+    async def take(self, target: ServerTarget) -> None:
+        """With skyctl's own explanation of an error in place of the server's words."""
+        try:
+            await self.call(target)
+        except ServerError as error:
+            if error.refusal in _ADVICE:
+                raise ServerError(error.refusal) from error
+            raise
 
 
 async def _carry_out(
@@ -315,9 +320,7 @@ async def _carry_out(
     try:
         for step in steps:
             reached(step.point)
-            outcomes = await fan_out(
-                targets, _in_short(step.call), timeout_s=timeout_s or fleet.timeout_s
-            )
+            outcomes = await fan_out(targets, step.take, timeout_s=timeout_s or fleet.timeout_s)
             for outcome in outcomes:
                 total_ms[outcome.server] += outcome.elapsed_ms
             if not all(outcome.ok for outcome in outcomes):
@@ -329,22 +332,6 @@ async def _carry_out(
     store.commit(fleet.state, name, [target.name for target in targets])
     reached("adapters.committed")
     return [replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes]
-
-
-def _in_short(
-    call: Callable[[ServerTarget], Awaitable[None]],
-) -> Callable[[ServerTarget], Awaitable[None]]:
-    """The call, with skyctl's own explanation of its error in place of the server's words."""
-
-    async def told(target: ServerTarget) -> None:
-        try:
-            await call(target)
-        except ServerError as error:
-            if error.refusal in _ADVICE:
-                raise ServerError(error.refusal) from error
-            raise
-
-    return told
 
 
 async def _undone(
@@ -369,15 +356,10 @@ async def _undone(
         told.append(outcome)
     error = failure(told, f"adapters {name}")
     assert error is not None  # one of them failed
-    error.hint = error.hint if any(not one.ok for one in undone.values()) else _advice(culprit)
+    if all(one.ok for one in undone.values()):
+        nothing = f"nothing changed on any server; why: skyctl logs {culprit.server}"
+        error.hint = _ADVICE.get(culprit.detail, nothing)
     return error
-
-
-def _advice(culprit: Outcome[None]) -> str:
-    for refusal, advice in _ADVICE.items():
-        if culprit.detail == refusal.value:
-            return advice
-    return f"nothing changed on any server; why: skyctl logs {culprit.server}"
 
 
 async def _undo(
@@ -411,17 +393,25 @@ async def _own_copy(fleet: AdapterFleet, adapter: Adapter) -> AsyncIterator[Path
 
 async def _checked(fleet: AdapterFleet, asked: LoadAdapter) -> tuple[Adapter, list[str]]:
     """The adapter, read and compared with what the servers run, and notes."""
-    _check_name(fleet, asked)
-
-    def look() -> tuple[Adapter, list[str]]:
-        adapter = read_adapter(asked.directory)
-        model, bases, max_rank = fleet.model, fleet.bases, fleet.max_rank
-        any_base = asked.any_base
-        return adapter, check_fits(
-            adapter, model=model, bases=bases, max_rank=max_rank, any_base=any_base
+    if not _NAME.fullmatch(asked.name) or "//" in asked.name:
+        raise UsageError(
+            f"{asked.name!r} cannot be the name of an adapter",
+            hint="take letters, digits and . _ - : / (the version is added after an @)",
         )
-
-    return await asyncio.to_thread(look)
+    if asked.name in fleet.reserved:
+        raise UsageError(
+            f"{asked.name!r} is the name of the model itself", hint="take another name"
+        )
+    adapter = await asyncio.to_thread(read_adapter, asked.directory)
+    notes = await asyncio.to_thread(
+        check_fits,
+        adapter,
+        model=fleet.model,
+        bases=fleet.bases,
+        max_rank=fleet.max_rank,
+        any_base=asked.any_base,
+    )
+    return adapter, notes
 
 
 def _version(fleet: AdapterFleet, name: str, adapter: Adapter, copy: Path) -> AdapterVersion:
@@ -435,18 +425,6 @@ def _version(fleet: AdapterFleet, name: str, adapter: Adapter, copy: Path) -> Ad
         adapter.bytes,
         time.time(),
     )
-
-
-def _check_name(fleet: AdapterFleet, asked: LoadAdapter) -> None:
-    if not _NAME.fullmatch(asked.name) or "//" in asked.name:
-        raise UsageError(
-            f"{asked.name!r} cannot be the name of an adapter",
-            hint="take letters, digits and . _ - : / (the version is added after an @)",
-        )
-    if asked.name in fleet.reserved:
-        raise UsageError(
-            f"{asked.name!r} is the name of the model itself", hint="take another name"
-        )
 
 
 def _room_for(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion | None:
@@ -470,10 +448,10 @@ def _room_for(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion | None:
 
 
 def _unknown(fleet: AdapterFleet, name: str, known: Mapping[str, Any]) -> NotFoundError:
-    hint = f"it serves: {', '.join(known)}" if known else ""
+    first = f"load it first: skyctl adapters load {name} DIR"
     return NotFoundError(
         f"fleet {fleet.name} serves no adapter {name!r}",
-        hint=hint or f"load it first: skyctl adapters load {name} DIR",
+        hint=f"it serves: {', '.join(known)}" if known else first,
     )
 
 
