@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import locate, read_config
-from skyctl.checkpoints.compat import compare_configs
+from skyctl.checkpoints.compat import compare_configs, in_short
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
 from skyctl.checkpoints.header import Tensor, read_header, read_json
@@ -51,7 +51,6 @@ _UNSUPPORTED = {  # what vLLM refuses, or worse, ignores
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
 }
-_SHOWN = 3
 _HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
 
 
@@ -136,10 +135,8 @@ def check_fits(
         return [f"{model or 'what the servers run'} is not here: shapes were not compared with it"]
     problems = _misfits(adapter, {tensor.name: tensor for tensor in running.tensors})
     if problems:
-        more = len(problems) - _SHOWN
-        text = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
         raise PreflightError(
-            f"{adapter.path} does not fit the running model: {text}",
+            f"{adapter.path} does not fit the running model: {in_short(problems)}",
             hint="load an adapter that was trained on this model",
             details={"problems": problems},
         )

@@ -66,7 +66,11 @@ def check_compatible(checkpoint: Checkpoint, model_path: str | None) -> list[str
     else:
         notes.append(f"{directory} holds no tensors: only its config.json was compared")
     if problems:
-        raise _refusal(checkpoint, problems)
+        raise PreflightError(
+            f"{checkpoint.path} does not fit the running model: {in_short(problems)}",
+            hint="push a checkpoint of the same architecture, or start a fleet on this one",
+            details={"problems": problems},
+        )
     return notes
 
 
@@ -89,14 +93,10 @@ def read_base(model_path: str) -> Checkpoint:
         raise PreflightError(f"the checkpoint the servers run: {error.message}") from error
 
 
-def _refusal(checkpoint: Checkpoint, problems: list[str]) -> PreflightError:
+def in_short(problems: list[str]) -> str:
+    """The first few problems, and how many more there are."""
     more = len(problems) - _SHOWN
-    text = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return PreflightError(
-        f"{checkpoint.path} does not fit the running model: {text}",
-        hint="push a checkpoint of the same architecture, or start a fleet on this one",
-        details={"problems": problems},
-    )
+    return "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
 def compare_configs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

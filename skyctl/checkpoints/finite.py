@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
@@ -100,31 +101,22 @@ def refuse_not_finite(checkpoint: Checkpoint) -> None:
     for tensor in checkpoint.tensors:
         if may_be_not_finite(tensor.dtype):
             path = checkpoint.shards[tensor.shard].path
-            element = _first_in_file(path, tensor)
-            if element is not None:
-                raise NotFinite(path, tensor.name, element)
+            try:
+                with Path(path).open("rb") as file:
+                    _refuse_in_file(file.fileno(), path, tensor)
+            except OSError as error:
+                raise PreflightError(f"{path} cannot be read: {error}") from error
 
 
-def _first_in_file(path: str, tensor: Tensor) -> int | None:
-    """The number of the first element that is not finite, in storage order; None if all are."""
-    size = _FORMS[tensor.dtype].size
-    descriptor = -1
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        for done in range(0, tensor.nbytes, _READ_BYTES):
-            wanted = min(_READ_BYTES, tensor.nbytes - done)
-            piece = os.pread(descriptor, wanted, tensor.begin + done)
-            if len(piece) != wanted:
-                raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
-            found = first_not_finite(piece, tensor.dtype, 0, wanted)
-            if found is not None:
-                return done // size + found
-    except OSError as error:
-        raise PreflightError(f"{path} cannot be read: {error}") from error
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    return None
+def _refuse_in_file(descriptor: int, path: str, tensor: Tensor) -> None:
+    for done in range(0, tensor.nbytes, _READ_BYTES):
+        wanted = min(_READ_BYTES, tensor.nbytes - done)
+        piece = os.pread(descriptor, wanted, tensor.begin + done)
+        if len(piece) != wanted:
+            raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
+        found = first_not_finite(piece, tensor.dtype, 0, wanted)
+        if found is not None:
+            raise NotFinite(path, tensor.name, done // _FORMS[tensor.dtype].size + found)
 
 
 def _search(data: Buffer, begin: int, end: int, form: _Form) -> int | None:

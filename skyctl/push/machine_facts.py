@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
@@ -119,16 +120,12 @@ def measure_reading(checkpoint: Checkpoint) -> float | None:
     buffer = memoryview(bytearray(_PIECE_BYTES))
     done, began = 0, time.perf_counter()
     for shard in checkpoint.shards:
-        descriptor = os.open(shard.path, os.O_RDONLY)
-        try:
-            at = 0
+        with Path(shard.path).open("rb", buffering=0) as file:
             while done < _SAMPLE_BYTES and time.perf_counter() - began < _SAMPLE_S:
-                got = os.preadv(descriptor, [buffer], at)
-                if got <= 0:
+                got = file.readinto(buffer)
+                if not got:
                     break
-                at, done = at + got, done + got
-        finally:
-            os.close(descriptor)
+                done += got
     taken_s = time.perf_counter() - began
     return done / taken_s if done >= _PIECE_BYTES and taken_s > _LEAST_S else None
 

@@ -72,7 +72,8 @@ def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
     layers: dict[str, list[Tensor]] = {}
     for tensor in checkpoint.tensors:
         if tensor.nbytes and DTYPE_BITS[tensor.dtype] >= 8:
-            kinds.setdefault(_numbers_left_out(tensor.name), []).append(tensor)
+            kind = ".".join("#" if part.isdecimal() else part for part in tensor.name.split("."))
+            kinds.setdefault(kind, []).append(tensor)
             if layer := layer_of(tensor.name):
                 layers.setdefault(layer, []).append(tensor)
     chosen: dict[str, Tensor] = {}
@@ -86,10 +87,6 @@ def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
         picked = chance.choice(members)
         chosen[picked.name] = picked
     return [_question(tensor, chance) for tensor in chosen.values()]
-
-
-def _numbers_left_out(name: str) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
 
 
 def layer_of(name: str) -> str:
@@ -134,11 +131,8 @@ def read_rows(checkpoint: Checkpoint) -> tuple[KnownRows, ...]:
         by_shard.setdefault(tensors[question.name].shard, []).append(question)
     found: list[KnownRows] = []
     for shard, asked in by_shard.items():
-        descriptor = os.open(Path(checkpoint.shards[shard].path), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found += [_read(descriptor, tensors[one.name], one) for one in asked]
-        finally:
-            os.close(descriptor)
+        with Path(checkpoint.shards[shard].path).open("rb") as file:
+            found += [_read(file.fileno(), tensors[one.name], one) for one in asked]
     return tuple(found)
 
 
