@@ -26,10 +26,10 @@ from skyctl.kill_points import reached
 from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import agreed, expected_of, names_of, unexpected
+from skyctl.push.freeze import abort_stragglers
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import PushRequest, PushResult, ServerPush
-from skyctl.push.rotation import abort_stragglers
 from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest

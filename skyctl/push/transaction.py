@@ -33,7 +33,18 @@ from skyctl.push.commit import (
 )
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
-from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
+from skyctl.push.freeze import (
+    NotYet,
+    leave,
+    pause,
+    refuse_impossible,
+    refuse_paused,
+    rejoin,
+    require_all,
+    require_frozen,
+    resume,
+    roll_back,
+)
 from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import (
     CarefulObserver,
@@ -42,7 +53,6 @@ from skyctl.push.request import (
     PushRequest,
     PushResult,
 )
-from skyctl.push.rotation import leave, refuse_impossible, refuse_paused, rejoin
 from skyctl.push.run import CancelGuard, Rotation, Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Site, Weights, alive, responsive

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.push import rotation
+from skyctl.push import freeze
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "_DRAIN_POLL_S", 0.03)
+    monkeypatch.setattr(freeze, "_DRAIN_POLL_S", 0.03)
