@@ -86,22 +86,16 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
         _require_plain(real)
         with real.open("rb") as file:
             status = os.fstat(file.fileno())
-            raw = _read_raw_header(file.fileno(), status.st_size, path)
+            raw = read_raw_header(file.fileno(), path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist") from error
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
         raise PreflightError(f"{path} cannot be read: {error}") from error
     start, digest = _LENGTH_BYTES + len(raw), digest_header(raw)
+    size, changed = status.st_size, status.st_mtime_ns
     return (
-        Shard(
-            str(real),
-            status.st_dev,
-            status.st_ino,
-            status.st_size,
-            status.st_mtime_ns,
-            digest,
-        ),
-        list(_tensors(raw, digest, status.st_size - start, shard, path)),
+        Shard(str(real), status.st_dev, status.st_ino, size, changed, digest),
+        list(_tensors(raw, digest, size - start, shard, path)),
     )
 
 
@@ -148,10 +142,7 @@ def read_raw_header(descriptor: int, path: Path) -> bytes:
     Raises:
         PreflightError: the announced length does not fit the file.
     """
-    return _read_raw_header(descriptor, os.fstat(descriptor).st_size, path)
-
-
-def _read_raw_header(descriptor: int, size: int, path: Path) -> bytes:
+    size = os.fstat(descriptor).st_size
     if size < _LENGTH_BYTES + 2:
         raise _truncated(path, f"{size} bytes are too few for a safetensors file")
     (length,) = struct.unpack("<Q", os.pread(descriptor, _LENGTH_BYTES, 0))
@@ -190,7 +181,14 @@ def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
     Raises:
         PreflightError: anything is wrong with it.
     """
-    entries = _parse_json(raw, path)
+    try:
+        entries = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_checked_names, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise PreflightError(f"{path}: its header is not valid: {error}") from error
+    if not isinstance(entries, dict):
+        raise PreflightError(f"{path}: its header is not a JSON object")
     entries.pop("__metadata__", None)
     tensors = [_parse_entry(name, entry, path) for name, entry in entries.items()]
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.nbytes))
@@ -209,18 +207,6 @@ def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
     if end < data_bytes:
         raise PreflightError(f"{path}: {data_bytes - end} bytes at its end belong to no tensor")
     return tensors
-
-
-def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    try:
-        entries = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_checked_names, parse_constant=_no_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise PreflightError(f"{path}: its header is not valid: {error}") from error
-    if not isinstance(entries, dict):
-        raise PreflightError(f"{path}: its header is not a JSON object")
-    return entries
 
 
 def _checked_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

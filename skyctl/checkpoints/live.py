@@ -221,10 +221,6 @@ class _Part:
     header_bytes: int = len(json.dumps(_METADATA))
     data_bytes: int = 0
 
-    @property
-    def names(self) -> list[str]:
-        return [name for name in self.header if name not in _METADATA]
-
 
 class CheckpointWriter:
     """Fills an empty directory with a safetensors checkpoint, tensor by tensor, each byte once, in
@@ -279,24 +275,26 @@ class CheckpointWriter:
         """
         if not self._parts:
             raise PreflightError("there are no weights to push: the iterator was empty")
+        count = len(self._parts)
+        weight_map: dict[str, str] = {}
         try:
-            self._finish()
+            for number, part in enumerate(self._parts, start=1):
+                name = "model.safetensors"
+                if count > 1:
+                    name = f"model-{number:05d}-of-{count:05d}.safetensors"
+                header = json.dumps(part.header).encode().ljust(HEADER_BYTES)
+                part.file.seek(0)
+                part.file.write(struct.pack("<Q", HEADER_BYTES) + header)
+                part.file.close()
+                part.path.rename(self._directory / name)
+                weight_map |= {tensor: name for tensor in part.header if tensor not in _METADATA}
+            if count > 1:
+                total = sum(part.data_bytes for part in self._parts)
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                (self._directory / INDEX_NAME).write_text(json.dumps(index))
+            (self._directory / "config.json").write_text(json.dumps(self._config))
         except OSError as error:
             raise self._unwritten("the checkpoint", error) from error
-
-    def _finish(self) -> None:
-        weight_map: dict[str, str] = {}
-        for number, part in enumerate(self._parts, start=1):
-            name = "model.safetensors"
-            if len(self._parts) > 1:
-                name = f"model-{number:05d}-of-{len(self._parts):05d}.safetensors"
-            _close(part, self._directory / name)
-            weight_map.update(dict.fromkeys(part.names, name))
-        if len(self._parts) > 1:
-            total = sum(part.data_bytes for part in self._parts)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._directory / INDEX_NAME).write_text(json.dumps(index))
-        (self._directory / "config.json").write_text(json.dumps(self._config))
 
     def _unwritten(self, what: str, error: OSError) -> SkyctlError:
         return SkyctlError(
@@ -328,11 +326,3 @@ class CheckpointWriter:
 
 def _entry(dtype: str, shape: tuple[int, ...], begin: int, nbytes: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, begin + nbytes]}
-
-
-def _close(part: _Part, path: Path) -> None:
-    header = json.dumps(part.header).encode().ljust(HEADER_BYTES)
-    part.file.seek(0)
-    part.file.write(struct.pack("<Q", HEADER_BYTES) + header)
-    part.file.close()
-    part.path.rename(path)

@@ -208,31 +208,30 @@ def judge(server: str, name: str, expect: Expectation, answer: Answer) -> Canary
     got: dict[str, Any] = {"text": answer.text, "token_ids": list(answer.token_ids)}
     if lowest is not None and math.isfinite(lowest):
         got["min_logprob"] = lowest
-    problems = [*_broken_numbers(answer), *_differences(expect, answer, lowest)]
+    problems = _problems(expect, answer, lowest)
     return CanaryResult(server, name, not problems, expect.said(), got, "; ".join(problems))
 
 
-def _broken_numbers(answer: Answer) -> list[str]:
+def _problems(expect: Expectation, answer: Answer, lowest: float | None) -> list[str]:
+    found = []
     if not answer.logprobs:
-        return ["it told no log probabilities"]
-    if any(
+        found.append("it told no log probabilities")
+    elif any(
         value is None or not math.isfinite(value) or value <= _NO_LOGPROB
         for value in answer.logprobs
     ):
-        return ["a log probability is not finite"]
-    return []
-
-
-def _differences(expect: Expectation, answer: Answer, lowest: float | None) -> list[str]:
-    found = []
+        found.append("a log probability is not finite")
     if expect.token_ids is not None and tuple(expect.token_ids) != answer.token_ids:
         found.append(f"expected tokens {expect.token_ids}, got {list(answer.token_ids)}")
     if expect.text is not None and expect.text != answer.text:
         found.append(f"expected the text {_short(expect.text)}, got {_short(answer.text)}")
     if expect.contains is not None and expect.contains not in answer.text:
         found.append(f"expected {_short(expect.contains)} in it, got {_short(answer.text)}")
-    if expect.regex is not None and not _matches(expect.regex, answer.text):
-        found.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
+    if expect.regex is not None:
+        try:
+            _pattern(expect.regex).validate_python(answer.text)
+        except ValidationError:
+            found.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
     least = expect.min_logprob
     if least is not None and lowest is not None and not lowest >= least:
         found.append(f"expected log probabilities from {least:g}, got {lowest:.4g}")
@@ -246,14 +245,6 @@ def _pattern(regex: str) -> TypeAdapter[str]:
         SchemaError: it is none of Rust's `regex`, which has no look-around and no back-references.
     """
     return TypeAdapter(Annotated[str, StringConstraints(pattern=regex)])
-
-
-def _matches(regex: str, text: str) -> bool:
-    try:
-        _pattern(regex).validate_python(text)
-    except ValidationError:
-        return False
-    return True
 
 
 def failed(results: Sequence[CanaryResult]) -> list[CanaryResult]:

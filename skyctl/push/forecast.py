@@ -11,7 +11,6 @@ the same transport, and a sample of the files. Without a measurement, no time is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -146,18 +145,21 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     taken = subject.reserve_bytes + subject.numbering_bytes
     if not subject.has_context:
         taken += subject.context_bytes("gpu")
+    fits = free is not None and fits_whole(whole, free, taken)
+    chosen = asked
+    if asked == "auto":
+        chosen = "gpu" if "gpu" in stages and fits else "stream"
     found = []
     for stage in stages:
         problem = ""
-        if stage == "gpu" and free is not None and not fits_whole(whole, free, taken):
+        if stage == "gpu" and free is not None and not fits:
             problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
             problem += f", and {format_bytes(taken)} of them are needed beside it" if taken else ""
         ring = RING
         if stage == "stream" and asked == "auto" and free is not None and subject.copied:
             ring = max(RING, int((free - taken) * SHARE_OF_FREE) // max(subject.chunk_bytes))
-        found.append(_forecast(subject, stage, problem, measured, ring))
-    stage = _chosen(subject, asked, found)
-    return [Forecast(**{**one.to_json(), "chosen": one.stage == stage}) for one in found]
+        found.append(_forecast(subject, stage, stage == chosen, problem, measured, ring))
+    return found
 
 
 def assumptions(subject: Subject, measured: Measured) -> list[str]:
@@ -188,7 +190,7 @@ def assumptions(subject: Subject, measured: Measured) -> list[str]:
 
 
 def _forecast(
-    subject: Subject, stage: str, problem: str, measured: Measured, ring: int
+    subject: Subject, stage: str, chosen: bool, problem: str, measured: Measured, ring: int
 ) -> Forecast:
     largest, chunks = max(subject.chunk_bytes), len(subject.chunk_bytes)
     slots = slots_of(stage, chunks) if stage != "stream" else min(ring, chunks)
@@ -206,7 +208,7 @@ def _forecast(
             host_bytes -= _GROUP_HOST
     return Forecast(
         stage=stage,
-        chosen=False,
+        chosen=chosen,
         slots=slots,
         sender_gpu_bytes=sender_gpu_bytes,
         worker_gpu_bytes=subject.worker_bytes,
@@ -232,12 +234,3 @@ def _freeze_s(subject: Subject, stage: str, measured: Measured, ring: int) -> fl
     if measured.reads is None:
         return None
     return measured.fixed_s + max(load_s, (whole - ahead) / measured.reads)
-
-
-def _chosen(subject: Subject, asked: str, found: Sequence[Forecast]) -> str:
-    if asked != "auto":
-        return asked
-    fits = subject.free_gpu_bytes is not None and any(
-        one.stage == "gpu" and not one.problem for one in found
-    )
-    return "gpu" if fits else "stream"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,8 @@ async def push_rolling(
     asked = replace(request, expected_digest=checked.checkpoint_digest)
     expected = fleet.expected
     parts: list[PushResult] = []
-    for servers in _parts(fleet.servers, request.rolling):
+    for first in range(0, len(fleet.servers), request.rolling):
+        servers = fleet.servers[first : first + request.rolling]
         try:
             result = await push(
                 asked,
@@ -99,10 +100,6 @@ def _refuse_impossible(request: PushRequest, fleet: PushFleet) -> None:
             "once",
             hint=f"--rolling {servers - 1} or less" if servers > 1 else "skyctl scale 2",
         )
-
-
-def _parts(servers: Sequence[PushServer], size: int) -> list[tuple[PushServer, ...]]:
-    return [tuple(servers[at : at + size]) for at in range(0, len(servers), size)]
 
 
 def _stopped(
@@ -149,9 +146,9 @@ def _sum(parts: Sequence[PushResult], seconds: float) -> PushResult:
         servers=[row for part in parts for row in part.servers],
         canary=[row for part in parts for row in part.canary],
         notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
-        compared=min((p.compared for p in parts if p.compared), key=_bytes_of, default=None),
+        compared=min(
+            (part.compared for part in parts if part.compared),
+            key=lambda compared: compared["bytes"],
+            default=None,
+        ),
     )
-
-
-def _bytes_of(compared: Mapping[str, int]) -> int:
-    return compared["bytes"]

@@ -78,8 +78,8 @@ def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
                 layers.setdefault(layer, []).append(tensor)
     chosen: dict[str, Tensor] = {}
     for members in kinds.values():
-        for part in _parts(members, _PER_KIND):
-            picked = chance.choice(part)
+        for begin, end in _even_parts(len(members), _PER_KIND):
+            picked = chance.choice(members[begin:end])
             chosen[picked.name] = picked
     covered = {layer_of(name) for name in chosen}
     missing = [members for layer, members in layers.items() if layer not in covered]
@@ -98,11 +98,10 @@ def layer_of(name: str) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
-def _parts(members: Sequence[Tensor], count: int) -> list[Sequence[Tensor]]:
-    """Up to `count` even parts of the members, none empty."""
-    count = min(count, len(members))
-    edges = [len(members) * i // count for i in range(count + 1)]
-    return [members[begin:end] for begin, end in pairwise(edges)]
+def _even_parts(length: int, count: int) -> Iterable[tuple[int, int]]:
+    """Begin and end of up to `count` even parts, none empty."""
+    count = min(count, length)
+    return pairwise(length * i // count for i in range(count + 1))
 
 
 def _question(tensor: Tensor, chance: random.Random) -> RowQuestion:
@@ -110,9 +109,7 @@ def _question(tensor: Tensor, chance: random.Random) -> RowQuestion:
     shape = list(tensor.shape)
     height = shape[0] if len(shape) > 1 else 1
     width = math.prod(shape) // height
-    quarters = min(_ROWS, height)
-    edges = [height * i // quarters for i in range(quarters + 1)]
-    rows = [chance.randrange(begin, end) for begin, end in pairwise(edges)]
+    rows = [chance.randrange(begin, end) for begin, end in _even_parts(height, _ROWS)]
     begin = chance.randrange(max(1, width - ROW_WIDTH + 1))
     dtype = torch_name(tensor.dtype, tensor.name)
     return RowQuestion(tensor.name, dtype, shape, rows, begin, min(width, begin + ROW_WIDTH))
