@@ -47,27 +47,32 @@ class Delivery(Protocol):
     fails, every server fails.
     """
 
+    frees_late: bool = False
+    """What it holds on the servers' devices may stay there until they have been resumed."""
+    copies: bool = False
+    """Servers copy into their parameters, and vLLM's loader could take over."""
+
     @property
     def can_retry(self) -> bool:
         """Whether servers that failed may be scrubbed and pushed to once more."""
-
-    frees_late: bool
-    """What it holds on the servers' devices may stay there until they have been resumed."""
-    copies: bool
-    """Servers copy into their parameters, and vLLM's loader could take over."""
+        return False
 
     @property
     def content_digest(self) -> str:
         """Digest over every byte that servers received or already held; "" when unknown."""
+        return ""
 
     @property
     def content(self) -> Content | None:
         """The same, tensor by tensor; None when unknown."""
+        return None
 
     async def open(self, sites: Sequence[Site]) -> None:
         """Do everything that can be done before a server is touched. Raises SkyctlError."""
 
-    async def init(self, sites: Sequence[Site]) -> None: ...
+    async def init(self, sites: Sequence[Site]) -> None:
+        """Form a group with the servers, where there is one."""
+        return
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None: ...
 
@@ -77,6 +82,7 @@ class Delivery(Protocol):
 
     async def close(self) -> None:
         """Release everything; may be called twice."""
+        return
 
 
 def group_of(sites: Sequence[Site]) -> str:
@@ -87,7 +93,7 @@ def group_of(sites: Sequence[Site]) -> str:
     return json.dumps(processes) if all(instance for _, instance in processes) else ""
 
 
-class ChunkDelivery:
+class ChunkDelivery(Delivery):
     """Chunks read by a sender process and moved by a transport.
 
     The sender is on the machine of the first server; one with a GPU of its own, on the machine that
@@ -95,8 +101,7 @@ class ChunkDelivery:
     a delivery for each machine (`push/machines_delivery.py`).
     """
 
-    frees_late = False
-    copies = False
+    can_retry = True
     _shows = False
     """Whether servers copy out of the sender's slots by themselves."""
     _exports = True
@@ -147,7 +152,6 @@ class ChunkDelivery:
         self._partial = partial
         self._checksums: dict[str, int] = dict(crc32 or {})
         self.one_reader: OneReader | None = None
-        self.can_retry = True
 
     @property
     def _at_once(self) -> bool:

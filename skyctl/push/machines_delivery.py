@@ -12,14 +12,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from skyctl.launch.base import Node
-from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.relay import one_reader
 from skyctl.push.sites import Site, alive
 from skyctl.store.contents import Content
 
 
-class MachinesDelivery:
-    """See `push.delivery.Delivery`. `parts` has the delivery of each machine; with `one_reader` the
+class MachinesDelivery(Delivery):
+    """`parts` has the delivery of each machine; with `one_reader` the
     first of them that has servers in the push reads for all.
     """
 

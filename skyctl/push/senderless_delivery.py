@@ -13,7 +13,7 @@ from skyctl.engines.base import GroupJoin, Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
-from skyctl.push.delivery import LEAVE_METHOD
+from skyctl.push.delivery import LEAVE_METHOD, Delivery
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Site, Weights, alive, close_session, each, scrub
@@ -25,22 +25,8 @@ from skyctl.transfer.transports.base import rank_offsets
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
 
 
-class _SenderlessDelivery:
-    """What both have in common; see `push.delivery.Delivery`."""
-
-    frees_late = False
-    copies = False
-    can_retry = False  # no call scrubs a reload that broke off; a trainer is not asked again
-    content_digest = ""
-    content = None
-
-    async def init(self, sites: Sequence[Site]) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class DiskDelivery(_SenderlessDelivery):
-    """Every server reads the checkpoint itself, in one call."""
+class DiskDelivery(Delivery):
+    """Every server reads the checkpoint itself, in one call; none scrubs one that broke off."""
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
@@ -133,8 +119,8 @@ async def ask_targets(
     return send_targets(await ask_servers(fleet, client=client), at)
 
 
-class TrainerDelivery(_SenderlessDelivery):
-    """Waits for a trainer."""
+class TrainerDelivery(Delivery):
+    """Waits for a trainer; one that failed is not asked again."""
 
     def __init__(
         self,
