@@ -348,16 +348,16 @@ class ChunkDelivery(Delivery):
         failure = self._opened()[0].sender.failure
         if failure is not None and not scrubbing:
             self._all_failed(sites, failure)  # nothing has been sent: it can still be undone
-        # a scrub is up to five calls
-        timeout_s = self._fleet.control_timeout_s
 
         async def begin(site: Site) -> None:
             # the others may have taken long: it may have restarted since it was seen frozen
             await require_paused(site)
             half_updated = scrubbing or site.weights is Weights.UNKNOWN
-            await (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
+            await (scrub if half_updated else open_session)(site)
 
-        await each(alive(sites), begin, timeout_s=timeout_s * 5, what="start")
+        # a scrub is up to five calls
+        timeout_s = self._fleet.control_timeout_s * 5
+        await each(alive(sites), begin, timeout_s=timeout_s, what="start")
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         lease = self._opened()[0]

@@ -218,10 +218,7 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
         answering = await responsive(failed, control_timeout_s=timeout_s)
         able = alive(sites) + answering
         await each(
-            [site for site in able if site.open],
-            lambda site: close_session(site, timeout_s=timeout_s),
-            timeout_s=timeout_s,
-            what="close",
+            [site for site in able if site.open], close_session, timeout_s=timeout_s, what="close"
         )
         for site in sites:
             if site.open:  # not closed: its layers are empty

@@ -103,12 +103,7 @@ class LayoutChoice:
 
 
 async def choose_layout(
-    wanted: Layout,
-    transport: str,
-    sites: Sequence[Site],
-    checkpoint: Checkpoint,
-    *,
-    timeout_s: float,
+    wanted: Layout, transport: str, sites: Sequence[Site], checkpoint: Checkpoint
 ) -> LayoutChoice:
     """Settle the layout of a push.
 
@@ -119,7 +114,7 @@ async def choose_layout(
     if wanted == "checkpoint" or (wanted == "auto" and not could):
         return LayoutChoice()
     try:
-        workers = await _ask(transport, sites, timeout_s=timeout_s)
+        workers = await _ask(transport, sites)
         reports = [report for of_server in workers.values() for report in of_server]
         await asyncio.to_thread(_check, reports, checkpoint)
         if transport != "ipc" and (found := _processed(reports)):
@@ -158,9 +153,7 @@ def _refused(wanted: Layout, choice: LayoutChoice, why: str) -> LayoutChoice:
     return replace(choice, note=f"by vLLM's loader, not in the runtime's layout: {why}")
 
 
-async def _ask(
-    transport: str, sites: Sequence[Site], *, timeout_s: float
-) -> dict[str, tuple[LayoutReport, ...]]:
+async def _ask(transport: str, sites: Sequence[Site]) -> dict[str, tuple[LayoutReport, ...]]:
     """Every worker's report, by server and rank."""
     if transport not in _TRANSPORTS:
         raise NotInLayout(f"transport {transport} has no such way")
@@ -169,8 +162,7 @@ async def _ask(
             raise NotInLayout(f"{site.name} sleeps")
     # ask them even after a push that broke off: a worker that is asked releases what the old sender
     # had shown it
-    asked = (_ask_one(site, timeout_s=timeout_s) for site in sites)
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    found = await asyncio.gather(*map(_ask_one, sites), return_exceptions=True)
     for site in sites:
         if site.weights is not Weights.OLD:
             raise NotInLayout(f"an earlier push broke off in {site.name}")
@@ -181,12 +173,10 @@ async def _ask(
     return dict(zip([site.name for site in sites], told, strict=True))
 
 
-async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
+async def _ask_one(site: Site) -> tuple[LayoutReport, ...]:
     known = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
-        answers = await site.vllm.ask_workers(
-            LAYOUT_METHOD, {"known": list(known)}, timeout_s=timeout_s
-        )
+        answers = await site.vllm.ask_workers(LAYOUT_METHOD, {"known": list(known)})
         reports = tuple(_spelled(LayoutReport.from_wire(answer), known) for answer in answers)
     except ServerError as error:
         if lacks_method(error):

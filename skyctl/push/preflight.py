@@ -261,13 +261,8 @@ async def preflight(
     if request.delta:
         delta = await _delta(request, choice, checkpoint, fleet, sites)
         notes += [delta.note] if delta.note else []
-    layout = await choose_layout(
-        "checkpoint" if request.delta else request.layout,
-        choice.name,
-        sites,
-        checkpoint,
-        timeout_s=fleet.control_timeout_s,
-    )
+    asked_layout = "checkpoint" if request.delta else request.layout
+    layout = await choose_layout(asked_layout, choice.name, sites, checkpoint)
     notes += [layout.note] if layout.note else []
     whole = None
     if transport is None:

@@ -100,11 +100,10 @@ class RuntimeDelivery(ChunkDelivery):
         self, sites: Sequence[Site], method: str, arguments: Callable[[Site], dict[str, Any]]
     ) -> None:
         """Have all servers get ready, or none. Raises CannotCopy."""
-        timeout_s = self._fleet.control_timeout_s
         await each(
             sites,
-            lambda site: site.vllm.ask_workers(method, arguments(site), timeout_s=timeout_s),
-            timeout_s=timeout_s,
+            lambda site: site.vllm.ask_workers(method, arguments(site)),
+            timeout_s=self._fleet.control_timeout_s,
             what="layout",
         )
         if failed := [site for site in sites if site.failure]:

@@ -37,14 +37,12 @@ class DiskDelivery(Delivery):
         self._check_unchanged()
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        timeout_s = self._control_timeout_s
-
         async def begin(site: Site) -> None:
             if site.weights is Weights.UNKNOWN:  # a trainer that died has left its session open
-                await close_session(site, timeout_s=timeout_s)
+                await close_session(site)
             await site.vllm.prepare_reload()
 
-        await each(alive(sites), begin, timeout_s=timeout_s * 2, what="start")
+        await each(alive(sites), begin, timeout_s=self._control_timeout_s * 2, what="start")
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         path = str(self._checkpoint.path)
@@ -141,16 +139,16 @@ class TrainerDelivery(Delivery):
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         """The trainer's engine opens its sessions itself: none of an earlier push may be open."""
-        timeout_s = self._fleet.control_timeout_s
 
         async def clear(site: Site) -> None:
             if self._leaves_group:
-                await site.vllm.extension_rpc(LEAVE_METHOD, timeout_s=timeout_s)
+                await site.vllm.extension_rpc(LEAVE_METHOD)
             if site.weights is Weights.UNKNOWN or site.open:
-                await scrub(site, timeout_s=timeout_s)
-                await close_session(site, timeout_s=timeout_s)
+                await scrub(site)
+                await close_session(site)
 
-        await each(sites, clear, timeout_s=timeout_s * 7, what="start")
+        timeout_s = self._fleet.control_timeout_s * 7
+        await each(sites, clear, timeout_s=timeout_s, what="start")
         _fail(sites, self._trainer.failure)  # nothing has been sent: it can still be undone
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:

@@ -211,10 +211,8 @@ def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
 
 
 def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
-    """vLLM cannot reload from disk what it did not load from disk.
-
-    Raises:
-        PreflightError: a server was started with `--load-format dummy`.
+    """Raise PreflightError if a server was started with `--load-format dummy`: vLLM cannot reload
+    from disk what it did not load from there.
     """
     dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
     if dummy:
@@ -226,10 +224,8 @@ def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
 
 
 def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
-    """Without NCCL, vLLM would report success and hold garbage.
-
-    Raises:
-        PreflightError: a server's vLLM cannot use NCCL.
+    """Raise PreflightError if a server's vLLM cannot use NCCL: it would report success and hold
+    garbage.
     """
     for fact in facts:
         if fact.nccl_problem:
@@ -241,11 +237,7 @@ def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
 
 
 def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
-    """NCCL takes one process on each GPU of a group.
-
-    Raises:
-        PreflightError: two servers share a GPU.
-    """
+    """Raise PreflightError if two servers share a GPU: NCCL takes one process on each."""
     by_gpu: dict[tuple[Node | None, int], str] = {}
     for server in servers:
         for gpu in server.gpus:

@@ -211,7 +211,7 @@ async def require_paused(site: Site) -> None:
         )
 
 
-async def open_session(site: Site, *, timeout_s: float) -> None:
+async def open_session(site: Site) -> None:
     """Start an update. A session that an earlier pusher left behind is closed first.
 
     A start that fails once may be due to such a session, or to layers it left half loaded; the
@@ -219,27 +219,27 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
     """
     site.open = True  # before the call: if its answer is lost, it may be open
     try:
-        await site.vllm.start_weight_update(timeout_s=timeout_s)
+        await site.vllm.start_weight_update()
     except ServerError as error:
         if not error.status:
             raise  # no answer: whether it started is unknown, and asking again changes nothing
-        if await _close_leftover(site, timeout_s):
+        if await _close_leftover(site):
             site.weights = Weights.UNKNOWN
         try:
-            await site.vllm.start_weight_update(timeout_s=timeout_s)
+            await site.vllm.start_weight_update()
         except ServerError as again:
             site.open = not again.status
             raise error from None
         site.weights = Weights.UNKNOWN
 
 
-async def close_session(site: Site, *, timeout_s: float) -> None:
+async def close_session(site: Site) -> None:
     """Finish an update into which nothing was sent: the server goes on with its old weights.
 
     Until then its layers are empty: if this fails, it must not be resumed.
     """
     try:
-        await site.vllm.finish_weight_update(timeout_s=timeout_s)
+        await site.vllm.finish_weight_update()
     except ServerError as error:
         if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
             site.weights = Weights.UNKNOWN
@@ -247,7 +247,7 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
     site.open = False
 
 
-async def _close_leftover(site: Site, timeout_s: float) -> bool:
+async def _close_leftover(site: Site) -> bool:
     """Finish a session that may be open; returns whether there was one.
 
     An engine may complain once about what a session lacks and still keep it open: it is asked
@@ -255,7 +255,7 @@ async def _close_leftover(site: Site, timeout_s: float) -> bool:
     """
     for _ in range(2):
         try:
-            await site.vllm.finish_weight_update(timeout_s=timeout_s)
+            await site.vllm.finish_weight_update()
         except ServerError as error:
             if not error.status:
                 raise
@@ -264,17 +264,17 @@ async def _close_leftover(site: Site, timeout_s: float) -> bool:
     return False
 
 
-async def scrub(site: Site, *, timeout_s: float) -> None:
+async def scrub(site: Site) -> None:
     """Bring a half-updated server to where a full push can begin: start, finish, start.
 
     Finishing with nothing loaded takes layers off the meta device; without it a further push could
     build on what the broken one left (vLLM clears its session flag, not its layers).
     """
     site.open = False
-    await open_session(site, timeout_s=timeout_s)
-    await site.vllm.finish_weight_update(timeout_s=timeout_s)
+    await open_session(site)
+    await site.vllm.finish_weight_update()
     site.open = False
-    await site.vllm.start_weight_update(timeout_s=timeout_s)
+    await site.vllm.start_weight_update()
     site.open = True
 
 

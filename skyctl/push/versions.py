@@ -120,11 +120,7 @@ def _given(push: PushRecord) -> str | None:
 
 
 def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
-    """A version stands for certain bytes.
-
-    Raises:
-        WeightsGone: the files are not those that were pushed under this version.
-    """
+    """Raise WeightsGone if the files are not those that were pushed under this version."""
     if request.expected_digest and request.expected_digest != checkpoint.identity_digest:
         version = request.weight_version
         pushed = f"pushed as {version}" if version else "last looked at"

@@ -107,7 +107,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 async def chosen(
     checkpoint: Checkpoint, *sites: Site, wanted: Any = "auto", transport: str = "ipc"
 ) -> LayoutChoice:
-    return await choose_layout(wanted, transport, sites, checkpoint, timeout_s=1.0)
+    return await choose_layout(wanted, transport, sites, checkpoint)
 
 
 async def test_servers_that_have_seen_it_proven_copy(checkpoint: Checkpoint) -> None:

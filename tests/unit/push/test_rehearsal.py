@@ -110,7 +110,7 @@ async def rehearsed(
 ) -> SenderPool:
     one = site(server, instance="1@1")
     fleet = PushFleet("demo", (one.server,))
-    layout = await choose_layout("auto", transport.name, [one], checkpoint, timeout_s=1.0)
+    layout = await choose_layout("auto", transport.name, [one], checkpoint)
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1)
 
     async def preflight(*_: Any, **__: Any) -> Prepared:
