@@ -38,7 +38,13 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]
     """
     private_directory(directory)
     sweep_kept(directory, known)
-    _require_room(source, directory)
+    needed = sum(path.stat().st_size for path in _files(source))
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise PreflightError(
+            f"{format_bytes(needed)} do not fit in {directory}: {format_bytes(free)} are free",
+            hint="skyctl weights kept; skyctl weights forget VERSION; or push without --keep",
+        )
     entry = directory / secrets.token_hex(8)
     try:
         entry.mkdir(mode=0o700)
@@ -90,16 +96,6 @@ def _files(source: Checkpoint) -> list[Path]:
         for path in sorted(source.path.iterdir())
         if path.is_file() and (path.suffix in _SMALL or path.resolve() in shards)
     ]
-
-
-def _require_room(source: Checkpoint, directory: Path) -> None:
-    needed = sum(path.stat().st_size for path in _files(source))
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise PreflightError(
-            f"{format_bytes(needed)} do not fit in {directory}: {format_bytes(free)} are free",
-            hint="skyctl weights kept; skyctl weights forget VERSION; or push without --keep",
-        )
 
 
 def _copy(source: Path, target: Path) -> None:

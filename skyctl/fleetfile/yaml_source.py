@@ -130,16 +130,13 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, location)
         if isinstance(node, yaml.SequenceNode):
-            return self._sequence(node, location)
+            items = []
+            for index, item in enumerate(node.value):
+                self.source.lines[(*location, index)] = _line(item)
+                items.append(self.read(item, (*location, index)))
+            return items
         assert isinstance(node, yaml.ScalarNode)
         return self._scalar(node, location)
-
-    def _sequence(self, node: yaml.SequenceNode, location: Location) -> list[Any]:
-        items = []
-        for index, item in enumerate(node.value):
-            self.source.lines[(*location, index)] = _line(item)
-            items.append(self.read(item, (*location, index)))
-        return items
 
     def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
         own: dict[str, Any] = {}

@@ -75,27 +75,23 @@ class MachinesDelivery(Delivery):
                 del done[node]
 
         await self._together(sites, update)
-        self._refuse_different(sites)
-
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
-        await self._together(sites, lambda part, those: part.finish(those, version))
-
-    async def close(self) -> None:
-        await asyncio.gather(*(part.close() for part in self._parts.values()))
-
-    def _refuse_different(self, sites: Sequence[Site]) -> None:
-        """Whose bytes are the right ones, nobody can tell."""
         read = {
             those[0].server.node: part.content_digest
             for part, those in self._by_machine(sites)
             if alive(those)
         }
         self._differs = len(set(read.values())) > 1
-        if not self._differs:
-            return
-        machines = ", ".join(sorted(node.target if node else "this machine" for node in read))
-        for site in alive(sites):
-            site.failure = f"the checkpoint's bytes are not the same on every machine ({machines})"
+        if self._differs:  # whose bytes are the right ones, nobody can tell
+            machines = ", ".join(sorted(node.target if node else "this machine" for node in read))
+            why = f"the checkpoint's bytes are not the same on every machine ({machines})"
+            for site in alive(sites):
+                site.failure = why
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        await self._together(sites, lambda part, those: part.finish(those, version))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(part.close() for part in self._parts.values()))
 
     def _by_machine(self, sites: Sequence[Site]) -> list[tuple[ChunkDelivery, list[Site]]]:
         found = [
