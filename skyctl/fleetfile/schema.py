@@ -162,8 +162,7 @@ class SshSection(_Section):
         "host instead, for another client that runs a line of shell there, such as srun.",
     )
     orphan_grace_s: Seconds = Field(
-        120.0,
-        description="Seconds without a word from its supervisor after which a server ends.",
+        120.0, description="Seconds without a word from its supervisor after which a server ends."
     )
 
 
@@ -185,8 +184,7 @@ class RaySection(_Section):
         "python3", description="Interpreter on each node that has skyctl and the engine."
     )
     orphan_grace_s: Seconds = Field(
-        120.0,
-        description="Seconds without a word from its supervisor after which a server ends.",
+        120.0, description="Seconds without a word from its supervisor after which a server ends."
     )
 
 
@@ -275,8 +273,7 @@ class WeightTransferSection(_Section):
         "auto", description="auto picks shm on CPU; ipc or nccl on GPUs by topology."
     )
     backend: BackendName | None = Field(
-        None,
-        description="Weight-transfer backend of servers for a trainer that sends by itself.",
+        None, description="Weight-transfer backend of servers for a trainer that sends by itself."
     )
     chunk_size: ByteSize = Field(
         256 * 1024 * 1024, description="Bytes per chunk; grows to fit the largest tensor."

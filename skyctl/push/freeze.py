@@ -13,15 +13,7 @@ from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
-from skyctl.push.sites import (
-    Site,
-    Weights,
-    alive,
-    close_session,
-    each,
-    require_paused,
-    responsive,
-)
+from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, responsive
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import HELD
 
@@ -56,9 +48,7 @@ class NotYet(Exception):
             else "the servers keep their old weights"
         )
         return PushError(
-            f"the push was undone, {after} ({failed[0]})",
-            hint=hint,
-            details={"servers": left},
+            f"the push was undone, {after} ({failed[0]})", hint=hint, details={"servers": left}
         )
 
 

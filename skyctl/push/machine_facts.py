@@ -103,9 +103,7 @@ def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
         freeze_s = float(result.get("freeze_window_s", 0.0))
         if update_s > _LEAST_S and freeze_s > update_s and result.get("total_bytes"):
             return Measured(
-                fixed_s=freeze_s - update_s,
-                loads=result["total_bytes"] / update_s,
-                source=push.job,
+                fixed_s=freeze_s - update_s, loads=result["total_bytes"] / update_s, source=push.job
             )
     return Measured()
 

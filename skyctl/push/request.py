@@ -17,17 +17,7 @@ if TYPE_CHECKING:
     from skyctl.store.journal import PushRecord
     from skyctl.store.state import FleetWeights
 
-STAGES = (
-    "preflight",
-    "stage",
-    "pause",
-    "init",
-    "start",
-    "update",
-    "finish",
-    "verify",
-    "resume",
-)
+STAGES = ("preflight", "stage", "pause", "init", "start", "update", "finish", "verify", "resume")
 """Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
 that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
 after `verify`; `recover` is a second attempt, or an undo.

@@ -17,13 +17,7 @@ from typing import Any
 
 from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.push.request import (
-    PushFleet,
-    PushObserver,
-    PushRequest,
-    PushResult,
-    PushServer,
-)
+from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult, PushServer
 from skyctl.push.run import Rotation
 from skyctl.push.transaction import push
 from skyctl.transfer.sender_pool import SenderPool

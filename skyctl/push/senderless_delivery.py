@@ -121,11 +121,7 @@ class TrainerDelivery(Delivery):
     """Waits for a trainer; one that failed is not asked again."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        facts: Sequence[ServerFacts],
-        fleet: PushFleet,
-        senders: SenderPool,
+        self, trainer: Trainer, facts: Sequence[ServerFacts], fleet: PushFleet, senders: SenderPool
     ) -> None:
         self._trainer = trainer
         self._targets = send_targets(facts, trainer.at)

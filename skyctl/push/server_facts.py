@@ -124,9 +124,7 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
         return known
     ranks = await server.ranks()  # the questions to its workers need these
     version, started, update_problem = await gather(
-        server.version(),
-        server.started_with(),
-        _update_problem(server),
+        server.version(), server.started_with(), _update_problem(server)
     )
     # what it says it was started with, else what the fleet records
     backend = pushed.backend if started.backend is None else started.backend

@@ -170,11 +170,7 @@ async def ask_all(
 
 
 async def each(
-    sites: Sequence[Site],
-    call: Callable[[Site], Awaitable[T]],
-    *,
-    timeout_s: float,
-    what: str,
+    sites: Sequence[Site], call: Callable[[Site], Awaitable[T]], *, timeout_s: float, what: str
 ) -> list[Outcome[T]]:
     """Call every site at once and wait for all; those that fail get a `failure` that names `what`.
 

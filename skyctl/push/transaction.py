@@ -46,13 +46,7 @@ from skyctl.push.freeze import (
     roll_back,
 )
 from skyctl.push.preflight import Prepared, preflight
-from skyctl.push.request import (
-    CarefulObserver,
-    PushFleet,
-    PushObserver,
-    PushRequest,
-    PushResult,
-)
+from skyctl.push.request import CarefulObserver, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.push.run import CancelGuard, Rotation, Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Site, Weights, alive, responsive
@@ -111,8 +105,7 @@ async def _transaction(run: Run) -> PushResult:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
         run.observer.fact(
-            "prepared",
-            {"checkpoint": prepared.source, "checkpoint_digest": prepared.identity},
+            "prepared", {"checkpoint": prepared.source, "checkpoint_digest": prepared.identity}
         )
         run.learned.digests += launch_digests(prepared.sites)
         for site in prepared.sites:
