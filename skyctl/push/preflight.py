@@ -27,7 +27,7 @@ from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
 from skyctl.push.machines_delivery import MachinesDelivery
-from skyctl.push.request import PushFleet, PushRequest, PushServer
+from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.senderless_delivery import DiskDelivery, TrainerDelivery
@@ -253,10 +253,7 @@ async def preflight(
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
     workers = sum(fact.world_size for fact in facts)
-    sites = tuple(
-        _site(server, fact, client, fleet, colocated=request.colocated)
-        for server, fact in zip(fleet.servers, facts, strict=True)
-    )
+    sites = _sites(fleet, facts, client, colocated=request.colocated)
     delta = None
     if request.delta:
         delta = await _delta(request, choice, checkpoint, fleet, sites)
@@ -339,10 +336,7 @@ async def _preflight_update(
         notes += await asyncio.to_thread(check_compatible, checkpoint, fleet.model_path)
     elif request.verify:
         notes.append("no checkpoint of these weights: servers are compared with each other alone")
-    sites = tuple(
-        _site(server, fact, client, fleet, colocated=False)
-        for server, fact in zip(fleet.servers, facts, strict=True)
-    )
+    sites = _sites(fleet, facts, client)
     if request.verify:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(
@@ -421,32 +415,35 @@ def _read(request: PushRequest) -> Checkpoint:
     return checkpoint
 
 
-def _site(
-    server: PushServer,
-    facts: ServerFacts,
-    client: ControlClient,
+def _sites(
     fleet: PushFleet,
+    facts: Sequence[ServerFacts],
+    client: ControlClient,
     *,
-    colocated: bool,
-) -> Site:
-    vllm = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
-    vllm.known_ranks = facts.ranks  # they are not asked for again while it is frozen
-    # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
-    asleep = colocated and (facts.asleep or server.sleep_level > 0)
-    return Site(
-        server=server,
-        vllm=vllm,
-        dialect=facts.dialect,
-        world_size=facts.world_size,
-        was_paused=facts.paused and not server.thaw,
-        old_version=facts.weight_version,
-        engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
-        kv_lease_s=facts.kv_lease_s,
-        weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
-        open=server.thaw,  # a push broke off there: its session may be open
-        frozen=server.thaw and not asleep,  # undoing this push thaws it as well
-        asleep=asleep,
-    )
+    colocated: bool = False,
+) -> tuple[Site, ...]:
+    found = []
+    for server, fact in zip(fleet.servers, facts, strict=True):
+        vllm = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
+        vllm.known_ranks = fact.ranks  # they are not asked for again while it is frozen
+        # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
+        asleep = colocated and (fact.asleep or server.sleep_level > 0)
+        site = Site(
+            server=server,
+            vllm=vllm,
+            dialect=fact.dialect,
+            world_size=fact.world_size,
+            was_paused=fact.paused and not server.thaw,
+            old_version=fact.weight_version,
+            engine="+".join(part for part in (fact.vllm_version, server.arguments) if part),
+            kv_lease_s=fact.kv_lease_s,
+            weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
+            open=server.thaw,  # a push broke off there: its session may be open
+            frozen=server.thaw and not asleep,  # undoing this push thaws it as well
+            asleep=asleep,
+        )
+        found.append(site)
+    return tuple(found)
 
 
 def refuse_stage_rate(request: PushRequest, transport: str) -> None:

@@ -70,10 +70,24 @@ async def rehearse(
     if room < 0:
         _LOG.warning("the first push begins cold: too little GPU memory is free for a sender")
         return prepared.sites
-    delivery = _numbering(prepared, fleet, senders)
+    spare_bytes = prepared.layout.spare_bytes
+    read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
+    delivery = read(
+        prepared.transport,
+        prepared.checkpoint,
+        prepared.plan,
+        fleet,
+        senders=senders,
+        sender_gpu=prepared.sender_gpu,
+        nccl_settings=prepared.nccl_settings,
+        stage="gpu" if spare_bytes else "stream",
+        programs=prepared.layout.programs,
+        scan=False,
+        stage_rate=fleet.stage_rate,
+    )
     await delivery.warm(prepared.sites)
     if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
-        with asking() if prepared.layout.spare_bytes else nullcontext():
+        with asking() if spare_bytes else nullcontext():
             try:  # to find out what each parameter must hold by its server's layout
                 await delivery.open(prepared.sites)
             finally:
@@ -102,27 +116,6 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         await task
         raise
-
-
-def _numbering(
-    prepared: Prepared, fleet: PushFleet, senders: SenderPool
-) -> _Numbering | _Processing:
-    assert prepared.transport is not None  # otherwise there is no sender to read
-    spare_bytes = prepared.layout.spare_bytes
-    read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
-    return read(
-        prepared.transport,
-        prepared.checkpoint,
-        prepared.plan,
-        fleet,
-        senders=senders,
-        sender_gpu=prepared.sender_gpu,
-        nccl_settings=prepared.nccl_settings,
-        stage="gpu" if spare_bytes else "stream",
-        programs=prepared.layout.programs,
-        scan=False,
-        stage_rate=fleet.stage_rate,
-    )
 
 
 class _Numbering(ChunkDelivery):

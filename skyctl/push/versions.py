@@ -79,34 +79,27 @@ def rollback(
     current = next((_given(push) for push in pushes if _given(push)), None)
     wanted = version or next((p.version for p in had if p.version != current), None)
     copy = next((one for one in kept if wanted and one.version == wanted), None)
-    if copy is not None:
+    before = copy or next((push for push in had if push.version == wanted), None)
+    if before is not None:
         return replace(
             request,
-            checkpoint=copy.checkpoint,
-            weight_version=copy.version,
-            expected_digest=copy.checkpoint_digest,
+            checkpoint=before.checkpoint,
+            weight_version=before.version,
+            expected_digest=before.checkpoint_digest,
         )
-    before = next((push for push in had if push.version == wanted), None)
     first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
-    if before is None and base and (version == BASE or (version is None and first)):
+    if base and (version == BASE or (version is None and first)):
         return replace(request, checkpoint=base, weight_version=BASE)
-    if before is None and version is not None:
+    if version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",
             hint=f"its versions: {', '.join(known) or 'none'}",
         )
-    if before is None:
-        have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
-        raise NotFoundError(
-            f"there is nothing to roll back to: {have}",
-            hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
-            + ("; or what servers were started with: --rollback base" if base and done else ""),
-        )
-    return replace(
-        request,
-        checkpoint=before.checkpoint,
-        weight_version=before.version,
-        expected_digest=before.checkpoint_digest,
+    have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
+    raise NotFoundError(
+        f"there is nothing to roll back to: {have}",
+        hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
+        + ("; or what servers were started with: --rollback base" if base and done else ""),
     )
 
 
