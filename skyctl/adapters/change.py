@@ -140,10 +140,8 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         async def name(target: ServerTarget) -> None:
             await fleet.server(target, asked.timeout_s).name_adapter(new.name, new.served_as)
 
-        began = time.perf_counter()
         steps = [Step("adapters.load.call", load_version), Step("adapters.name.call", name)]
-        outcomes = await _carry_out(fleet, new.name, targets, steps, asked.timeout_s)
-        elapsed_ms = (time.perf_counter() - began) * 1000
+        outcomes, elapsed_ms = await _carry_out(fleet, new.name, targets, steps, asked.timeout_s)
     what = f"{new.served_as} served by {len(outcomes)} servers (digest {new.digest[:12]})"
     fleet.state.add_event("adapters", what)
     return AdapterChange(
@@ -168,10 +166,8 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
         async def forget(target: ServerTarget) -> None:
             await fleet.server(target, asked.timeout_s).unload_adapter(asked.name)
 
-        began = time.perf_counter()
         steps = [Step("adapters.unload.call", forget)]
-        outcomes = await _carry_out(fleet, asked.name, targets, steps, asked.timeout_s)
-        elapsed_ms = (time.perf_counter() - began) * 1000
+        outcomes, elapsed_ms = await _carry_out(fleet, asked.name, targets, steps, asked.timeout_s)
     fleet.state.add_event("adapters", f"{asked.name} unloaded")
     before = known[asked.name].version
     return AdapterChange(asked.name, None, before, (*outcomes, *skipped), elapsed_ms)
@@ -314,8 +310,11 @@ async def _carry_out(
     targets: Sequence[ServerTarget],
     steps: Sequence[Step],
     timeout_s: float | None,
-) -> list[Outcome[None]]:
-    """Take each step on every server at once; undo all if one cannot."""
+) -> tuple[list[Outcome[None]], float]:
+    """Take each step on every server at once; undo all if one cannot. Returns an outcome of each,
+    and the milliseconds until the change was on record.
+    """
+    began = time.perf_counter()
     total_ms = dict.fromkeys((target.name for target in targets), 0.0)
     try:
         for step in steps:
@@ -331,7 +330,8 @@ async def _carry_out(
     reached("adapters.commit")
     store.commit(fleet.state, name, [target.name for target in targets])
     reached("adapters.committed")
-    return [replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes]
+    elapsed_ms = (time.perf_counter() - began) * 1000
+    return [replace(one, elapsed_ms=total_ms[one.server]) for one in outcomes], elapsed_ms
 
 
 async def _undone(
