@@ -101,8 +101,15 @@ class _Conversion:
         import torch
 
         _require_plain_tensor(name, tensor)
-        known = self._find(name)
+        known = self._known.get(name)
         shape = tuple(tensor.shape)
+        for ending in self._known if known is None else ():
+            if name.endswith(f".{ending}"):
+                prefix = name.removesuffix(ending)
+                raise PreflightError(
+                    f"{name} is not in the model the servers run; {ending} is",
+                    hint=f"name it so: name.removeprefix({prefix!r})",
+                )
         if known is not None and known.shape != shape:
             raise PreflightError(
                 f"{name} is {list(shape)} here, the servers run {list(known.shape)}"
@@ -112,18 +119,6 @@ class _Conversion:
         # converted in place, so that fewer bytes leave a GPU
         plain = tensor.to(dtype=getattr(torch, wanted)).to("cpu").contiguous()
         return safetensors_name(wanted, name), shape, memory_of(plain)
-
-    def _find(self, name: str) -> Tensor | None:
-        known = self._known.get(name)
-        if known is None and self._known:
-            for ending in self._known:
-                if name.endswith(f".{ending}"):
-                    prefix = name.removesuffix(ending)
-                    raise PreflightError(
-                        f"{name} is not in the model the servers run; {ending} is",
-                        hint=f"name it so: name.removeprefix({prefix!r})",
-                    )
-        return known
 
     def _wanted(self, name: str, tensor: Any, known: Tensor | None) -> str:
         """The torch dtype, by name, that a tensor is sent as."""

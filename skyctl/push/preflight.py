@@ -63,6 +63,7 @@ class Prepared:
     `identity` names the files, or weights that are in no file.
     """
 
+    request: PushRequest
     checkpoint: Checkpoint
     plan: ChunkPlan
     choice: Choice
@@ -71,18 +72,14 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
-    verify: bool = True
     sender_gpu: int = -1
     sender_node: Node | None = None
     nccl_settings: Mapping[str, str] | None = None
-    stage: str = "auto"
     layout: LayoutChoice = field(default_factory=LayoutChoice)
-    scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
     delta: Delta | None = None
     whole: ChunkPlan | None = None
-    stage_rate: int | None = None
     identity: str = ""
 
     @property
@@ -113,13 +110,13 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             sender_node=self.sender_node,
             nccl_settings=self.nccl_settings,
-            stage=self.stage,
+            stage=self.request.stage,
             # what vLLM's loader makes of a processed weight cannot be numbered
             programs=self.layout.programs if copied or not spare_bytes else None,
-            scan=self.scan,
+            scan=self.request.scan_nan is None,
             crc32=self.delta.crc32 if self.delta is not None else None,
             partial=partial,
-            stage_rate=self.stage_rate,
+            stage_rate=self.request.stage_rate or fleet.stage_rate,
         )
         nodes = dict.fromkeys(server.node for server in fleet.servers)
         if set(nodes) == {None} or self.transport.collective:
@@ -136,7 +133,7 @@ class Prepared:
             PreflightError: a file cannot be read.
         """
         try:
-            return read_rows(self.checkpoint) if self.verify else ()
+            return read_rows(self.checkpoint) if self.request.verify else ()
         except OSError as error:
             raise PreflightError(f"{self.checkpoint.path} cannot be read: {error}") from error
 
@@ -294,6 +291,7 @@ async def preflight(
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(
+        request=request,
         checkpoint=checkpoint,
         identity=checkpoint.identity_digest,
         plan=plan,
@@ -303,18 +301,14 @@ async def preflight(
         sites=sites,
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        verify=request.verify,
         sender_gpu=sender_gpu,
         sender_node=sender_node,
         nccl_settings=nccl_settings,
-        stage=request.stage,
         layout=layout,
-        scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
         delta=delta,
         whole=whole,
-        stage_rate=request.stage_rate or fleet.stage_rate,
     )
     if layout.name == "checkpoint":  # of copied weights every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
@@ -340,6 +334,7 @@ async def _preflight_update(
     if request.verify:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(
+        request=request,
         checkpoint=checkpoint,
         identity=identity,
         plan=ChunkPlan((), fleet.chunk_size, ()),
@@ -349,7 +344,6 @@ async def _preflight_update(
         sites=sites,
         memory_bytes=0,
         notes=tuple(notes),
-        verify=request.verify and bool(request.checkpoint),
     )
     await asyncio.to_thread(lambda: prepared.rows)
     return prepared

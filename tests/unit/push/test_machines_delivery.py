@@ -227,8 +227,8 @@ async def test_in_the_freeze_each_machine_reads_by_itself(
     prepared = SimpleNamespace(
         checkpoint=read, transport=Ipc(), plan=plan_chunks(read.tensors, 1024), whole=None,
         layout=SimpleNamespace(name="checkpoint", spare_bytes=0, programs=None), delta=None,
-        sender_gpu=-1, sender_node=None, nccl_settings=None, stage="auto", scan=False,
-        stage_rate=None,
+        sender_gpu=-1, sender_node=None, nccl_settings=None,
+        request=PushRequest(str(read.path), scan_nan=False),
     )  # fmt: skip
     delivery = Prepared.delivery(prepared, fleet, SenderPool(), by_loader=again)  # type: ignore[arg-type]
     await delivery.open(sites)

@@ -115,6 +115,7 @@ async def rehearsed(
 
     async def preflight(*_: Any, **__: Any) -> Prepared:
         return Prepared(
+            request=PushRequest("a"),
             checkpoint=checkpoint,
             plan=plan,
             choice=Choice(transport.name, ""),
