@@ -114,9 +114,9 @@ def _require_change(sites: Sequence[Site]) -> None:
 
 
 def _require_comparison(site: Site) -> None:
-    if site.compared is None and not can_compare(site.target):
-        return  # its checksums are compared with the others' and with those of earlier loads
     if site.compared is None:
+        if not can_compare(site.target):
+            return  # its checksums are compared with the others' and with those of earlier loads
         raise ServerError(
             f"{site.name} cannot be compared with the checkpoint, its workers lack skyctl's "
             f"extension; {HOW_TO_DIGEST}"

@@ -97,6 +97,4 @@ def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
 
 def _as_sent(site: Site) -> bool:
     """Whether it was seen to hold what was sent, as far as its engine lets skyctl see."""
-    if site.compared is None:
-        return not can_compare(site.target)
-    return bool(site.compared.tensors)
+    return bool(site.compared.tensors) if site.compared else not can_compare(site.target)

@@ -172,17 +172,6 @@ class PushFleet:
     trainer: Trainer | None = None
 
 
-FACTS = ("prepared", "verified")
-"""What a push records for whoever finds it dead:
-
-prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a trainer
-          sends and that are in no file, and a digest that no other push has)
-verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole, servers}: these
-          servers (name → weights digest, "" if not requested) hold all of it, paused; `whole`: it
-          is the fleet's version
-"""
-
-
 class PushObserver:
     """Receives a push's progress as it happens; this one ignores it. Calls must return at once.
 
@@ -208,7 +197,14 @@ class PushObserver:
         """One line the operator should read."""
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        """One of `FACTS`."""
+        """What a push records for whoever finds it dead.
+
+        prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a
+                  trainer sends and that are in no file, and a digest that no other push has)
+        verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole,
+                  servers}: these servers (name → weights digest, "" if not requested) hold all of
+                  it, paused; `whole`: it is the fleet's version
+        """
 
 
 class CarefulObserver(PushObserver):

@@ -124,7 +124,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
 
 
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
-    """What a push had verified by the end of its events, in order (`push.request.FACTS`)."""
+    """What a push had verified by the end of its events, in order (`PushObserver.fact`)."""
     return [event.data for event in events if event.kind == "verified"]
 
 

@@ -64,7 +64,7 @@ class JobEvent:
     """One thing that happened in a job. Kinds and their data:
 
     stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
-    server {"server", "state", "detail"} · prepared and verified (`push.request.FACTS`) · end
+    server {"server", "state", "detail"} · prepared and verified (`PushObserver.fact`) · end
     {"state"}
 
     Its `sequence` is 0 until it is written.
