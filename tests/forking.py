@@ -1,5 +1,6 @@
 """`skyctl` commands for tests without their imports, which take a third of a second of a processor:
 a process that has made them forks one for each command, and for each supervisor that one starts.
+What these start in turn is in forked.py.
 
 `Command` is `subprocess.Popen` for `[sys.executable, "-m", MODULE, …]`; /proc shows what it was
 given. Only tests `use()` it; benchmarks measure real ones.
@@ -10,7 +11,6 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import inspect
@@ -23,10 +23,11 @@ import socket
 import subprocess
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests import forked
 
 _TRAINING = "tests.processes.tinker.serving"
 _OF_TRAINING = (
@@ -45,7 +46,6 @@ _MODULES = (
 )
 _MOST_BYTES = 1 << 20
 _STATUS = 4
-_ROOM = "." * 1000, "." * 16_000  # for what /proc shows of a command and of its environment
 _in_use = False
 
 
@@ -66,12 +66,13 @@ def _ask(request: bytes, descriptors: Sequence[int], module: str) -> int:
     kind = _TRAINING if module == _TRAINING else ""
     with _lock:
         if kind not in _forkers:
+            room, more_room = forked.ROOM
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.forking", str(theirs.fileno()), kind, _ROOM[0]],
+                    [sys.executable, "-m", "tests.forking", str(theirs.fileno()), kind, room],
                     cwd=Path(__file__).parents[1],
-                    env={**os.environ, "SKYCTL_TEST_ROOM": _ROOM[1]},
+                    env={**os.environ, "SKYCTL_TEST_ROOM": more_room},
                     pass_fds=[theirs.fileno()],
                 )
             _forkers[kind] = process, ours
@@ -155,7 +156,10 @@ def main(channel: socket.socket, kind: str) -> None:
     if kind != _TRAINING:
         from skyctl.supervisor import daemon
 
+        for name in forked.MODULES:
+            importlib.import_module(name)
         daemon.load_everything()
+        _build_adapters()
         daemon.subprocess = Supervisor  # type: ignore[assignment]
     gc.freeze()
     poll = select.poll()
@@ -178,6 +182,19 @@ def main(channel: socket.socket, kind: str) -> None:
                 with contextlib.suppress(BrokenPipeError):  # the command that started it is gone
                     os.write(tell, os.waitpid(pid, 0)[1].to_bytes(_STATUS, "little"))
                 os.close(tell)
+
+
+def _build_adapters() -> None:
+    """What carries requests and results between commands and supervisors."""
+    from skyctl.core import service
+    from skyctl.core.status import FleetStatus
+    from skyctl.supervisor import api, interface, wire
+
+    results = (FleetStatus, service.Outcomes, service.TakenDown)
+    asked = api.requests(interface.SupervisorService).values()
+    for kind in (*asked, *results, interface.Begun):
+        if kind is not None:
+            wire.adapter(kind)
 
 
 def _start(
@@ -251,7 +268,7 @@ def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    _show(request["argv"], request["env"])
+    forked.show(request["argv"], request["env"])
     _, _, module, *arguments = request["argv"]
     sys.argv = [module, *arguments]
     from skyctl import kill_points
@@ -268,41 +285,8 @@ def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) 
 
     if module == "skyctl.supervisor":
         os.setsid()
-    os._exit(_exit_code(run))
-
-
-def _show(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Have /proc show them as if this process had been started with them, where there is room."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    here, end, env_here, env_end = map(int, fields[45:49])
-    told = "\0".join([*words, ""]).encode()
-    environ = "".join(f"{name}={value}\0" for name, value in env.items()).encode()
-    if len(told) <= end - here and len(environ) <= env_end - env_here:
-        # an empty word would be one more: the path of the interpreter takes what is left
-        ctypes.memmove(here, told.rjust(end - here, b"/"), end - here)
-        ctypes.memmove(env_here, environ.ljust(env_end - env_here, b"\0"), env_end - env_here)
-
-
-def _exit_code(run: Callable[[], None]) -> int:
-    """As the interpreter makes it of what a program ends with."""
-    code = 0
-    try:
-        run()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            sys.stderr.write(end.code + "\n")
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            code = code or 120
-    return code
+    subprocess.Popen = forked.Child  # type: ignore[misc,assignment]
+    os._exit(forked.exit_code(run))
 
 
 if __name__ == "__main__":

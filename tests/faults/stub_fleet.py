@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from tests.forking import command
 ROOT = Path(__file__).parents[2]
 _FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 # Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
-_INTERPRETER = f"""#!/bin/sh
+INTERPRETER = f"""#!/bin/sh
 export PYTHONPATH={ROOT}:$PYTHONPATH
 case "$2" in
 *.headless) shift 2; exec {sys.executable} -m tests.stub.follower "$@" ;;
@@ -24,6 +25,21 @@ vllm*|*.serve) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
 esac
 case "$3" in skyctl*) exec {sys.executable} "$@" ;; esac
 """
+
+
+def stands_for(words: Sequence[str]) -> list[str]:
+    """What `INTERPRETER` makes of these arguments, for what is forked (tests/forked.py); nothing
+    where it starts nothing."""
+    _, second, third, *_ = [*words, "", "", ""]
+    if second.endswith(".headless"):
+        return [sys.executable, "-m", "tests.stub.follower", *words[2:]]
+    if second.startswith("vllm_router"):
+        return [sys.executable, str(_FAKE_ROUTER), *words[2:]]
+    if second.startswith("vllm") or second.endswith(".serve"):
+        return [sys.executable, "-m", "tests.stub.server", *words[2:]]
+    return [sys.executable, *words] if third.startswith("skyctl") else []
+
+
 _FLEET = """
 name: {name}
 model: ./model
@@ -55,7 +71,7 @@ class StubFleet:
         (self.directory / "model").mkdir(exist_ok=True)
         (self.directory / "model" / "config.json").write_text("{}")
         interpreter = self.directory / "python"
-        interpreter.write_text(_INTERPRETER)
+        interpreter.write_text(INTERPRETER)
         interpreter.chmod(0o755)
         text = _FLEET.format(name=name, replicas=replicas, faults=faults, extra=extra)
         (self.directory / "fleet.yaml").write_text(text)

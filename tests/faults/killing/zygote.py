@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl import kill_points
+from tests import forked
 
 _WARM = (
     "skyctl.cli.app",
@@ -104,10 +105,11 @@ def _as_if_started(env: dict[str, str], guardian: bool) -> None:
     kill_points._asked = asked
     if not guardian:
         _without_guardian()
+    subprocess.Popen = forked.Child  # type: ignore[misc,assignment]
 
 
 def main() -> None:
-    for module in _WARM:
+    for module in (*_WARM, *forked.MODULES):
         importlib.import_module(module)
     from skyctl.cli import app
     from skyctl.core import following
@@ -194,9 +196,9 @@ class Zygote:
         self._out = directory / "command.out"
         root = Path(__file__).parents[3]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.killing.zygote"],
+            [sys.executable, "-m", "tests.faults.killing.zygote", forked.ROOM[0]],
             cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONPATH": str(root), "SKYCTL_TEST_ROOM": forked.ROOM[1]},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
