@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from skyctl.store.identity import ProcessIdentity, identify, own_processes
+from skyctl.store.identity import ProcessIdentity, environment, identify, own_processes
 
 TOKEN_VARIABLE = "SKYCTL_TOKEN"
 """Identifies one spawn; everything below it inherits it."""
@@ -55,14 +55,9 @@ class ProcessRow:
 
 def live_processes(directory: Path) -> list[ProcessRow]:
     """Every process tree that runs for the fleet in `directory`."""
-    import psutil
-
     trees: dict[tuple[str, str], list[ProcessIdentity]] = {}
     for process in own_processes():
-        try:
-            environ = process.environ()
-        except (psutil.Error, OSError):
-            continue
+        environ = environment(process.pid)
         log = Path(environ.get(LOG_VARIABLE, ""))
         ours = log.parent.parent == directory and TOKEN_VARIABLE in environ
         if ours and (identity := identify(process.pid)) is not None and identity.alive():

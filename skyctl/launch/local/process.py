@@ -22,7 +22,14 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local import segments
 from skyctl.startup import inherited
-from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
+from skyctl.store.identity import (
+    ProcessIdentity,
+    boot_id,
+    create_time,
+    environment,
+    identify,
+    own_processes,
+)
 from skyctl.store.paths import create_private_file
 from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
 
@@ -213,10 +220,7 @@ class ManagedProcess:
         return created is not None and created >= self.identity.create_time - 0.05
 
     def _tagged(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(TOKEN_VARIABLE) == self.token
-        except (psutil.Error, OSError):
-            return False
+        return environment(process.pid).get(TOKEN_VARIABLE) == self.token
 
     def _watch(self) -> None:
         """Set `exited` when the leader ends, without polling if the kernel supports it."""
