@@ -180,6 +180,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",  # which it would import
         timeout_graceful_shutdown=2,
     )
     server = QuietServer(config)

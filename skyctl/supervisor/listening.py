@@ -130,6 +130,7 @@ class Listening:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ws="none",  # which it would import
             timeout_graceful_shutdown=2,
             ssl_certfile=found.cert,
             ssl_keyfile=found.key,

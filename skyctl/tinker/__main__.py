@@ -93,7 +93,12 @@ async def serve(
         await sampling.load()
         app = api.app()
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",  # which it would import
+            timeout_graceful_shutdown=2,
         )
         server = _Server(config)
         for number in (signal.SIGTERM, signal.SIGINT):
