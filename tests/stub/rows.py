@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,53 @@ from skyctl.errors import SkyctlError
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Larger tensors are not kept: a stub stands in for models of any size."""
+_TICK_S = 1.0
 
 Contents = dict[str, tuple[str, bytes]]
 """torch's dtype and the bytes, by name."""
+Files = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of change of each."""
 
 
 def of_checkpoint(directory: str) -> Contents:
     """The tensors of a checkpoint directory; nothing where it is none."""
+    files = _settled(directory)
+    return dict(_read_once(directory, files)) if files else _read(directory)
+
+
+def checksums_of_checkpoint(directory: str) -> dict[str, int]:
+    """The crc32 of each of them."""
+    files = _settled(directory)
+    return dict(_summed_once(directory, files)) if files else _summed(_read(directory))
+
+
+def _settled(directory: str) -> Files:
+    """What tells the files of a directory from those of another time; nothing where one has just
+    been written: within a tick of the clock it may be written again."""
+    try:
+        found = [(one.name, one.stat()) for one in Path(directory).iterdir()]
+    except OSError:
+        return ()
+    if any(abs(time.time() - stat.st_ctime) < _TICK_S for _, stat in found):
+        return ()
+    return tuple(sorted((name, s.st_ino, s.st_size, s.st_ctime_ns) for name, s in found))
+
+
+@lru_cache(maxsize=8)
+def _read_once(directory: str, files: Files) -> Contents:
+    return _read(directory)
+
+
+@lru_cache(maxsize=8)
+def _summed_once(directory: str, files: Files) -> dict[str, int]:
+    return _summed(_read_once(directory, files))
+
+
+def _summed(tensors: Contents) -> dict[str, int]:
+    return {name: zlib.crc32(data) for name, (_, data) in tensors.items()}
+
+
+def _read(directory: str) -> Contents:
     if not Path(directory).is_dir():
         return {}
     try:

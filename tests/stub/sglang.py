@@ -322,9 +322,7 @@ class SGLangEngine:
 
     def _load(self, found: Mapping[str, bytes], body: Mapping[str, Any]) -> None:
         if not self.checksums:
-            self.checksums = {
-                n: zlib.crc32(d) for n, (_, d) in rows.of_checkpoint(self.model).items()
-            }
+            self.checksums = rows.checksums_of_checkpoint(self.model)
         self.checksums |= {name: zlib.crc32(data) for name, data in found.items()}
         update = {"names": list(self.checksums), "crc32": list(self.checksums.values())}
         self.digest = digest_of_updates([update])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -42,9 +41,9 @@ class Scheduler(StrEnum):
 def digest_of_checkpoint(model: str) -> str:
     """Digest of the weights in a directory, the same that pushing them gives; of the files, or of
     the name, where it is no checkpoint."""
-    if tensors := rows.of_checkpoint(model):
-        checksums = [zlib.crc32(data) for _, data in tensors.values()]
-        return digest_of_updates([{"names": list(tensors), "crc32": checksums}])
+    if checksums := rows.checksums_of_checkpoint(model):
+        names, numbers = list(checksums), list(checksums.values())
+        return digest_of_updates([{"names": names, "crc32": numbers}])
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if not files:
         return hashlib.sha256(model.encode()).hexdigest()
