@@ -51,7 +51,7 @@ async def test_without_being_asked_to_keep_it_the_partial_pause_is_undone() -> N
     stubs = eight_stubs()
     async with running(stubs) as targets, ControlClient() as client:
         outcomes = await verbs.pause(
-            client, targets, mode="keep", timeout_s=1.0, read_back_timeout_s=0.5
+            client, targets, mode="keep", timeout_s=5.0, read_back_timeout_s=2.0
         )
     assert [o.status.value for o in outcomes] == [
         {HUNG: "timeout", FAILING: "failed"}.get(n, "rolled-back") for n in range(8)
