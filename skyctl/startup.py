@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import gc
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _AGAIN_S = 0.01  # longer than a finalizer
@@ -58,12 +60,23 @@ def repeat_lost_interrupts() -> None:
         if not issubclass(what.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(what)
             return
-        again = threading.main_thread().ident, signal.SIGINT
-        timer = threading.Timer(_AGAIN_S, signal.pthread_kill, again)
-        timer.daemon = True
-        timer.start()
+        again = True
+        while again:
+            # a `Thread` waits until it has begun: on a busy machine the next one came before that
+            try:
+                _thread.start_new_thread(_interrupt_again, ())
+                again = False
+            except KeyboardInterrupt:
+                continue
 
     sys.unraisablehook = unraisable
+
+
+def _interrupt_again() -> None:
+    time.sleep(_AGAIN_S)
+    main = threading.main_thread().ident
+    assert main is not None  # it runs
+    signal.pthread_kill(main, signal.SIGINT)
 
 
 def leave() -> None:
