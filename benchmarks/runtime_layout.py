@@ -76,6 +76,7 @@ def answers(llm: Any) -> list[list[int]]:
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
     """The checkpoint in slots on GPU 0, and the numbers of what is to become of it."""
     from skyctl.transfer.gpu.carrier import GpuCarrier, Numbering
+    from skyctl.transfer.pace import Pace
     from skyctl.transfer.reader import Piece, ShardFiles
 
     carrier = GpuCarrier([0], [[0]])
@@ -86,7 +87,7 @@ def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clo
     ]
     count = len(plan.chunks)
     reader = carrier.open_reader(
-        files, pieces, slots=count, slot_bytes=plan.slot_bytes, threads=8, shown=True
+        files, pieces, slots=count, slot_bytes=plan.slot_bytes, threads=8, pace=Pace(), shown=True
     )
     clock.time("read", reader.run, lambda filled: None)
     numbers: list[dict[str, int]] = [{} for _ in programs]

@@ -278,7 +278,6 @@ def _state_reads(state: FleetState) -> list[Callable[[], object]]:
         state.processes,
         state.servers,
         state.weights,
-        state.weights_awake,
         state.checkpoints,
         state.events,
         lambda: in_doubt(state),
