@@ -39,11 +39,12 @@ class HttpServer:
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
 
     async def longest_context(self) -> int | None:
-        """`max_model_len` of the first model."""
+        """`max_model_len` of the first model; None if it lists none."""
         data = await self._field("GET", "/v1/models", "data")
-        return (
-            self._understood("/v1/models", lambda: int(data[0].get("max_model_len") or 0)) or None
+        lengths = self._understood(
+            "/v1/models", lambda: [int(model.get("max_model_len") or 0) for model in data[:1]]
         )
+        return next(iter(lengths), 0) or None
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None

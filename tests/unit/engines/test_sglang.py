@@ -269,6 +269,12 @@ async def test_a_server_without_metrics_says_how_to_start_it() -> None:
     assert caught.value.hint == "start it with --enable-metrics"
 
 
+async def test_a_server_that_lists_no_model_does_not_say_how_long_its_context_is() -> None:
+    transport = ThroughHttpx(MockTransport(lambda request: Response(200, json={"data": []})))
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    assert await SGLangServer(ControlClient(transport=transport), target).longest_context() is None
+
+
 async def test_a_wait_whose_flush_fails_leaves_a_server_as_it_was() -> None:
     stub = SGLangStub(faults={"/flush_cache": Fault("status", status=500)})
     target = ServerTarget("s-0", "http://stub-0", engine="sglang")
