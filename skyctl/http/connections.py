@@ -224,14 +224,15 @@ class _Server:
         self.idle: list[Connection] = []
         try:
             parts = urlsplit(url)
-            self.port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
+            usual, host = _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
+            self.port = parts.port or usual
             self.host = host if host.isascii() else host.encode("idna").decode()
         except (ValueError, KeyError) as error:
             raise Unusable("its URL is none of HTTP") from error
         self.tls = parts.scheme == "https"
         self.path = quote(parts.path, safe="/%:@!$&'()*+,;=~-._")
         named = f"[{self.host}]" if ":" in self.host else self.host
-        if self.port != _DEFAULT_PORTS[parts.scheme]:
+        if self.port != usual:
             named += f":{self.port}"
         self.headers = (
             f"host: {named}\r\nuser-agent: skyctl/{__version__}\r\n"

@@ -220,6 +220,7 @@ async def test_nobody_listening_is_said() -> None:
     [
         ("http://127.0.0.1:99999", "/x", {}),
         ("ftp://127.0.0.1", "/x", {}),
+        ("ftp://127.0.0.1:{port}", "/x", {}),
         ("http://127.0.0.1:{port}", "/x\r\nHost: other", {}),
         ("http://127.0.0.1:{port}", "/x", {"authorization": "Bearer s3cret\r\nx: y"}),
     ],
