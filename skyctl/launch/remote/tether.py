@@ -88,7 +88,9 @@ class _Tether:
                     await self._follow(session)
             except SkyctlError as error:
                 if not self._heard:
-                    self._note(ended=f"could not be started: {error.message}")
+                    why = f"could not be started: {error.message}"
+                    if not self._note(ended=why):
+                        _print(f"SkyctlError: {why}\n")  # the log is searched for such lines
                     return
                 self._note(lost=error.message)
                 await asyncio.sleep(RETRY_S)
@@ -129,9 +131,7 @@ class _Tether:
             while not self._record.ended:
                 message = await session.hear(SILENCE_S)
                 if "log" in message:
-                    written = message["log"].encode(errors="surrogateescape")
-                    with contextlib.suppress(OSError):  # a full disk
-                        os.write(sys.stdout.fileno(), written)
+                    _print(message["log"])
                     self._at = message["at"]
                 elif "ended" in message:
                     self._note(ended=message["ended"])
@@ -152,12 +152,20 @@ class _Tether:
                 await session.say({"held": held})
             await asyncio.sleep(_LOOK_S)
 
-    def _note(self, **changes: object) -> None:
+    def _note(self, **changes: object) -> bool:
+        """Whether it could be put on record. What is not counts as lost, such as on a full disk."""
         try:
             self._record = record.write(self._token, self._record, **changes)
-        except SkyctlError:  # a full disk: what is not told counts as lost
+            return True
+        except SkyctlError:
             with contextlib.suppress(KeyError):
                 self._record = replace(self._record, ended=str(changes["ended"]))
+            return False
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(sys.stdout.fileno(), text.encode(errors="surrogateescape"))
 
 
 async def _run(token: str, task: Task) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from skyctl import __version__
+from skyctl.engines.logs import telling_line
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import Node
 from skyctl.launch.remote import record
 from skyctl.launch.remote.host import RemoteProcess, adopt
 from skyctl.launch.remote.machines import look
 from skyctl.launch.remote.session import PROTOCOL, ask
+from skyctl.launch.remote.tether import VARIABLE, Task
+from skyctl.store.processes import TOKEN_VARIABLE
 
 HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 FACTS = {"address": "10.0.0.7", "gpus": [], "cpus": [{"id": 0, "core": 0}], "ports": [20001]}
@@ -171,6 +177,20 @@ def test_a_record_for_which_there_is_no_room_is_an_error_of_the_spawn(
     record.path_of("t").mkdir()
     with pytest.raises(SkyctlError, match=r"cannot write .*t\.json"):
         record.write("t", record.Record(node("true"), "x.held"))
+
+
+def test_a_tether_that_can_put_nothing_on_record_says_in_the_log_why_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    record.write("t", record.Record(node(f"echo '{HELLO}'; cat"), str(tmp_path / "held")))
+    monkeypatch.setenv(VARIABLE, json.dumps(asdict(Task(["server"], {}, ()))))
+    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (10, 10))  # bytes of any file
+    tether = [sys.executable, "-B", "-m", "skyctl.launch.remote.tether"]
+    done = subprocess.run(tether, capture_output=True, text=True, timeout=60, preexec_fn=full)
+    why = telling_line(done.stdout.splitlines())
+    assert "could not be started: cannot write" in why and "File too large" in why
 
 
 async def test_of_a_server_on_two_machines_only_the_one_that_did_not_answer_is_asked_again(
