@@ -36,7 +36,9 @@ _LOST = (OutcomeStatus.TIMEOUT, OutcomeStatus.UNREACHABLE)
 
 @dataclass
 class _PauseProgress:
-    """How far one server's pause got. None: its state could not be read."""
+    """How far one server's pause got. `was_paused`, before the call, and `paused_now` are None
+    where that state could not be read.
+    """
 
     was_paused: bool | None = None
     sent: bool = False

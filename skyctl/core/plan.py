@@ -340,14 +340,15 @@ class _Planner:
         self, replica: Replica, place: Place, backend: str, api_key: str | None
     ) -> ServerLaunch:
         lora, node = self.config.lora, place.machine.node
+        port: int | str = PORT_AT_SPAWN
+        if node is None or node.chosen:
+            port = replica.port or self._port(replica.name, place.machine.next_port)
         return ServerLaunch(
             python=node.python if node else self.python,
             model_path=self.model_path,
             served_model_name=self.served_model_name,
             host=node.address if node else self.config.host,
-            port=PORT_AT_SPAWN
-            if node is not None and not node.chosen
-            else replica.port or self._port(replica.name, place.machine.next_port),
+            port=port,
             device=self.device,
             backend=backend,
             args=self._with_absolute_paths(replica.args),

@@ -164,7 +164,9 @@ async def _release_one(case: _Case, actions: Actions) -> None:
 
 
 async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:
-    """Repeat the interrupted push in all that are `able`; else push the fleet's, one by one."""
+    """Repeat the interrupted push, in all that are `able`; otherwise push the fleet's weights, one
+    by one.
+    """
     open_cases = list(cases)
     request = interrupted_request(actions.state)
     if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):

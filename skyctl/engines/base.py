@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PauseMode = Literal["abort", "wait", "keep"]
 Device = Literal["cpu", "cuda"]
 Arguments = Mapping[str, Any]
-"""Of a method of skyctl's worker extension, by name."""
+"""Arguments of a method of skyctl's worker extension, by name."""
 
 
 class Feature(StrEnum):
@@ -46,7 +46,9 @@ class Refusal(StrEnum):
 
 
 def lacks_method(error: ServerError) -> bool:
-    """Whether workers answered that they have no such method: no other error says that."""
+    """Whether workers answered that they have no such method. Any other error, above all one raised
+    by the method itself, does not say that.
+    """
     return error.refusal == Refusal.NO_METHOD
 
 
@@ -210,7 +212,9 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A LoRA adapter of a server. `in_flight`: requests run with it, and its name has moved on."""
+    """A LoRA adapter of a server. `in_flight`: its name has moved to another, and requests that
+    began before still run with it.
+    """
 
     name: str
     path: str
@@ -384,7 +388,10 @@ class PackedBuffers:
 
 @dataclass(frozen=True)
 class TensorHeaders:
-    """An update's tensors: parallel sequences, in wire order. `dtypes` are torch's bare names."""
+    """An update's description of its tensors: parallel sequences, in wire order.
+
+    `dtypes` are torch's names without prefix, such as `bfloat16`.
+    """
 
     names: Sequence[str]
     dtypes: Sequence[str]

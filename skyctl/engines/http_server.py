@@ -15,7 +15,9 @@ Read = TypeVar("Read")
 
 @contextmanager
 def ignoring_status(*statuses: int) -> Iterator[None]:
-    """Leave the block at an answer of these HTTP statuses, of any error's if none is named."""
+    """End the block where a server answers one of these HTTP statuses, any error's if none is
+    named. Errors without a status, such as a passed deadline, are raised.
+    """
     try:
         yield
     except ServerError as error:

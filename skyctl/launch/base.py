@@ -29,7 +29,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cpu:
-    """A logical CPU this process may run on. Those of equal `core` are threads of one core."""
+    """A logical CPU this process may run on. CPUs of equal `core` are hardware threads of one
+    physical core.
+    """
 
     id: int
     core: int
@@ -216,6 +218,7 @@ class Host:
     environment: Callable[[FleetPaths], dict[str, str]]
     sweep: Callable[[FleetPaths], None]
     on: Callable[[Node, Sequence[Follower]], Host] | None = None
-    """The same on another machine, with its followers on theirs; None if limited to this one."""
+    """The same on another machine, with the followers of what is spawned on theirs; None for a
+    launcher limited to this one."""
     reap: Callable[[], None] = lambda: None
     """Wait for its own helpers that have ended: a supervisor adopts what its children leave."""

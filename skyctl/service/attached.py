@@ -138,7 +138,7 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def _router(self) -> tuple[RouterStatus | None, frozenset[str] | None]:
-        """The router, and its workers; None without one, or if it does not say."""
+        """The router's status, None without one; and the URLs it routes to, None if unknown."""
         url = self.ref.config.router
         if not isinstance(url, str):
             return None, None

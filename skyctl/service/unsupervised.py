@@ -40,7 +40,9 @@ def left_alone(paths: FleetPaths) -> bool:
 
 
 class UnsupervisedFleet(RecordedFleet):
-    """Nothing changes until a supervisor takes over. `why`: why none could, if one was tried."""
+    """Nothing changes meanwhile, unless a supervisor takes over. `why` is why none could, if that
+    was tried.
+    """
 
     def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
         super().__init__(ref.paths, state)

@@ -216,7 +216,9 @@ class Database:
             self._durable = False
 
     def durable(self) -> AbstractContextManager[None]:
-        """A `durable` transaction: for what must be on record before it is acted upon."""
+        """A `durable` transaction: for what must be on record before it is acted upon. Raises
+        StateUnwritable.
+        """
         return self.transaction(durable=True)
 
     def reserve(self) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:
-    """pid and uid of a unix socket's other end, from the kernel; pid 0: in another container."""
+    """pid and uid of the other end of a unix socket, from the kernel. The pid is 0 if that is in
+    another container.
+    """
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", told)
     return int(pid), int(uid)

@@ -150,7 +150,10 @@ class Journal:
         number = number_of(job_id)
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",
-            [(number, e.at, e.kind, json.dumps(e.data), e.data.get("server")) for e in told],
+            [
+                (number, one.at, one.kind, json.dumps(one.data), one.data.get("server"))
+                for one in told
+            ],
             durable=durable,
         )
 

@@ -33,7 +33,9 @@ _MAX_RECORD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: what it does (a command or job), its process, since when (epoch time)."""
+    """The holder of a lock: what it does (a command or a job), its process, and since when (epoch
+    seconds).
+    """
 
     what: str
     pid: int

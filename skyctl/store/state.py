@@ -83,7 +83,10 @@ class Event:
 
 
 class FleetState(Database):
-    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`.
+
+    Other modules of this package keep tables of their own in it (`adapters.py`, `in_doubt.py`).
+    """
 
     def __init__(
         self,

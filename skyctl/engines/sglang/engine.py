@@ -101,7 +101,9 @@ _RESERVED = Reserved(
 
 
 def _server_command(launch: ServerLaunch) -> Command:
-    """SGLang's server behind skyctl's guard. Raises UsageError: what skyctl does not support."""
+    """SGLang's server behind skyctl's guard (`inside/serve.py`). Raises UsageError: the fleet file
+    asks for something that skyctl does not support with SGLang.
+    """
     if launch.adapters is not None:
         raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
     if launch.data_parallel_size > 1:
@@ -162,7 +164,7 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
 
 def _backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
     """Servers read checkpoints by themselves; on GPUs they can take them from a sender instead,
-    which must be asked for. Raises UsageError: another transport, or one for GPUs on CPU.
+    which must be asked for. Raises UsageError: another transport was, or one for GPUs on CPU.
     """
     if transport in ("auto", "disk"):
         return ""

@@ -222,7 +222,8 @@ class SGLangServer(HttpServer):
 
     async def prepare_reload(self) -> None:
         """Put held requests back into the queue, without KV, and drop the cache. Raises
-        ServerError: requests share it and are held, or KV is stored where a flush leaves it.
+        ServerError: held requests share it, so that it could not be dropped; or KV is stored
+        outside of its memory, where a flush leaves it.
         """
         if storage := (await self._info()).get("hicache_storage_backend"):
             raise ServerError(

@@ -67,11 +67,18 @@ class RouterClient:
         return await self._workers(self._timeout_s)
 
     async def add_worker(self, url: str) -> None:
-        """DeadlineExceeded: the router blocks while it probes a URL that does not answer."""
+        """As `Router.add_worker`. The router probes `url` first, and blocks meanwhile.
+
+        Raises:
+            DeadlineExceeded: `url` does not answer the probe, or is not listed in time.
+            ServerError: the router refused it.
+        """
         await self._change("/add_worker", url, listed=True)
 
     async def remove_worker(self, url: str) -> None:
-        """The router answers 200 for URLs it never knew, so the list is read back."""
+        """As `Router.remove_worker`. The router answers 200 for URLs it never knew, so the list is
+        read back.
+        """
         await self._change("/remove_worker", url, listed=False)
 
     async def _change(self, path: str, url: str, *, listed: bool) -> None:

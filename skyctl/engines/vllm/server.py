@@ -350,10 +350,9 @@ def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Missing metrics count as zero."""
     found = list(samples(text, "vllm:"))
     states = [(labels.get("sleep_state"), on > 0) for name, labels, on in found if name == _SLEEP]
-    level = int(("weights_offloaded", True) in states) if states else None
-    if ("discard_all", True) in states:
-        level = 2
-    return server_metrics(found, _COUNTS, _USAGE, level)
+    asleep = {state for state, on in states if on}
+    level = 2 if "discard_all" in asleep else 1 if "weights_offloaded" in asleep else 0
+    return server_metrics(found, _COUNTS, _USAGE, level if states else None)
 
 
 def read_start(config: Any) -> StartedWith:

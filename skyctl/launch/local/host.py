@@ -49,7 +49,9 @@ def free_port(host: str) -> int:
 
 
 def _claim(port: int) -> bool:
-    """Whether no other process has chosen it; a named lock (Linux) tells ours while we live."""
+    """Whether no other process has chosen the port; a named lock (Linux) announces our choice while
+    we live.
+    """
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0skyctl-port-{port}")

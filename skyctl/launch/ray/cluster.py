@@ -175,7 +175,9 @@ class Cluster:
         return {"target": address, "address": address, "port": port, "gpus": [*map(int, gpus)]}
 
     def lend_gpu(self) -> tuple[Mapping[str, Any], Any]:
-        """A node, and a worker with a GPU there until it ends. Raises SkyctlError: none is free."""
+        """A node, and a worker with a GPU there, which Ray takes back when the worker ends. Raises
+        SkyctlError: none is free.
+        """
         free = self._free("GPU")
         for node in self._candidates():
             if free.get(node["NodeID"], 0) >= 1:

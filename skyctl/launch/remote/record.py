@@ -64,7 +64,9 @@ def path_of(token: str) -> Path:
 
 
 def read(token: str) -> Record | None:
-    """None when there is none. Raises SkyctlError: nobody can tell what is left of the spawn."""
+    """The record of a spawn, None when there is none. Raises SkyctlError: it cannot be read, so
+    that nobody can tell what is left of the spawn.
+    """
     path = path_of(token)
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -112,7 +114,9 @@ def begun(token: str) -> bool:
 
 
 def write(token: str, record: Record, **changes: Any) -> Record:
-    """Put a record, with changes, in the place of the one before it. Raises SkyctlError."""
+    """Put a record, with changes, in the place of the one before it. Raises SkyctlError: it cannot
+    be written.
+    """
     record = replace(record, **changes)
     path = path_of(token)
     private_directory(path.parent)

@@ -79,7 +79,9 @@ def empty_weight(layer: Any, device: torch.device) -> torch.Tensor:
 
 
 def process(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What one of `layers`, unchanged, makes of a weight. Raises RuntimeError: another form."""
+    """What one of `layers` makes of a weight; the layer itself is unchanged. Raises RuntimeError:
+    it differs in form from what the running layer has.
+    """
     stand_in = copy.copy(layer)
     stand_in._parameters = {"weight": weight, "bias": layer._parameters.get("bias")}
     stand_in._buffers = dict(layer._buffers)

@@ -79,7 +79,9 @@ class ParameterLayout:
 
 
 def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
-    """Equal for workers whose parameters are made of the same tensors in the same way."""
+    """Identifies a layout: equal for workers whose parameters are made of the same tensors in the
+    same way.
+    """
     text = json.dumps([LAYOUT_VERSION, [parameter.to_wire() for parameter in parameters]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
