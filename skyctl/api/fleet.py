@@ -443,7 +443,7 @@ class Fleet(GeneratingFleet):
         return result
 
     def _path(self, checkpoint: str | PathLike[str]) -> str:
-        """An absolute path; that of another machine's fleet is one there."""
+        """Absolute, for a fleet of this machine; else it is a path on the fleet's machine."""
         return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
 
     def _here(self) -> FleetRef:

@@ -44,7 +44,9 @@ def totals(found: Iterable[Sample]) -> Callable[[str], int]:
 def server_metrics(
     found: Iterable[Sample], counts: Mapping[str, str], usage: str, sleep_level: int | None
 ) -> ServerMetrics:
-    """By `counts`, the metric of each of the fields that are sums, and the mean of `usage`."""
+    """Of a page's samples. `counts` names the metric that each counting field is the sum of, and
+    `usage` the one whose mean is `kv_usage`. Missing metrics count as zero.
+    """
     found = list(found)
     total = totals(found)
     shares = [value for name, _, value in found if name == usage]

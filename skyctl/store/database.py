@@ -307,8 +307,9 @@ class Database:
             except sqlite3.OperationalError as error:
                 if not disk_failed(error):
                     raise
+                # what has begun can be completed in the room of the reserve, if it is still there
                 with suppress(OSError, sqlite3.OperationalError):
-                    self._reserve.unlink()  # so that what has begun can be completed
+                    self._reserve.unlink()
                     self._repeat_transaction(self._file)
                     return self._file.execute(sql, parameters)
                 self._memory = self._stand_in(error)

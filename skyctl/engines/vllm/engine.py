@@ -161,8 +161,11 @@ def _headers_to_wire(tensors: TensorHeaders) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VLLMDialect(Dialect):
-    """`Dialect` of vLLM. Without `keeps_streams` (vllm gh-52950), what torch cached for the last
-    update's streams is never used again.
+    """`Dialect` of vLLM: of version `name`, until the next that differs. Without `keeps_streams`
+    (vllm gh-52950), what torch cached for the last update's streams is never used again.
+
+    `nccl_buffers_in_init`, `ipc_packed_in_init`: how tensors are packed is told in init_info, and
+    not in each update_info.
     """
 
     name: str

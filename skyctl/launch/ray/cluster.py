@@ -75,8 +75,8 @@ class Workers:
         name = node["NodeID"]
         with self._lock:
             if (known := self._on.get(name)) is not None:
-                with contextlib.suppress(RayActorError):
-                    with contextlib.suppress(GetTimeoutError):
+                with contextlib.suppress(RayActorError):  # then it is dead
+                    with contextlib.suppress(GetTimeoutError):  # that does not say so
                         self._ray.get(known.there.remote(), timeout=_THERE_S)
                     return known
             self._on[name] = self.new(scheduling_strategy=_only_on(node))
