@@ -54,8 +54,8 @@ class Holder:
 
 
 class News:
-    """Tells tasks of this process that a job has ended or that a lock was released. Nothing is
-    stored: a waiter learns of what happens from then on.
+    """Tells tasks of one event loop that a job of this process has ended, or that a lock was
+    released. Nothing is stored: a waiter learns of what happens from then on.
     """
 
     def __init__(self) -> None:
