@@ -145,8 +145,9 @@ class RemoteProcess:
             await self._tether.stop(_TETHER_S)
         if failed:
             for (token, found), answer in zip(begun, answers, strict=True):
-                if not isinstance(answer, BaseException):  # that machine need not be asked again
-                    record.write(token, found, begun=False)
+                if not isinstance(answer, BaseException):
+                    with suppress(SkyctlError):  # else that machine is asked again
+                        record.write(token, found, begun=False)
             raise failed[0]
         record.forget(self.token)
         return all(answers)

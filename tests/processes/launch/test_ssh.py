@@ -206,11 +206,17 @@ async def test_of_a_server_on_two_machines_only_the_one_that_did_not_answer_is_a
     process = adopt(None, "t", ())
     assert [one.pid for one in process.members()] == [7, 8]
     assert process.connection_lost() == "no route"
+    no_room = record.path_of("t").with_suffix(".tmp")
+    no_room.mkdir()
+    with pytest.raises(HostUnreachable, match="me@away cannot be asked"):
+        await process.stop(0.1)
+    no_room.rmdir()
+    assert [one.pid for one in process.members()] == [7, 8]  # its answer could not be written
     for _ in range(2):
         with pytest.raises(HostUnreachable, match="me@away cannot be asked"):
             await process.stop(0.1)
         assert [one.pid for one in process.members()] == [8] and record.begun("t")
-    assert asked.read_text() == ".\n"
+    assert asked.read_text() == ".\n.\n"
     record.write("t-1", gone, node=well)
     assert await process.stop(0.1)
     assert process.members() == [] and not any(record.path_of("t").parent.iterdir())
