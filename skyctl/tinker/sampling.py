@@ -113,7 +113,7 @@ def question(body: Mapping[str, Any]) -> Question:
     samples, top = int(body.get("num_samples") or 1), int(body.get("topk_sample_logprobs") or 0)
     if not 1 <= samples <= 1024:
         raise Unanswerable(f"num_samples {samples} is not offered: 1 to 1024")
-    top_prompt = int(body.get("topk_prompt_logprobs") or 0)
+    top_prompt = max(0, int(body.get("topk_prompt_logprobs") or 0))
     if max(top, top_prompt) > MOST_TOP:
         raise Unanswerable(f"at most {MOST_TOP} top logprobs are offered")
     last, most = body.get("prompt_logprobs_last_n"), params.get("max_tokens")

@@ -234,3 +234,8 @@ def test_numbers_that_no_server_should_see_are_refused(change: dict[str, Any]) -
 def test_what_is_no_number_is_the_callers_mistake(name: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         question({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {name: "many"}})
+
+
+async def test_fewer_than_no_top_logprobs_of_a_prompt_are_not_asked_for(ledger: Ledger) -> None:
+    asked = question({"prompt": {"chunks": [{"tokens": [1, 2]}]}, "topk_prompt_logprobs": -1})
+    assert await sampling_of(ledger)._about_prompt(asked, None) == b""  # there is no worker to ask
