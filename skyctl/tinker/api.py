@@ -13,7 +13,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -57,12 +57,13 @@ SEARCH = "searching sessions is not offered here: list_sessions lists them"
 class Api:
     """The routes of one API process. `context` is how many tokens a server takes.
 
-    The base model's name is that by which SDKs also find a tokenizer. `max_body` bounds a body as
-    received, and four times that once unpacked.
+    Of the settings, `base_model` is the model's name in the API, by which SDKs also find a
+    tokenizer; with `full_parameters`, rank 0 trains all parameters; `max_body` bounds a body in
+    bytes as received, and four times that once unpacked.
     """
 
     settings: TinkerSettings
-    key: str
+    key: str = field(repr=False)
     ledger: Ledger
     worker: Worker
     training: Training
