@@ -103,14 +103,15 @@ class _Conversion:
         _require_plain_tensor(name, tensor)
         known = self._known.get(name)
         shape = tuple(tensor.shape)
-        for ending in self._known if known is None else ():
-            if name.endswith(f".{ending}"):
-                prefix = name.removesuffix(ending)
-                raise PreflightError(
-                    f"{name} is not in the model the servers run; {ending} is",
-                    hint=f"name it so: name.removeprefix({prefix!r})",
-                )
-        if known is not None and known.shape != shape:
+        if known is None:
+            for ending in self._known:
+                if name.endswith(f".{ending}"):
+                    prefix = name.removesuffix(ending)
+                    raise PreflightError(
+                        f"{name} is not in the model the servers run; {ending} is",
+                        hint=f"name it so: name.removeprefix({prefix!r})",
+                    )
+        elif known.shape != shape:
             raise PreflightError(
                 f"{name} is {list(shape)} here, the servers run {list(known.shape)}"
             )

@@ -19,8 +19,8 @@ from skyctl.store.contents import Content
 
 
 class MachinesDelivery(Delivery):
-    """`parts` has the delivery of each machine; with `one_reader` the
-    first of them that has servers in the push reads for all.
+    """`parts` has the delivery of each machine. With `one_reader`, the first of them that has
+    servers in the push reads for all.
     """
 
     def __init__(

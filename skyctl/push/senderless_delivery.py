@@ -26,7 +26,9 @@ _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeo
 
 
 class DiskDelivery(Delivery):
-    """Every server reads the checkpoint itself, in one call; none scrubs one that broke off."""
+    """Every server reads the checkpoint itself, in one call. There is no second attempt: no call
+    scrubs a reload that broke off.
+    """
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
@@ -118,7 +120,7 @@ async def ask_targets(
 
 
 class TrainerDelivery(Delivery):
-    """Waits for a trainer; one that failed is not asked again."""
+    """Waits for a trainer. One that failed is not asked again."""
 
     def __init__(
         self, trainer: Trainer, facts: Sequence[ServerFacts], fleet: PushFleet, senders: SenderPool

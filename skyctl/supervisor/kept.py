@@ -237,7 +237,7 @@ class KeptRunning(ABC):
         return f"{process.exit_text()}{self._lifetime()}" + (f": {why}" if why else "")
 
     def _lifetime(self) -> str:
-        """What is added to that."""
+        """` after 5 s`, where how long it lived is worth telling."""
         return ""
 
     def _event(self, message: str) -> None:

@@ -104,7 +104,9 @@ class Sender:
         self._carrier = module.open_carrier(message["session"], message["carrier"])
 
     def open(self, message: dict[str, Any]) -> None:
-        """Begin a push. If `message["carrier"]` is None, the existing carrier goes on."""
+        """Begin a push. If `message["carrier"]` is None, the existing carrier goes on; if
+        `message["chunks"]` is None, the chunks are those of the last push.
+        """
         reached("sender.open")
         shards = [Shard(**shard) for shard in message["shards"]]
         self._files = ShardFiles(shards, elsewhere=message["elsewhere"])
