@@ -295,7 +295,9 @@ class Step(NamedTuple):
     call: Callable[[ServerTarget], Awaitable[None]]
 
     async def take(self, target: ServerTarget) -> None:
-        """With skyctl's own explanation of an error in place of the server's words."""
+        """Call one server. Where skyctl can explain its error, it does so in place of the server's
+        words.
+        """
         try:
             await self.call(target)
         except ServerError as error:

@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 
 def remembered(known: dict[K, T], key: K, make: Callable[[], T], *, kept: int = 16) -> T:
-    """What `make` returned for this key, which is asked again once `kept` others were used since.
-    Versions of a model have thousands of tensors in common, and what follows from them.
+    """What `make` returns, or returned for this key unless `kept` others were used since; None is
+    not kept. Versions of a model have thousands of tensors in common, and what follows from them.
     """
     found = known.pop(key, None)
     if found is None:

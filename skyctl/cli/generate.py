@@ -116,9 +116,9 @@ def generate(
                 return await _to_jsonl(client, requests, concurrency, timeout, sink)
 
     results = asyncio.run(run())
-    seconds = time.perf_counter() - began
-    output.note(_summary(results, seconds))
-    data = {"results": [result.to_json() for result in results], "seconds": round(seconds, 3)}
+    taken_s = time.perf_counter() - began
+    output.note(_summary(results, taken_s))
+    data = {"results": [result.to_json() for result in results], "seconds": round(taken_s, 3)}
     output.emit(data, error=failure(results))
 
 

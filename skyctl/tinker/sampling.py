@@ -249,7 +249,7 @@ class Sampling:
         task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     def cancel(self, request: str) -> None:
-        """Stop generating; the request fails. Once more changes nothing."""
+        """Stop generating; the request fails. A second call changes nothing."""
         task = self._tasks.get(request)
         if task is not None and not task.cancelling():
             record = f"end of {request}"
