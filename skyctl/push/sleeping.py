@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from skyctl import engines
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError, ServerError
 from skyctl.kill_points import reached
@@ -50,7 +51,7 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
             run.observer.server(site.name, "waking")
         # also if they are recorded as awake, which a supervisor's death can make wrong; vLLM
         # ignores a second wake
-        await site.vllm.wake(["weights"])
+        await _patient(run, site).wake(["weights"])
 
     await each(asleep, call, timeout_s=run.fleet.update_timeout_s, what="wake the weights")
     reached("push.woken")
@@ -69,7 +70,7 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
 
     async def call(site: Site) -> None:
         level = max(1, site.server.sleep_level)
-        await back_to_sleep(site.vllm, level)
+        await back_to_sleep(_patient(run, site), level)
         site.slept, site.woken = level, False
 
     able = alive(left) + answering
@@ -89,7 +90,7 @@ async def wake_all(run: Run, sites: Sequence[Site]) -> None:
     """The new weights are verified: wake the rest of each sleeping server, which resumes it."""
 
     async def call(site: Site) -> None:
-        if not await site.vllm.wake(["kv_cache"]):
+        if not await _patient(run, site).wake(["kv_cache"]):
             raise ServerError(f"{site.name}: it says that it is still asleep")
         site.slept, site.woken = 0, False
         if site.server.paused:  # it fell asleep while paused by somebody
@@ -111,8 +112,13 @@ async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
         run.note("a level-2 sleep discards the weights that were just pushed: push before waking")
 
     async def call(site: Site) -> None:
-        await site.vllm.sleep(level, "abort")
+        await _patient(run, site).sleep(level, "abort")
         site.slept = level
 
     able = [site for site in alive(sites) if site.weights is Weights.VERIFIED]
     await each(able, call, timeout_s=run.fleet.update_timeout_s, what="sleep")
+
+
+def _patient(run: Run, site: Site) -> Server:
+    """Its control routes, with the deadline of an update."""
+    return engines.server(run.client, site.target, timeout_s=run.fleet.update_timeout_s)

@@ -12,6 +12,7 @@ import pytest
 from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, PushError
+from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
 from skyctl.store.in_doubt import in_doubt
@@ -253,3 +254,23 @@ async def test_a_level_that_there_is_not_is_refused_before_anything_is_sent(
     with pytest.raises(PreflightError, match=f"--sleep-after {level}"):
         await push_colocated(stubs, sleep_after=level)
     assert all(engine.log == [] for engine in stubs.engines)
+
+
+async def test_sleeping_and_waking_have_the_deadline_of_an_update(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs.fleet = replace(stubs.fleet, control_timeout_s=5.0, update_timeout_s=60.0)
+    await asleep(stubs)
+    deadlines: dict[str, set[float]] = {}
+    async with stubs.client() as client:
+        call = client.call
+
+        async def note(target: ServerTarget, method: str, path: str, **how: Any) -> Any:
+            deadlines.setdefault(path, set()).add(how["timeout_s"])
+            return await call(target, method, path, **how)
+
+        monkeypatch.setattr(client, "call", note)
+        request = PushRequest(str(stubs.new), colocated=True, sleep_after=1)
+        await push(request, stubs.fleet, client=client, observer=Recorder())
+    assert deadlines["/wake_up"] == deadlines["/sleep"] == {60.0}
+    assert deadlines["/start_weight_update"] == {5.0}
