@@ -77,7 +77,7 @@ def entrance(section: SupervisorSection, base_dir: Path, paths: FleetPaths) -> E
 
 
 class Listening:
-    """Listens as the latest plan says; `problem` says why it does not."""
+    """Listens as the latest plan says; `Supervisor.not_listening` says why it does not."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
