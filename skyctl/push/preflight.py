@@ -48,8 +48,8 @@ from skyctl.push.versions import refuse_changed
 from skyctl.store.state import TRAINER
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
+from skyctl.transfer.transports import Choice, choose, load_transport
 from skyctl.transfer.transports.base import Transport
-from skyctl.transfer.transports.choose import Choice, choose, load_transport
 from skyctl.units import format_bytes
 
 _plans: dict[tuple[object, ...], ChunkPlan] = {}

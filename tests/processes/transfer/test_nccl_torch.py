@@ -20,8 +20,8 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.engines.sglang.engine import dialect_for
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
+from skyctl.transfer.transports import load_transport
 from skyctl.transfer.transports.base import Session
-from skyctl.transfer.transports.choose import load_transport
 from skyctl.transfer.transports.nccl import TorchGroup, group_name
 from skyctl.transfer.transports.rendezvous import HOST
 

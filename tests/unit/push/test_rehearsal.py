@@ -24,8 +24,8 @@ from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
+from skyctl.transfer.transports import Choice
 from skyctl.transfer.transports.base import Transport
-from skyctl.transfer.transports.choose import Choice
 from skyctl.transfer.transports.shm import TRANSPORT as SHM
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site

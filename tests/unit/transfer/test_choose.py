@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from skyctl.errors import PreflightError
-from skyctl.transfer.transports.choose import choose, load_transport
+from skyctl.transfer.transports import choose, load_transport
 
 
 @dataclass(frozen=True)
