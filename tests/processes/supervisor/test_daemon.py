@@ -363,7 +363,7 @@ def test_a_supervisor_has_loaded_all_it_needs_before_it_owns_anything() -> None:
     look = (
         "import sys; from skyctl.supervisor import daemon; daemon.load_everything();"
         "before = set(sys.modules);"
-        "import skyctl.push.transaction, skyctl.push.rolling, skyctl.core.keeping,"
+        "import skyctl.push.transaction, skyctl.core.keeping,"
         " skyctl.supervisor.api, skyctl.transfer.transports.shm, skyctl.checkpoints.live;"
         "print(sorted(set(sys.modules) - before), 'torch' in sys.modules)"
     )

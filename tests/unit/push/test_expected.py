@@ -13,8 +13,7 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
 from skyctl.push.expected import expected_of
 from skyctl.push.request import PushRequest, PushResult, PushServer
-from skyctl.push.rolling import push_rolling
-from skyctl.push.transaction import push
+from skyctl.push.transaction import push, push_rolling
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
