@@ -98,7 +98,9 @@ class _Case:
 
 
 async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recovered]:
-    """Do what the findings call for; one report per server, in their order. Never raises."""
+    """Do what the findings call for, and write it into the fleet's history; one report per server,
+    in their order. Never raises.
+    """
     cases = [_Case(finding) for finding in findings]
     reached("recover.begin")
     _leave_held(cases, actions)
@@ -109,7 +111,12 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     await _push([case for case in cases if case.action == "push"], able, actions)
     left = [case for case in cases if case.ended is None]
     await _replace([case for case in left if case.action in ("restart", "quarantine")], actions)
-    return [case.report() for case in cases]
+    recovered = [case.report() for case in cases]
+    for one in recovered:
+        if one.action != "nothing":
+            end = f"done: {one.action}" if one.ok else f"could not be put right: {one.detail}"
+            actions.state.add_event(one.server, f"recover: was {one.found}; {end}")
+    return recovered
 
 
 def _leave_held(cases: Sequence[_Case], actions: Actions) -> None:

@@ -76,10 +76,6 @@ async def recover(
         close_orphans(state, in_turn=True)
         actions = _Actions(ref, targets, client, state)
         recovered = await carry_out(await find(targets, client, state), actions)
-        for one in recovered:
-            if one.action != "nothing":
-                end = one.detail if not one.ok else f"done: {one.action}"
-                state.add_event(one.server, f"recover: was {one.found}; {end}")
         await _bring_to_adapters(targets, client, state, ref.config.control_timeout_s)
         return tuple(recovered)
 

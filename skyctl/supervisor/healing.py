@@ -63,13 +63,8 @@ async def heal(running: RunningFleet, pushes: Pushes) -> None:
         SkyctlError: something could not be repaired.
     """
     running.recovered = ()
-    actions = _Actions(running, pushes)
-    recovered = await recover(await find(running), actions)
+    recovered = await recover(await find(running), _Actions(running, pushes))
     running.recovered = tuple(recovered)
-    for one in recovered:
-        if one.action != "nothing":
-            end = f"could not be put right: {one.detail}" if not one.ok else f"done: {one.action}"
-            running.state.add_event(one.server, f"recover: was {one.found}; {end}")
     for replica in running.replicas.values():
         replica.reload_row()
     await admission.refresh_all(running.replicas.values(), running.client, 5.0)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from ipaddress import ip_address
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -112,8 +111,10 @@ def _check_backends(transport: str, servers: Sequence[Reachable]) -> None:
 
 
 def _check_local(transport: str, servers: Sequence[Reachable]) -> None:
+    from skyctl.fleetfile.schema import is_loopback
+
     for server in servers:
-        if not _is_loopback(server.url):
+        if not is_loopback(urlsplit(server.url).hostname or ""):
             if transport in ACROSS:
                 raise PreflightError(
                     f"transport {transport} reaches other machines through a launcher only; "
@@ -124,14 +125,6 @@ def _check_local(transport: str, servers: Sequence[Reachable]) -> None:
                 f"transport {transport} works on one machine; {server.name} is at {server.url}",
                 hint="run skyctl there, or push with --transport disk from a shared file system",
             )
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def load_transport(name: str) -> Transport:
