@@ -23,7 +23,7 @@ SkyctlError                     1   something failed; the message says what, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -166,6 +166,13 @@ class PushError(SkyctlError):
 class CanaryFailed(PushError):
     """New weights did not answer as expected, and are not served. `details["canary"]` has every
     answer."""
+
+
+def no_server(fleet: str, name: str, known: Iterable[str]) -> NotFoundError:
+    """The error of a server's name that the fleet does not have, with those that it has."""
+    return NotFoundError(
+        f"fleet {fleet} has no server {name!r}", hint=f"its servers are: {', '.join(known)}"
+    )
 
 
 def error_named(

@@ -12,7 +12,7 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption, seconds
-from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError, no_server
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus, ReplicaStatus
@@ -175,10 +175,7 @@ def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
     known = [replica.name for replica in status.replicas]
     for name in names:
         if known and name not in known:
-            raise NotFoundError(
-                f"fleet {status.name} has no server {name!r}",
-                hint=f"its servers are: {', '.join(known)}",
-            )
+            raise no_server(status.name, name, known)
 
 
 def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:

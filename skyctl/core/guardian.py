@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from skyctl.errors import StateUnwritable
+from skyctl.launch.local.process import start_detached
 from skyctl.launch.local.rotation import rotate
-from skyctl.startup import inherited
-from skyctl.store.paths import FleetPaths, create_private_file
+from skyctl.store.paths import FleetPaths
 
 LOG = "guardian"
 _SCRIPT = Path(__file__).with_name("guard_process.py")
@@ -46,19 +46,8 @@ async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     recover = [sys.executable, "-m", "skyctl", "recover", "--fleet", paths.name, "--yes", "--json"]
     rotate(paths.log(LOG), _LOG_BYTES, keep=1)
-    log = create_private_file(paths.log(LOG), os.O_APPEND)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover],
-            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # it must survive what kills the pusher's terminal
-            cwd="/",
-        )
-    finally:
-        os.close(log)
+    argv = [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover]
+    return start_detached(argv, paths, paths.log(LOG), stdin=subprocess.PIPE)
 
 
 def _release(guardian: subprocess.Popen[bytes]) -> None:

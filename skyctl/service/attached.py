@@ -29,7 +29,7 @@ from skyctl.core.service import (
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.core.urls import FleetUrls, access, api_key, control_token
 from skyctl.engines.base import ServerMetrics
-from skyctl.errors import NotFoundError, SkyctlError, StateUnwritable, UsageError
+from skyctl.errors import SkyctlError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
@@ -324,10 +324,7 @@ class AttachedFleet(RecordedFleet):
         known = {target.name: target for target in self.targets}
         for name in servers:
             if name not in known:
-                raise NotFoundError(
-                    f"fleet {self.ref.name} has no server {name!r}",
-                    hint=f"its servers are: {', '.join(known)}",
-                )
+                raise no_server(self.ref.name, name, known)
         return tuple(known[name] for name in servers)
 
 

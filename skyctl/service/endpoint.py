@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyctl import engines
 from skyctl.core.urls import api_key, control_token
-from skyctl.errors import NotFoundError, ServerError, UsageError
+from skyctl.errors import ServerError, UsageError, no_server
 from skyctl.generate.requests import Endpoint
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -46,10 +46,7 @@ async def find_endpoint(fleet: FleetService, *, server: str | None = None) -> En
     """
     urls = await fleet.urls()
     if server is not None and server not in urls.servers:
-        raise NotFoundError(
-            f"fleet {urls.name} has no server {server!r}",
-            hint=f"its servers are: {', '.join(urls.servers)}",
-        )
+        raise no_server(urls.name, server, urls.servers)
     if server is None and urls.router is None and len(urls.servers) == 1:
         (server,) = urls.servers
     url = urls.servers[server] if server else urls.router

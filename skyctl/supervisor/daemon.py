@@ -28,8 +28,8 @@ from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
+from skyctl.launch.local.process import start_detached
 from skyctl.launch.local.rotation import rotate
-from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
@@ -95,19 +95,8 @@ async def ensure_running(paths: FleetPaths) -> bool:
 
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     paths.prepare()
-    log = create_private_file(paths.supervisor_log, os.O_APPEND)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-m", "skyctl.supervisor", "--fleet", paths.name],
-            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            cwd="/",
-        )
-    finally:
-        os.close(log)
+    argv = [sys.executable, "-m", "skyctl.supervisor", "--fleet", paths.name]
+    return start_detached(argv, paths, paths.supervisor_log)
 
 
 async def serve(paths: FleetPaths) -> None:

@@ -14,18 +14,19 @@ from typing import Any
 from skyctl.launch.base import Cpu, Gpu
 
 
-def _query(fields: str) -> list[str]:
+def gpu_query(fields: str) -> list[str]:
+    """The command that asks the driver for these, `index` first."""
     return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 
 
-_QUERY = _query("index,uuid,name,memory.total")
-_FREE_QUERY = _query("index,uuid,name,memory.free")
-_USAGE_QUERY = _query("index,utilization.gpu,memory.used,memory.total")
+_QUERY = gpu_query("index,uuid,name,memory.total")
+_FREE_QUERY = gpu_query("index,uuid,name,memory.free")
+_USAGE_QUERY = gpu_query("index,utilization.gpu,memory.used,memory.total")
 
 
 def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -> list[Gpu]:
     """The machine's NVIDIA GPUs in index order; [] without a driver or if it does not answer."""
-    gpus = [_gpu(fields) for fields in _rows(command, timeout_s) if len(fields) >= 4]
+    gpus = [_gpu(fields) for fields in gpu_rows(command, timeout_s) if len(fields) >= 4]
     return sorted(gpus, key=lambda gpu: gpu.index)
 
 
@@ -34,8 +35,8 @@ def free_gpu_memory() -> dict[int, int]:
     return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=_FREE_QUERY)}
 
 
-def _rows(command: Sequence[str], timeout_s: float) -> list[list[str]]:
-    """What nvidia-smi says of each GPU, its index first; [] if it does not answer."""
+def gpu_rows(command: Sequence[str], timeout_s: float) -> list[list[str]]:
+    """The fields of each GPU by a `gpu_query`; [] if nvidia-smi does not answer."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=True
@@ -93,7 +94,7 @@ def read_nvidia_smi(
     timeout_s: float = 5.0, *, command: Sequence[str] = _USAGE_QUERY
 ) -> dict[int, GpuUsage]:
     """All GPUs by index, as nvidia-smi shows them; {} if it does not answer."""
-    found = [_usage(fields) for fields in _rows(command, timeout_s) if len(fields) == 4]
+    found = [_usage(fields) for fields in gpu_rows(command, timeout_s) if len(fields) == 4]
     return {usage.index: usage for usage in found}
 
 

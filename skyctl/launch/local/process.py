@@ -30,12 +30,33 @@ from skyctl.store.identity import (
     identify,
     own_processes,
 )
-from skyctl.store.paths import create_private_file
+from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 30.0
 """A killed process exists until its memory is freed: seconds for several GB."""
 _POLL_S = 0.05
+
+
+def start_detached(
+    argv: Sequence[str], paths: FleetPaths, log: Path, *, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """Start a process of skyctl's own for a fleet, in a session that survives what kills ours; its
+    output is appended to `log`. Raises OSError, StateUnwritable.
+    """
+    descriptor = create_private_file(log, os.O_APPEND)
+    try:
+        return subprocess.Popen(
+            argv,
+            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
+            stdin=stdin,
+            stdout=descriptor,
+            stderr=descriptor,
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        os.close(descriptor)
 
 
 class ManagedProcess:
