@@ -8,7 +8,8 @@ with what vLLM's loader made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -36,14 +37,15 @@ def describe(model: Any) -> list[ParameterLayout]:
     for path, module in model.named_modules():
         loaded = unprocessed(module)
         if loaded is not None:
-            found.append(_describe(path, module, "weight", loaded, packed, processed=True))
+            weight = _Parameter(path, module, "weight", loaded, packed)
+            found.append(_describe(weight, processed=True))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue
             if loaded is not None and name != "bias":
                 continue
             seen.add(id(parameter))
-            found.append(_describe(path, module, name, parameter, packed))
+            found.append(_describe(_Parameter(path, module, name, parameter, packed)))
     return found
 
 
@@ -71,49 +73,59 @@ class _Unknown(Exception):
     """A parameter that only vLLM's loader can fill; says why."""
 
 
-def _describe(
-    path: str,
-    module: Any,
-    name: str,
-    parameter: Any,
-    packed: dict[str, list[str]],
-    *,
-    processed: bool = False,
-) -> ParameterLayout:
-    full = f"{path}.{name}" if path else name
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    shape = tuple(parameter.shape)
+@dataclass(frozen=True)
+class _Parameter:
+    """One parameter of the module at `path`; `tensor` is it as loaded. `packed` has the projections
+    of each fused module, by name.
+    """
+
+    path: str
+    module: Any
+    name: str
+    tensor: Any
+    packed: Mapping[str, list[str]]
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_fused(self) -> bool:
+        return self.path.rpartition(".")[2] in self.packed
+
+    def whole(self) -> Part:
+        count = prod(self.tensor.shape)
+        return Part(self.full_name, tuple(self.tensor.shape), 1, count, 0, count, 0, count)
+
+
+def _describe(of: _Parameter, *, processed: bool = False) -> ParameterLayout:
+    tensor = of.tensor
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     try:
-        if parameter.is_meta != processed or not parameter.is_contiguous():
-            raise _Unknown(f"it is {'empty' if parameter.is_meta else 'not contiguous'}")
-        parts = tuple(_parts(path, module, name, parameter, packed))
+        if tensor.is_meta != processed or not tensor.is_contiguous():
+            raise _Unknown(f"it is {'empty' if tensor.is_meta else 'not contiguous'}")
+        parts = tuple(_parts(of))
     except _Unknown as why:
-        return ParameterLayout(full, dtype, shape, reason=str(why))
-    zeros = parameter.numel() - sum(part.rows * part.row for part in parts)
-    return ParameterLayout(full, dtype, shape, parts, zeros, processed=processed)
+        return ParameterLayout(of.full_name, dtype, shape, reason=str(why))
+    zeros = tensor.numel() - sum(part.rows * part.row for part in parts)
+    return ParameterLayout(of.full_name, dtype, shape, parts, zeros, processed=processed)
 
 
-def _parts(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
+def _parts(of: _Parameter) -> Iterator[Part]:
+    module = of.module
     method = type(getattr(module, "quant_method", None)).__name__
     if method not in _PLAIN_METHODS and unprocessed(module) is None:
         raise _Unknown(f"{method} processes it")
     kind = type(module).__name__
     if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
-        return _experts(path, module, name)
+        return _experts(of)
     describe_kind = _KINDS.get(kind)
     if describe_kind is not None:
-        return describe_kind(path, module, name, parameter, packed)
-    loader = getattr(parameter, "weight_loader", None)
+        return describe_kind(of)
+    loader = getattr(of.tensor, "weight_loader", None)
     if loader is not None and getattr(loader, "__name__", "") != "default_weight_loader":
         raise _Unknown(f"{kind} loads it in a way of its own")
-    return iter([_whole(f"{path}.{name}" if path else name, parameter.shape)])
-
-
-def _whole(tensor: str, shape: Sequence[int]) -> Part:
-    count = prod(shape)
-    return Part(tensor, tuple(shape), 1, count, 0, count, 0, count)
+    return iter([of.whole()])
 
 
 def _rows(tensor: str, shape: Sequence[int], begin: int, count: int, target: int) -> Part:
@@ -129,45 +141,36 @@ def _columns(tensor: str, shape: Sequence[int], begin: int, count: int, target: 
     return Part(tensor, tuple(shape), height, count, begin, width, target, count)
 
 
-def _replicated(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
-    if path.rpartition(".")[2] in packed:
+def _replicated(of: _Parameter) -> Iterator[Part]:
+    if of.is_fused:
         raise _Unknown("it is fused, and not split among ranks")
-    yield _whole(f"{path}.{name}", parameter.shape)
+    yield of.whole()
 
 
-def _column(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
-    if path.rpartition(".")[2] in packed:
+def _column(of: _Parameter) -> Iterator[Part]:
+    if of.is_fused:
         raise _Unknown("it is fused in an unknown way")
-    rows = parameter.shape[0]
-    shape = (rows * module.tp_size, *parameter.shape[1:])
-    yield _rows(f"{path}.{name}", shape, rows * module.tp_rank, rows, 0)
+    rows = of.tensor.shape[0]
+    shape = (rows * of.module.tp_size, *of.tensor.shape[1:])
+    yield _rows(of.full_name, shape, rows * of.module.tp_rank, rows, 0)
 
 
-def _row(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
-    if name != "weight":
-        yield _whole(f"{path}.{name}", parameter.shape)
+def _row(of: _Parameter) -> Iterator[Part]:
+    if of.name != "weight":
+        yield of.whole()
         return
-    height, width = parameter.shape
-    shape = (height, width * module.tp_size)
-    yield _columns(f"{path}.{name}", shape, width * module.tp_rank, width, 0)
+    height, width = of.tensor.shape
+    shape = (height, width * of.module.tp_size)
+    yield _columns(of.full_name, shape, width * of.module.tp_rank, width, 0)
 
 
-def _merged(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
-    blocks = [(size, module.tp_rank, module.tp_size) for size in module.output_sizes]
-    return _fused(path, name, parameter, packed, blocks)
+def _merged(of: _Parameter) -> Iterator[Part]:
+    module = of.module
+    return _fused(of, [(size, module.tp_rank, module.tp_size) for size in module.output_sizes])
 
 
-def _qkv(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
+def _qkv(of: _Parameter) -> Iterator[Part]:
+    module = of.module
     head, value_head = module.head_size, getattr(module, "v_head_size", module.head_size)
     key_rank = module.tp_rank // module.num_kv_head_replicas
     key_ranks = max(1, module.tp_size // module.num_kv_head_replicas)
@@ -176,49 +179,42 @@ def _qkv(
         (module.total_num_kv_heads * head, key_rank, key_ranks),
         (module.total_num_kv_heads * value_head, key_rank, key_ranks),
     ]
-    return _fused(path, name, parameter, packed, blocks)
+    return _fused(of, blocks)
 
 
-def _fused(
-    path: str,
-    name: str,
-    parameter: Any,
-    packed: dict[str, list[str]],
-    blocks: Sequence[tuple[int, int, int]],
-) -> Iterator[Part]:
+def _fused(of: _Parameter, blocks: Sequence[tuple[int, int, int]]) -> Iterator[Part]:
     """Projections stacked by rows; for each (total rows, rank, ranks)."""
-    parent, _, last = path.rpartition(".")
-    names = packed.get(last, _USUAL.get(last, []))
+    parent, _, last = of.path.rpartition(".")
+    names = of.packed.get(last, _USUAL.get(last, []))
     if len(names) != len(blocks):
         raise _Unknown(f"it is made of {len(blocks)} projections whose names are not known")
-    width, target = prod(parameter.shape[1:]), 0
+    width, target = prod(of.tensor.shape[1:]), 0
     for projection, (size, rank, ranks) in zip(names, blocks, strict=True):
         rows = size // ranks
-        shape = (size, *parameter.shape[1:])
-        tensor = ".".join(filter(None, (parent, projection, name)))
+        shape = (size, *of.tensor.shape[1:])
+        tensor = ".".join(filter(None, (parent, projection, of.name)))
         yield _rows(tensor, shape, rows * rank, rows, target)
         target += rows * width
-    if target != parameter.numel():
+    if target != of.tensor.numel():
         raise _Unknown("its projections do not fill it")
 
 
 _USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
-def _vocabulary(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
-) -> Iterator[Part]:
-    if name != "weight" or module.num_added_embeddings:
+def _vocabulary(of: _Parameter) -> Iterator[Part]:
+    module = of.module
+    if of.name != "weight" or module.num_added_embeddings:
         raise _Unknown("it holds more than the vocabulary")
     indices = module.shard_indices
     begin, end = indices.org_vocab_start_index, indices.org_vocab_end_index
-    shape = (module.org_vocab_size, parameter.shape[1])
-    yield _rows(f"{path}.{name}", shape, begin, end - begin, 0)  # the rest is padding
+    shape = (module.org_vocab_size, of.tensor.shape[1])
+    yield _rows(of.full_name, shape, begin, end - begin, 0)  # the rest is padding
 
 
-def _experts(path: str, module: Any, name: str) -> Iterator[Part]:
+def _experts(of: _Parameter) -> Iterator[Part]:
     """w13 has gate and up of one expert after another, w2 their down projections."""
-    config = module.moe_config
+    module, name, config = of.module, of.name, of.module.moe_config
     parallel = config.moe_parallel_config
     backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", "unknown")
     if backend not in _EXPERT_BACKENDS:
@@ -236,7 +232,7 @@ def _experts(path: str, module: Any, name: str) -> Iterator[Part]:
     padded = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
     if padded != (hidden, inner):
         raise _Unknown("its experts are padded")
-    base = path.removesuffix(".routed_experts")
+    base = of.path.removesuffix(".routed_experts")
     whole, begin = inner * parallel.tp_size, inner * parallel.tp_rank
     gate, up, down = (getattr(module, f"ckpt_{one}_proj_name") for one in ("gate", "up", "down"))
     for expert in sorted(manager.get_local_expert_ids(), key=manager.map_global_to_local):
@@ -251,8 +247,7 @@ def _experts(path: str, module: Any, name: str) -> Iterator[Part]:
             yield _rows(f"{at}{projection}.weight", (whole, hidden), begin, inner, target)
 
 
-_Describe = Callable[[str, Any, str, Any, dict[str, list[str]]], Iterator[Part]]
-_KINDS: dict[str, _Describe] = {
+_KINDS: dict[str, Callable[[_Parameter], Iterator[Part]]] = {
     "ReplicatedLinear": _replicated,
     "GateLinear": _replicated,
     "ColumnParallelLinear": _column,

@@ -57,6 +57,33 @@ class _Load:
 
 
 @dataclass(frozen=True)
+class _Loaded:
+    """A parameter of a layer, and what is loaded into it for a question."""
+
+    layer: Any
+    attribute: str
+    load: _Load
+    question: RowQuestion
+
+    def whole(self) -> Placement:
+        height, width = self.question.matrix
+        return Placement(self.layer, self.attribute, 0, 0, height, width)
+
+    def rows(self, first: int, count: int, held: int = 0) -> Placement:
+        """`count` of the checkpoint's rows from `first` on, which the layer holds from `held` on.
+        For a tensor of one dimension: values.
+        """
+        layer, attribute = self.layer, self.attribute
+        if len(self.question.shape) == 1:
+            return Placement(layer, attribute, 0, first, 1, count, held_column=held)
+        width = self.question.matrix[1]
+        return Placement(layer, attribute, first, 0, count, width, held_row=held)
+
+    def columns(self, first: int, count: int) -> Placement:
+        return Placement(self.layer, self.attribute, 0, first, self.question.matrix[0], count)
+
+
+@dataclass(frozen=True)
 class Trace:
     """What vLLM's loader did with a tensor that was sent through it, or why it did nothing."""
 
@@ -145,7 +172,7 @@ class Tracer:
                 raise NotComparable("vLLM rearranges it when it is loaded")
             for layer, attribute in self._owners.get(id(load.parameter), ()):
                 own = self._own_loaders.get(id(load.parameter))
-                found += _located(layer, attribute, load, own, question)
+                found += _located(_Loaded(layer, attribute, load, question), own)
         return found
 
 
@@ -198,38 +225,30 @@ def _unchanged(view: Any, sent: Any) -> bool:
     return bool(view.storage_offset() == 0 and seen == whole)
 
 
-def _located(
-    layer: Any, attribute: str, load: _Load, own_loader: Any, question: RowQuestion
-) -> list[Placement]:
+def _located(to: _Loaded, own_loader: Any) -> list[Placement]:
     """Where in a parameter of this layer a load ends up, by the layer's kind."""
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+    layer = to.layer
     method = type(getattr(layer, "quant_method", None)).__name__
     if method not in _UNQUANTIZED:
         raise NotComparable(f"the layer is quantized ({method})")
     if isinstance(layer, RoutedExperts):
         _kind(layer, RoutedExperts)
-        return _of_expert(layer, attribute, load, question)
+        return _of_expert(to)
     if isinstance(layer, linear.LinearBase):
-        kind = _kind(
-            layer,
-            linear.QKVParallelLinear,
-            linear.MergedColumnParallelLinear,
-            linear.ColumnParallelLinear,
-            linear.RowParallelLinear,
-            linear.ReplicatedLinear,
-        )
-        return _LINEAR[kind.__name__](layer, attribute, load, question)
+        kind = _kind(layer, *(getattr(linear, name) for name in _LINEAR))
+        return _LINEAR[kind.__name__](to)
     if isinstance(layer, vocab_parallel_embedding.VocabParallelEmbedding):
         _kind(layer, vocab_parallel_embedding.VocabParallelEmbedding)
         first = layer.shard_indices.org_vocab_start_index
         last = layer.shard_indices.org_vocab_end_index
-        return [_rows(layer, attribute, question, first, last - first)]
+        return [to.rows(first, last - first)]
     loader = getattr(own_loader, "__name__", "default_weight_loader")
     if loader != "default_weight_loader":
         raise NotComparable(f"{type(layer).__name__} loads it by {loader}")
-    return [_whole(layer, attribute, question)]
+    return [to.whole()]
 
 
 def _kind(layer: Any, *kinds: Any) -> Any:
@@ -245,67 +264,40 @@ def _kind(layer: Any, *kinds: Any) -> Any:
     raise NotComparable(f"{type(layer).__name__} loads in a way of its own")
 
 
-def _whole(layer: Any, attribute: str, question: RowQuestion) -> Placement:
-    height, width = question.matrix
-    return Placement(layer, attribute, 0, 0, height, width)
+def _of_replicated(to: _Loaded) -> list[Placement]:
+    return [to.whole()]
 
 
-def _rows(
-    layer: Any, attribute: str, question: RowQuestion, first: int, count: int, held: int = 0
-) -> Placement:
-    """`count` of the checkpoint's rows from `first` on, which the layer holds from `held` on. For a
-    tensor of one dimension: values.
-    """
-    if len(question.shape) == 1:
-        return Placement(layer, attribute, 0, first, 1, count, held_column=held)
-    return Placement(layer, attribute, first, 0, count, question.matrix[1], held_row=held)
+def _of_row_parallel(to: _Loaded) -> list[Placement]:
+    if len(to.question.shape) == 1:  # every rank has the whole bias
+        return [to.whole()]
+    size = to.layer.input_size_per_partition
+    _expect(to.question.shape[1], to.layer.input_size)
+    return [to.columns(to.layer.tp_rank * size, size)]
 
 
-def _columns(
-    layer: Any, attribute: str, question: RowQuestion, first: int, count: int
-) -> Placement:
-    return Placement(layer, attribute, 0, first, question.matrix[0], count)
+def _of_column_parallel(to: _Loaded) -> list[Placement]:
+    size = to.layer.output_size_per_partition
+    _expect(to.question.shape[0], to.layer.output_size)
+    return [to.rows(to.layer.tp_rank * size, size)]
 
 
-def _of_replicated(
-    layer: Any, attribute: str, load: _Load, question: RowQuestion
-) -> list[Placement]:
-    return [_whole(layer, attribute, question)]
-
-
-def _of_row_parallel(
-    layer: Any, attribute: str, load: _Load, question: RowQuestion
-) -> list[Placement]:
-    if len(question.shape) == 1:  # every rank has the whole bias
-        return [_whole(layer, attribute, question)]
-    size = layer.input_size_per_partition
-    _expect(question.shape[1], layer.input_size)
-    return [_columns(layer, attribute, question, layer.tp_rank * size, size)]
-
-
-def _of_column_parallel(
-    layer: Any, attribute: str, load: _Load, question: RowQuestion
-) -> list[Placement]:
-    size = layer.output_size_per_partition
-    _expect(question.shape[0], layer.output_size)
-    return [_rows(layer, attribute, question, layer.tp_rank * size, size)]
-
-
-def _of_merged(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
-    sizes = layer.output_sizes
-    shards = range(len(sizes)) if load.shard is None else load.shard
+def _of_merged(to: _Loaded) -> list[Placement]:
+    layer, sizes = to.layer, to.layer.output_sizes
+    shards = range(len(sizes)) if to.load.shard is None else to.load.shard
     shards = [shards] if isinstance(shards, int) else list(shards)
-    _expect(question.shape[0], sum(sizes[shard] for shard in shards))
+    _expect(to.question.shape[0], sum(sizes[shard] for shard in shards))
     found, before = [], 0
     for shard in shards:
         size = sizes[shard] // layer.tp_size
         held = sum(sizes[:shard]) // layer.tp_size
-        found.append(_rows(layer, attribute, question, before + layer.tp_rank * size, size, held))
+        found.append(to.rows(before + layer.tp_rank * size, size, held))
         before += sizes[shard]
     return found
 
 
-def _of_qkv(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
+def _of_qkv(to: _Loaded) -> list[Placement]:
+    layer = to.layer
     heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
     kv_rank = layer.tp_rank // layer.num_kv_head_replicas
     parts = (
@@ -313,38 +305,36 @@ def _of_qkv(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> l
         ("k", kv_heads * layer.head_size, layer.num_kv_heads * layer.head_size, kv_rank),
         ("v", kv_heads * layer.v_head_size, layer.num_kv_heads * layer.v_head_size, kv_rank),
     )
-    wanted = [part for part in parts if load.shard in (None, part[0])]
-    _expect(question.shape[0], sum(total for _, total, _, _ in wanted))
+    wanted = [part for part in parts if to.load.shard in (None, part[0])]
+    _expect(to.question.shape[0], sum(total for _, total, _, _ in wanted))
     found, before, held = [], 0, 0
     for part in parts:
         _, total, size, rank = part
         if part in wanted:
-            found.append(_rows(layer, attribute, question, before + rank * size, size, held))
+            found.append(to.rows(before + rank * size, size, held))
             before += total
         held += size
     return found
 
 
-def _of_expert(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
+def _of_expert(to: _Loaded) -> list[Placement]:
     """w1 and w3 are halves of w13; ranks share an expert's intermediate size."""
-    if len(question.shape) != 2 or attribute not in ("w13_weight", "w2_weight"):
+    if len(to.question.shape) != 2 or to.attribute not in ("w13_weight", "w2_weight"):
         raise NotComparable("experts are compared one by one, and without biases")
-    expert = layer._map_global_expert_id_to_local_expert_id(load.expert)
+    layer, attribute, shard = to.layer, to.attribute, to.load.shard
+    expert = layer._map_global_expert_id_to_local_expert_id(to.load.expert)
     if expert < 0:
         return []
     parallel = layer.moe_config.moe_parallel_config
-    height, width = question.matrix
-    if load.shard == "w2":
+    height, width = to.question.matrix
+    if shard == "w2":
         size = width // parallel.tp_size
-        return [
-            Placement(layer, attribute, 0, parallel.tp_rank * size, height, size, expert=expert)
-        ]
+        first = parallel.tp_rank * size
+        return [Placement(layer, attribute, 0, first, height, size, expert=expert)]
     size = height // parallel.tp_size
-    half = getattr(layer, attribute).shape[1] // 2
-    held = half if load.shard == "w3" else 0
-    return [
-        Placement(layer, attribute, parallel.tp_rank * size, 0, size, width, held, expert=expert)
-    ]
+    first = parallel.tp_rank * size
+    held = getattr(layer, attribute).shape[1] // 2 if shard == "w3" else 0
+    return [Placement(layer, attribute, first, 0, size, width, held, expert=expert)]
 
 
 def _expect(size: int, expected: int) -> None:
@@ -352,6 +342,7 @@ def _expect(size: int, expected: int) -> None:
         raise NotComparable(f"the layer is made of {expected} rows or columns, not {size}")
 
 
+# a kind stands before those that it is derived from
 _LINEAR = {
     "QKVParallelLinear": _of_qkv,
     "MergedColumnParallelLinear": _of_merged,
