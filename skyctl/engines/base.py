@@ -167,6 +167,21 @@ class Reserved:
     env: Mapping[str, str]
 
 
+RESERVED_ARGS = {
+    "host": "use the key `host`",
+    "port": "use the key `ports`",
+    "model": "use the key `model`",
+    "served-model-name": "use the key `served_model_name`",
+    "tensor-parallel-size": "use the key `tensor_parallel_size`",
+    "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
+    "api-key": "use the key `api_key_env`; keys never go on a command line",
+    "config": "write its settings under `args`",
+    "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+    "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+}
+"""Of the `server_args` of vLLM and SGLang, those that both have."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a server takes of its machine: bytes of host memory beside the weights (on CPU), the

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.base import (
     HANDLE_PROTOCOL,
+    RESERVED_ARGS,
     Command,
     Device,
     Dialect,
@@ -65,20 +66,14 @@ _CPU_SERVER_BYTES = 2 * 1024**3  # without weights and KV cache
 
 _RESERVED = Reserved(
     server_args={
-        "host": "use the key `host`",
-        "port": "use the key `ports`",
-        "model": "use the key `model`",
+        **RESERVED_ARGS,
         "model-path": "use the key `model`",
-        "served-model-name": "use the key `served_model_name`",
         "tp-size": "use the key `tensor_parallel_size`",
-        "tensor-parallel-size": "use the key `tensor_parallel_size`",
         "pp-size": "use the key `pipeline_parallel_size`",
-        "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
         "dp-size": "use the key `replicas`; skyctl starts no data-parallel SGLang servers",
         "data-parallel-size": "use `replicas`; skyctl starts no data-parallel SGLang servers",
         "weight-version": "skyctl labels weights when they are pushed",
         "enable-lora": "skyctl serves no LoRA adapters on SGLang",
-        "api-key": "use the key `api_key_env`; keys never go on a command line",
         "admin-api-key": "skyctl makes the control token; see the key `auth`",
         "tokenizer-worker-num": "skyctl's guard and SGLang's pause need one front end",
         "grpc-mode": "skyctl talks HTTP to its servers",
@@ -86,9 +81,6 @@ _RESERVED = Reserved(
         "fastapi-root-path": "skyctl asks its servers at the root",
         "hicache-storage-backend": "KV stored there would outlive the weights that it is of",
         "nnodes": "skyctl starts servers of one machine",
-        "config": "write its settings under `args`",
-        "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
-        "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
     },
     router_args=VLLM_RESERVED.router_args,
     env={

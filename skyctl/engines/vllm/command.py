@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyctl.engines.base import (
+    RESERVED_ARGS,
     AdapterLimits,
     Command,
     Device,
@@ -45,15 +46,10 @@ _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
 # skyctl cannot reach, push to or account for.
 RESERVED = Reserved(
     server_args={
-        "host": "use the key `host`",
-        "port": "use the key `ports`",
+        **RESERVED_ARGS,
         "uds": "skyctl reaches servers over TCP; use `host` and `ports`",
-        "model": "use the key `model`",
         "model-tag": "use the key `model`",
-        "served-model-name": "use the key `served_model_name`",
-        "tensor-parallel-size": "use the key `tensor_parallel_size`",
         "tp": "use the key `tensor_parallel_size`",
-        "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
         "pp": "use the key `pipeline_parallel_size`",
         "data-parallel-size": "use the key `data_parallel_size`",
         "dp": "use the key `data_parallel_size`",
@@ -67,11 +63,7 @@ RESERVED = Reserved(
         "max-cpu-loras": "use the key `lora.max_adapters`",
         "max-lora-rank": "use the key `lora.max_rank`",
         "lora-modules": "use the key `lora.adapters`",
-        "api-key": "use the key `api_key_env`; keys never go on a command line",
         "hf-token": "set HF_TOKEN in the environment; tokens never go on a command line",
-        "config": "write its settings under `args`",
-        "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
-        "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
     },
     router_args={
         "host": "use the key `router.host`",

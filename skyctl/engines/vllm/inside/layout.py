@@ -16,13 +16,14 @@ from typing import Any
 from skyctl.engines.vllm.inside.layout_process import unprocessed
 from skyctl.engines.vllm.inside.layout_wire import ParameterLayout, Part
 
-_PLAIN_METHODS = {
+UNQUANTIZED = (
     "NoneType",
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
-    "_GateLinearMethod",
-}
+)
+"""Classes of a layer's `quant_method` that leave its weight as it is loaded."""
+_PLAIN_METHODS = {*UNQUANTIZED, "_GateLinearMethod"}
 _EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 _ATTENTION = {"Attention", "MMEncoderAttention"}
 

@@ -15,14 +15,8 @@ from typing import Any
 
 import torch
 
+from skyctl.engines.vllm.inside.layout import UNQUANTIZED
 from skyctl.engines.vllm.inside.wire import RowQuestion
-
-_UNQUANTIZED = (
-    "NoneType",
-    "UnquantizedLinearMethod",
-    "UnquantizedEmbeddingMethod",
-    "UnquantizedFusedMoEMethod",
-)
 
 
 class NotComparable(Exception):
@@ -232,7 +226,7 @@ def _located(to: _Loaded, own_loader: Any) -> list[Placement]:
 
     layer = to.layer
     method = type(getattr(layer, "quant_method", None)).__name__
-    if method not in _UNQUANTIZED:
+    if method not in UNQUANTIZED:
         raise NotComparable(f"the layer is quantized ({method})")
     if isinstance(layer, RoutedExperts):
         _kind(layer, RoutedExperts)
