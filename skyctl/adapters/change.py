@@ -119,6 +119,11 @@ class AdapterFleet:
         return engines.server(self.client, target, timeout_s=timeout_s or self.timeout_s)
 
 
+async def change_all(fleet: AdapterFleet, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+    """`load` or `unload`, as asked."""
+    return await (load(fleet, asked) if isinstance(asked, LoadAdapter) else unload(fleet, asked))
+
+
 async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
     """Read, check and copy an adapter, and serve it on every server.
 

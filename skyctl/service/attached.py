@@ -237,14 +237,11 @@ class AttachedFleet(RecordedFleet):
         return await verify_servers(await self._located(), self._client, self.state)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters.change import LoadAdapter, load, retire, unload
+        from skyctl.adapters.change import change_all, retire
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
             fleet = await self._adapter_fleet()
-            if isinstance(asked, LoadAdapter):
-                change = await load(fleet, asked)
-            else:
-                change = await unload(fleet, asked)
+            change = await change_all(fleet, asked)
             await retire(fleet)
         return change
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from skyctl.adapters import change
 from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
@@ -20,18 +20,12 @@ from skyctl.supervisor.fleet import RunningFleet
 if TYPE_CHECKING:
     from skyctl.supervisor.replica import Replica
 
-Asked = TypeVar("Asked", LoadAdapter, UnloadAdapter)
 
-
-async def change_all(
-    running: RunningFleet,
-    asked: Asked,
-    verb: Callable[[AdapterFleet, Asked], Awaitable[AdapterChange]],
-) -> AdapterChange:
-    """`change.load` or `change.unload` on every server, in a turn."""
+async def change_all(running: RunningFleet, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+    """Load or unload on every server, in a turn."""
     fleet = _fleet(running, running.require_plan())
     with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await verb(fleet, asked)
+        return await change.change_all(fleet, asked)
 
 
 async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:

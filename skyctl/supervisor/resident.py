@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyctl.adapters import change
 from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
@@ -317,11 +316,8 @@ class Supervisor(RunningFleet, SupervisorService):
             if replica.name in told:
                 replica.observe(paused=isinstance(asked_for, Pause))
 
-    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        return await adapters.change_all(self, asked, change.load)
-
-    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        return await adapters.change_all(self, asked, change.unload)
+    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+        return await adapters.change_all(self, asked)
 
     async def start_push(self, asked: PushRequest) -> str:
         """Push into every server that is up."""
