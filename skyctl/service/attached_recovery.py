@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from skyctl import engines
 from skyctl.adapters.change import catch_up
@@ -74,7 +75,8 @@ async def recover(
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
         targets = await locate()
         close_orphans(state, in_turn=True)
-        actions = _Actions(ref, targets, client, state)
+        by_name = {target.name: target for target in targets}
+        actions = _Actions(ref, by_name, client, state)
         recovered = await carry_out(await find(targets, client, state), actions)
         await _bring_to_adapters(targets, client, state, ref.config.control_timeout_s)
         return tuple(recovered)
@@ -97,21 +99,17 @@ async def _bring_to_adapters(
         store.withdraw(state, name)
 
 
+@dataclass
 class _Actions:
     """What can be done from outside (see recovery.Actions)."""
 
-    def __init__(
-        self,
-        ref: FleetRef,
-        targets: Sequence[ServerTarget],
-        client: ControlClient,
-        state: FleetState,
-    ) -> None:
-        self._ref = ref
-        self.state = state
-        self.client = client
-        self.control_timeout_s = ref.config.control_timeout_s
-        self.targets: Mapping[str, ServerTarget] = {target.name: target for target in targets}
+    ref: FleetRef
+    targets: Mapping[str, ServerTarget]
+    client: ControlClient
+    state: FleetState
+
+    def __post_init__(self) -> None:
+        self.control_timeout_s = self.ref.config.control_timeout_s
 
     async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
         chosen = [target for target in self.targets.values() if target.name in servers]
@@ -128,7 +126,7 @@ class _Actions:
         if name not in self.targets:
             return f"{why}; when it is back: skyctl recover"
         target = self.targets[name]
-        router = self._ref.config.router
+        router = self.ref.config.router
         if isinstance(router, str):
             with suppress(SkyctlError):  # it may be gone as well: `status` reports it
                 routed = engines.router(
@@ -155,7 +153,7 @@ class _Actions:
     async def _push(self, targets: Sequence[ServerTarget], request: PushRequest) -> Job:
         # the turn is the recovery's
         job, task = attached_push.begin(
-            self._ref, targets, request, self.client, self.state, Turn(None)
+            self.ref, targets, request, self.client, self.state, Turn(None)
         )
         await task
         return self.state.journal.job(job.id)

@@ -16,6 +16,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -297,6 +298,7 @@ def _numbered(batch: dict[str, Any]) -> dict[str, int]:
     return numbers
 
 
+@dataclass(eq=False)
 class DeviceChunkReader:
     """The GPU counterpart of `transfer/reader.py`: fills slot k % slots with chunk k as soon as
     chunk k - slots is released.
@@ -310,29 +312,19 @@ class DeviceChunkReader:
     those of each chunk (`reads_of`).
     """
 
-    def __init__(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        reads: Sequence[Sequence[Read]],
-        addresses: Sequence[int],
-        reader: DeviceReader,
-        *,
-        pace: Pace,
-        after_fill: Callable[[int], None],
-        bytes_of: Callable[[int], Any],
-        pass_on: Callable[[Any], None] | None = None,
-    ) -> None:
-        self._files = files
-        self._chunks = chunks
-        self._addresses = addresses
-        self._reader = reader
-        self._pace = pace
-        self._after_fill = after_fill
-        self._bytes_of = bytes_of
-        self._reads = reads
-        self._pass_on = pass_on
-        self._turns = SlotTurns(len(addresses))
+    files: ShardFiles
+    chunks: Sequence[Sequence[Piece]]
+    reads: Sequence[Sequence[Read]]
+    addresses: Sequence[int]
+    reader: DeviceReader
+    _: KW_ONLY
+    pace: Pace
+    after_fill: Callable[[int], None]
+    bytes_of: Callable[[int], Any]
+    pass_on: Callable[[Any], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._turns = SlotTurns(len(self.addresses))
 
     def run(self, on_filled: Callable[[Filled], None]) -> None:
         """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
@@ -343,29 +335,29 @@ class DeviceChunkReader:
             ReadFailed: a file cannot be read to the end.
         """
         queued: list[ReadBatch] = []
-        for chunk in range(len(self._chunks)):
+        for chunk in range(len(self.chunks)):
             if len(queued) == chunk and not self._turns.wait(chunk):
                 return
             free = [
                 number
-                for number in range(len(queued), len(self._chunks))
+                for number in range(len(queued), len(self.chunks))
                 if self._turns.is_free(number)
             ]
             batches = [self._batch(number) for number in free]
-            self._reader.submit(batches)
+            self.reader.submit(batches)
             queued += batches
             slot = self._turns.slot(chunk)
             try:
-                self._reader.wait(queued[chunk], READ_TIMEOUT_S)
+                self.reader.wait(queued[chunk], READ_TIMEOUT_S)
             finally:
                 # after the bytes: what was read before a change was noticed must not be sent
-                for shard in {span.file for read in self._reads[chunk] for span in read.spans}:
-                    self._files.check(shard)
-            if self._reads[chunk]:
+                for shard in {span.file for read in self.reads[chunk] for span in read.spans}:
+                    self.files.check(shard)
+            if self.reads[chunk]:
                 self._refuse_not_finite(chunk, slot)
-            if self._pass_on is not None:
-                self._pass_on(self._bytes_of(slot))
-            self._after_fill(slot)
+            if self.pass_on is not None:
+                self.pass_on(self.bytes_of(slot))
+            self.after_fill(slot)
             on_filled(Filled(chunk, slot, ()))
 
     def release(self, chunk: int) -> None:
@@ -376,14 +368,14 @@ class DeviceChunkReader:
         self._turns.stop()
 
     def _refuse_not_finite(self, chunk: int, slot: int) -> None:
-        if any(piece.dtype for piece in self._chunks[chunk]):
-            found = _first_not_finite(self._bytes_of(slot), self._chunks[chunk])
+        if any(piece.dtype for piece in self.chunks[chunk]):
+            found = _first_not_finite(self.bytes_of(slot), self.chunks[chunk])
             if found is not None:
-                raise self._files.not_finite(*found)
+                raise self.files.not_finite(*found)
 
     def _batch(self, chunk: int) -> ReadBatch:
-        address = self._addresses[self._turns.slot(chunk)]
-        return ReadBatch(self._reads[chunk], self._files.descriptors, address, self._pace)
+        address = self.addresses[self._turns.slot(chunk)]
+        return ReadBatch(self.reads[chunk], self.files.descriptors, address, self.pace)
 
 
 def reads_of(chunk: Sequence[Piece]) -> list[Read]:

@@ -255,7 +255,7 @@ async def test_a_push_that_recovery_makes_fails_as_what_it_failed_of(
     async def push(*_: Any) -> Any:
         return SimpleNamespace(error=failed.to_json())
 
-    actions = _Actions(Mock(), [target], Mock(), Mock())
+    actions = _Actions(Mock(), {target.name: target}, Mock(), Mock())
     monkeypatch.setattr(actions, "_push", push)
     monkeypatch.setattr(actions, "_fleets", push)
     with pytest.raises(WeightsGone) as caught:
