@@ -238,30 +238,25 @@ def plan_fleet(
     return _Planner(config, base_dir, here, environ, known_ports or {}, python, machines).plan()
 
 
+@dataclass
 class _Planner:
     """The steps of one `plan_fleet` call, which share its inputs."""
 
-    def __init__(
-        self,
-        config: FleetConfig,
-        base_dir: Path,
-        here: Machine,
-        environ: Mapping[str, str],
-        known_ports: Mapping[str, int],
-        python: str,
-        machines: Sequence[Machine],
-    ) -> None:
-        self.config = config
+    config: FleetConfig
+    base_dir: Path
+    here: Machine
+    environ: Mapping[str, str]
+    known_ports: Mapping[str, int]
+    own_python: str
+    machines: Sequence[Machine]
+
+    def __post_init__(self) -> None:
+        config, base_dir = self.config, self.base_dir
         self.engine = ENGINES[config.engine]
-        self.base_dir = base_dir
-        self.environ = environ
-        self.known_ports = known_ports
-        self.own_python = python
-        self.python = interpreter(config.python, base_dir) if config.python else python
+        self.python = interpreter(config.python, base_dir) if config.python else self.own_python
         self.replicas = expand_replicas(config)
-        self.here = here
-        self.remote = bool(machines)
-        self.machines = tuple(machines) or (here,)
+        self.remote = bool(self.machines)
+        self.machines = self.machines or (self.here,)
         visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
