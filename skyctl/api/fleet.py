@@ -10,10 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from skyctl.api.adapters import Adapters
 from skyctl.api.results import VerbResult
 from skyctl.api.session import GeneratingFleet
-from skyctl.api.updates import Update, push_tensors, updating
+from skyctl.api.updates import Adapters, Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef, find, select
