@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from skyctl.startup import inherited
+from skyctl.store.paths import FleetPaths, create_private_file
 from tests import forked
 
 _TRAINING = "tests.processes.tinker.serving"
@@ -160,7 +162,7 @@ def main(channel: socket.socket, kind: str) -> None:
             importlib.import_module(name)
         daemon.load_everything()
         _build_adapters()
-        daemon.subprocess = Supervisor  # type: ignore[assignment]
+        daemon.start_detached = Supervisor  # type: ignore[assignment]
     gc.freeze()
     poll = select.poll()
     for incoming in (channel, asked):
@@ -221,41 +223,26 @@ def _start(
 
 
 class Supervisor:
-    """What the supervisor's start knows of `subprocess`, in a command: who forked that forks it."""
+    """`start_detached` in a command: who forked the command forks the supervisor."""
 
-    DEVNULL = subprocess.DEVNULL
     ask: socket.socket
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        start_new_session: bool,
-        cwd: str,
-    ) -> None:
-        assert stdin == self.DEVNULL and start_new_session
+    def __init__(self, argv: Sequence[str], paths: FleetPaths, log: Path) -> None:
         self._told, tell = os.pipe2(os.O_CLOEXEC)
         nothing = os.open(os.devnull, os.O_RDONLY)
+        output = create_private_file(log, os.O_APPEND)
         try:
-            request = _request(arguments, cwd, env)
-            socket.send_fds(self.ask, [request], [nothing, stdout, stderr, tell])
+            env = {**inherited(), "SKYCTL_HOME": str(paths.root)}
+            streams = [nothing, output, output, tell]
+            socket.send_fds(self.ask, [_request(argv, "/", env)], streams)
         finally:
-            os.close(nothing)
-            os.close(tell)
-
-    Popen: type[Supervisor]
+            for descriptor in (nothing, output, tell):
+                os.close(descriptor)
 
     def poll(self) -> int | None:
         """Something, once it has ended."""
         ready, _, _ = select.select([self._told], [], [], 0)
         return 1 if ready else None
-
-
-Supervisor.Popen = Supervisor
 
 
 def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) -> NoReturn:
