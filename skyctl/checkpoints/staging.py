@@ -18,9 +18,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from skyctl.errors import SkyctlError
+from skyctl.launch.local.devices import available_memory
 from skyctl.store.paths import create_private_file, private_directory
 from skyctl.units import format_bytes
 
@@ -167,7 +166,7 @@ def _list(directory: Path) -> list[Path]:
 
 def _fits_in_memory(memory_root: Path, needed_bytes: int) -> bool:
     try:
-        free = min(shutil.disk_usage(memory_root).free, psutil.virtual_memory().available)
+        free = min(shutil.disk_usage(memory_root).free, available_memory() or 0)
     except OSError:
         return False
     return needed_bytes * (1 + _HEADROOM) <= free

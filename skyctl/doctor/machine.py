@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
-from skyctl.launch.local.devices import gpu_query, gpu_rows
+from skyctl.launch.local.devices import available_memory, gpu_query, gpu_rows
 from skyctl.units import format_bytes
 
 _SMI_TIMEOUT_S = 10.0
@@ -84,7 +84,7 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
         packages=read_packages(python),
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
         shm_size=_size_of_mount(Path("/dev/shm")),
-        memory_available=read_available_memory(),
+        memory_available=available_memory(),
         memory_lock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         open_files=soft,
         open_files_hard=hard,
@@ -147,25 +147,6 @@ def _versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def read_available_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes that can still be used, within the container's limit if there is one."""
-    try:
-        lines = meminfo.read_text().splitlines()
-        free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        return None
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        # the page cache counts as used, but is freed when needed
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
-    except (OSError, ValueError):  # no limit: memory.max says "max"
-        return free
 
 
 def _size_of_mount(path: Path) -> int | None:

@@ -20,6 +20,7 @@ from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import LEAST_STAGE_RATE
 from skyctl.http.client import ControlClient
 from skyctl.launch.base import Node
+from skyctl.launch.local.devices import available_memory
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
 from skyctl.push.expected import refuse_broken
@@ -465,14 +466,10 @@ def grown_notes(plan: ChunkPlan) -> list[str]:
     ]
 
 
-def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise PreflightError if the machine does not have that much memory to spare."""
-    try:
-        lines = meminfo.read_text().splitlines()
-        available = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        return  # no Linux meminfo: the push will find out
-    if needed_bytes > available:
+def check_memory(needed_bytes: int) -> None:
+    """Raise PreflightError if the machine, or this container, has not that much to spare."""
+    available = available_memory()
+    if available is not None and needed_bytes > available:
         raise PreflightError(
             f"the push needs {format_bytes(needed_bytes)} of memory, "
             f"{format_bytes(available)} are available",

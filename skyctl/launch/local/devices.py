@@ -1,4 +1,4 @@
-"""The GPUs, CPU cores and network interfaces of this machine, and how busy its GPUs are."""
+"""The GPUs, CPU cores, memory and network interfaces of this machine, and how busy its GPUs are."""
 
 from __future__ import annotations
 
@@ -155,3 +155,22 @@ def interface_of(address: str) -> str:
             if ip_address(address) in ip_network(f"{one.address}/{one.netmask}", strict=False):
                 return name
     return ""
+
+
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that can still be used, within the container's limit if there is one."""
+    try:
+        lines = meminfo.read_text().splitlines()
+        free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        # the page cache counts as used, but is freed when needed
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
+    except (OSError, ValueError):  # no limit: memory.max says "max"
+        return free

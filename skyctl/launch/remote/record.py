@@ -120,7 +120,7 @@ def write(token: str, record: Record, **changes: Any) -> Record:
     record = replace(record, **changes)
     path = path_of(token)
     private_directory(path.parent)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")  # stop writes beside a tether, too
     try:
         with os.fdopen(create_private_file(temporary, os.O_TRUNC), "w") as file:
             json.dump(asdict(record), file)

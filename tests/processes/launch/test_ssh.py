@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -170,10 +171,11 @@ def test_a_record_for_which_there_is_no_room_is_an_error_of_the_spawn(
 ) -> None:
     monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
     record.path_of("t").parent.mkdir(parents=True)
-    record.path_of("t").with_suffix(".tmp").symlink_to("/dev/full")
-    with pytest.raises(SkyctlError, match=r"cannot open .*t\.tmp"):  # nothing is written through it
+    record.path_of("t").with_suffix(f".{os.getpid()}.tmp").symlink_to("/dev/full")
+    # nothing is written through it
+    with pytest.raises(SkyctlError, match=r"cannot open .*t\.\d+\.tmp"):
         record.write("t", record.Record(node("true"), "x.held"))
-    record.path_of("t").with_suffix(".tmp").unlink()
+    record.path_of("t").with_suffix(f".{os.getpid()}.tmp").unlink()
     record.path_of("t").mkdir()
     with pytest.raises(SkyctlError, match=r"cannot write .*t\.json"):
         record.write("t", record.Record(node("true"), "x.held"))
@@ -206,7 +208,7 @@ async def test_of_a_server_on_two_machines_only_the_one_that_did_not_answer_is_a
     process = adopt(None, "t", ())
     assert [one.pid for one in process.members()] == [7, 8]
     assert process.connection_lost() == "no route"
-    no_room = record.path_of("t").with_suffix(".tmp")
+    no_room = record.path_of("t").with_suffix(f".{os.getpid()}.tmp")
     no_room.mkdir()
     with pytest.raises(HostUnreachable, match="me@away cannot be asked"):
         await process.stop(0.1)

@@ -55,6 +55,18 @@ def test_weights_of_unknown_size_or_too_large_stay_out_of_memory(
     assert left(tmp_path / "weights") == [] and left(memory) == []
 
 
+@pytest.mark.parametrize("available", [None, 15])
+def test_weights_that_a_containers_memory_cannot_hold_stay_out_of_it(
+    tmp_path: Path, memory: Path, available: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.checkpoints.staging.available_memory", lambda: available)
+    with staged(tmp_path / "weights", needed_bytes=15, memory_root=memory) as live:
+        assert not live.is_symlink() and live.is_dir()
+    monkeypatch.setattr("skyctl.checkpoints.staging.available_memory", lambda: 150)
+    with staged(tmp_path / "weights", needed_bytes=15, memory_root=memory) as live:
+        assert live.resolve().is_relative_to(memory)
+
+
 def test_what_the_state_names_is_kept(tmp_path: Path, memory: Path) -> None:
     home = tmp_path / "weights"
     with staged(home, needed_bytes=1, memory_root=memory) as kept:

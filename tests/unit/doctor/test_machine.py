@@ -14,8 +14,8 @@ from skyctl.doctor.machine import (
     MachineFacts,
     Needs,
     check_machine,
-    read_available_memory,
 )
+from skyctl.launch.local.devices import available_memory
 
 GIB = 1024**3
 SOUND = MachineFacts(
@@ -105,4 +105,4 @@ def test_a_containers_limit_bounds_the_memory(
         scaled = value if value == "max" else int(value) * 1024
         (tmp_path / f"memory.{name}").write_text(f"{scaled}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached * 1024}\n")
-    assert read_available_memory(meminfo, tmp_path) == expected * 1024
+    assert available_memory(meminfo, tmp_path) == expected * 1024
