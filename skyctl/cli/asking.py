@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
+
+from skyctl.startup import hold_interrupts
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -24,6 +27,19 @@ def chosen(
     """-f and --fleet as given after the subcommand, else before it."""
     outer: tuple[Path | None, str | None] = context.obj or (None, None)
     return (file, fleet) if file or fleet else outer
+
+
+def in_loop(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`. A Ctrl-C while the loop is made comes once it is: half a loop would say on
+    stderr what it lacks.
+    """
+    hold_interrupts(True)
+    try:
+        with contextlib.closing(work), asyncio.Runner() as runner:
+            hold_interrupts(False)
+            return runner.run(work)
+    finally:
+        hold_interrupts(False)
 
 
 def ask_fleet(
@@ -43,7 +59,7 @@ def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]])
         async with connect(ref) as running:
             return await call(running)
 
-    return asyncio.run(run())
+    return in_loop(run())
 
 
 def run_verb(
@@ -101,7 +117,7 @@ async def follow(
 def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:
     """Run a coroutine that follows a job; Ctrl-C leaves the job running and says how to go on."""
     try:
-        return asyncio.run(body)
+        return in_loop(body)
     except KeyboardInterrupt:
         from skyctl import output
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl.cli.asking import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.units import count_of
 
@@ -80,7 +80,7 @@ def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool
     from skyctl.doctor.finding import Finding, Severity
 
     if ref is not None:
-        return asyncio.run(examine(ref, verify=verify))
+        return in_loop(examine(ref, verify=verify))
     if refusal is None:
         output.note("there is no fleet file here: looking at the machine alone")
         return examine_machine()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from skyctl.cli import complete
+from skyctl.cli.asking import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def generate(
             with _results_file(output_file) as sink:
                 return await _to_jsonl(client, requests, concurrency, timeout, sink)
 
-    results = asyncio.run(run())
+    results = in_loop(run())
     taken_s = time.perf_counter() - began
     output.note(_summary(results, taken_s))
     data = {"results": [result.to_json() for result in results], "seconds": round(taken_s, 3)}

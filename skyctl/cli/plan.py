@@ -47,14 +47,13 @@ def plan(
 
 
 def _emit_attached(ref: FleetRef) -> None:
-    import asyncio
-
     from rich.text import Text
 
     from skyctl import output
+    from skyctl.cli.asking import in_loop
     from skyctl.service.discovery import locate
 
-    urls = [url for _, url in asyncio.run(locate(ref))]
+    urls = [url for _, url in in_loop(locate(ref))]
     router = ref.config.router if isinstance(ref.config.router, str) else None
     data: dict[str, Any] = {"name": ref.name, "attached": urls, "router": router, "servers": []}
     lines = [f"fleet {ref.name}: nothing to start, its servers run already", ""]

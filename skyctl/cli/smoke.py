@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
+from skyctl.cli.asking import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeRepor
         return await test
 
     try:
-        return asyncio.run(run())
+        return in_loop(run())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

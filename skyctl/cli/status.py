@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import ask
+from skyctl.cli.asking import ask, in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def status(
     if watch:
         if as_json:
             raise UsageError("--watch and --json do not go together")
-        asyncio.run(_watch(ref, interval))
+        in_loop(_watch(ref, interval))
         return
 
     async def look(running: FleetService) -> tuple[FleetStatus, list[Drift] | None]:

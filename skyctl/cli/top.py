@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl.cli.asking import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.errors import SkyctlError
 
@@ -57,10 +58,10 @@ def top(
     if as_json or once or not output.can_fill_screen():
         from skyctl.cli.top_view import once_view
 
-        sample = asyncio.run(_look_once(ref, interval))
+        sample = in_loop(_look_once(ref, interval))
         output.emit(sample.to_json(), once_view(sample))
         return
-    asyncio.run(watch(ref, interval))
+    in_loop(watch(ref, interval))
 
 
 async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:

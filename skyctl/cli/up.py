@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl.cli.asking import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -97,16 +97,16 @@ def _bring_up(
         await undo(ref.paths)
 
     try:
-        return asyncio.run(work())
+        return in_loop(work())
     except KeyboardInterrupt:
         if mine:
-            asyncio.run(stop())
+            in_loop(stop())
         raise
     except DeadlineExceeded:
         raise
     except SkyctlError as error:
         if rollback and mine and "status" in error.details:
-            asyncio.run(undo(ref.paths))
+            in_loop(undo(ref.paths))
             error.hint = "everything this call started was stopped again (--rollback)"
         raise
 
@@ -198,6 +198,6 @@ def _bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float
             paths, drain_timeout_s=drain_timeout_s, stop_timeout_s=stop_timeout_s
         )
 
-    stopped = list(asyncio.run(work()).stopped)
+    stopped = list(in_loop(work()).stopped)
     said = f"stopped {', '.join(stopped)}" if stopped else "nothing was running"
     output.emit({"name": paths.name, "stopped": stopped}, f"fleet {paths.name} is down: {said}")

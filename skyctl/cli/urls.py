@@ -64,11 +64,10 @@ def urls(
       eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and TINKER_API_KEY
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
-    import asyncio
-
     from rich.text import Text
 
     from skyctl import output
+    from skyctl.cli.asking import in_loop
     from skyctl.core.registry import find, select
     from skyctl.core.urls import FORMATS, notes, refused_rollouts, tinker_place
     from skyctl.errors import UsageError
@@ -87,7 +86,7 @@ def urls(
         data = {"url": where.url, "key_file": str(where.key_file)}
         output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
         return
-    found, refused = asyncio.run(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
+    found, refused = in_loop(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)

@@ -147,8 +147,9 @@ main()
         "type('Gone', (), {'__del__': ctrl_c})()",
         "type('Body', (), {'field': type('Field', (), {'__set_name__': ctrl_c})()})",
         "raise ValueError('SchemaError: Field:' + chr(10) + '  KeyboardInterrupt: ')",
+        "import socket; of = socket.socketpair; socket.socketpair = lambda: (ctrl_c(), of())[1]",
     ],
-    ids=["a finalizer", "a class body", "pydantic"],
+    ids=["a finalizer", "a class body", "pydantic", "an event loop that is made"],
 )
 def test_ctrl_c_is_not_lost_where_it_cannot_be_raised(tmp_path: Path, here: str) -> None:
     """Python ignores it in the first, where the command would wait on; others make errors of it."""
