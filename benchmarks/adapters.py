@@ -37,8 +37,10 @@ from skyctl.http.target import ServerTarget
 CONFIG = {"r": 8, "lora_alpha": 32}
 PROMPT = [300, 401, 302, 455]
 TOKENS = 16
-MODULES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-MODULES += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+MODULES = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+)
 
 
 def adapter(model: Path, seed: int) -> dict[str, Any]:

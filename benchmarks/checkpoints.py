@@ -148,8 +148,9 @@ def write_checkpoint(
             for number, (name, shard) in enumerate(zip(names, shards, strict=True))
             if same is None or number < differing
         ]
-        for name in names[differing:] if same is not None else ():
-            (directory / name).hardlink_to(same / name)
+        if same is not None:
+            for name in names[differing:]:
+                (directory / name).hardlink_to(same / name)
         for job in jobs:
             job.result()
     # last: a checkpoint that has its index is whole

@@ -127,12 +127,13 @@ async def round_of(ref: FleetRef, dice: random.Random, *, clients: int, warm_s: 
         urls = await fleet.urls()
         key = api_key(urls.access)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    load = Load(status.router.url, urls.model or "", headers)
+    router_url = status.router.url
+    load = Load(router_url, urls.model or "", headers)
     async with load.running(clients), httpx.AsyncClient(trust_env=False, timeout=10) as router:
 
         async def until(listed: bool) -> float:
             while True:
-                answer = await router.get(f"{status.router.url}/list_workers", headers=headers)
+                answer = await router.get(f"{router_url}/list_workers", headers=headers)
                 if (victim.url in answer.text) is listed:
                     return time.monotonic()
                 await asyncio.sleep(POLL_S)

@@ -104,7 +104,7 @@ async def skyrl(urls: list[str]) -> AsyncIterator[Round]:
     import typing_extensions
 
     # its modules are written for Python 3.12; on 3.11 Pydantic wants this one
-    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+    typing.TypedDict = typing_extensions.TypedDict
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
         RemoteInferenceClient,
     )

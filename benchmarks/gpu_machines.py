@@ -70,12 +70,16 @@ def cases(transport: str, launcher: str) -> tuple[Case, Case]:
 def settings(options: argparse.Namespace, case: Case, model: Path) -> dict[str, Any]:
     """The fleet file of a case; where its machines are is written by `made`."""
     on_gpus = options.transport != CPU
-    arguments = {"max-model-len": 2048, "max-num-seqs": 16, **(ON_GPUS if on_gpus else {})}
+    arguments: dict[str, Any] = {
+        "max-model-len": 2048,
+        "max-num-seqs": 16,
+        **(ON_GPUS if on_gpus else {}),
+    }
     if options.eager:
         arguments["enforce-eager"] = True
     else:
         arguments["compilation-config"] = GRAPHS
-    found = {
+    found: dict[str, Any] = {
         "name": "bench",
         "model": str(model),
         "served_model_name": "bench",

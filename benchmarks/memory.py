@@ -145,7 +145,7 @@ def main() -> None:
     in_use: list[list[int]] = []
     try:
         fleet.run("up")
-        stages = []
+        stages: list[dict[str, Any]] = []
         for stage in STAGES * options.repeats:
             stages.append(compare(fleet, checkpoints[1], stage, gpus, first=not stages))
             print(json.dumps(stages[-1]), flush=True)

@@ -142,11 +142,10 @@ def run(rounds: int, seed: int = 0, kinds: Sequence[str] = tuple(PAIRS)) -> dict
     dice, began = random.Random(seed), time.monotonic()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="races-") as temporary, ExitStack() as stack:
-        fleets = {
-            kind: stack.enter_context(fleet(kind, made))
-            for kind in kinds
-            if (made := Path(temporary) / kind).mkdir() is None
-        }
+        fleets = {}
+        for kind in kinds:
+            (Path(temporary) / kind).mkdir()
+            fleets[kind] = stack.enter_context(fleet(kind, Path(temporary) / kind))
         contests = [(fleets[kind], pair) for kind in kinds for pair in PAIRS[kind]]
         for number in range(rounds):
             raced, pair = contests[number % len(contests)]

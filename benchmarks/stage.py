@@ -98,7 +98,7 @@ def stage(
     read: list[float] = []
     mirror = carrier.slots.mirror
     carrier.slots.mirror = lambda slot: (read.append(time.perf_counter()), mirror(slot))[1]  # type: ignore[method-assign,func-returns-value]
-    chunk_reader._after_fill = carrier.slots.mirror
+    chunk_reader.after_fill = carrier.slots.mirror
 
     first = 0.0
 

@@ -93,7 +93,11 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, Any]:
                 [(7 * row + place) % 500 for place in range(options.tokens)]
             ),
             loss_fn_inputs={
-                "target_tokens": [(7 * row + place + 1) % 500 for place in range(options.tokens)]
+                "target_tokens": types.TensorData(
+                    data=[(7 * row + place + 1) % 500 for place in range(options.tokens)],
+                    dtype="int64",
+                    shape=[options.tokens],
+                )
             },
         )
         for row in range(options.rows)
@@ -130,7 +134,9 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, Any]:
                     continue
                 for name, (begin, end) in zip(names, pairwise(clock), strict=True):
                     times[rank].setdefault(name, []).append((end - begin) * 1000)
-                times[rank].setdefault("tokens_per_s", []).append(stepped.metrics["tokens_per_s"])
+                times[rank].setdefault("tokens_per_s", []).append(
+                    (stepped.metrics or {})["tokens_per_s"]
+                )
     for rank, name in ranks.items():
         found[name] = {what: spread(seen) for what, seen in times[rank].items()}
     return found

@@ -105,7 +105,7 @@ def _run(
     dice = random.Random(f"{point} {seed}")
     where = dice.randrange(STEPS) if at in OF_A_STEP else None
     delay_s = dice.random() * _LONGEST_DELAY_S
-    killed = []
+    killed: list[int] = []
 
     def disturb(moment: str, step: int) -> None:
         if moment != at or killed or (where is not None and step != where):

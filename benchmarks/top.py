@@ -150,7 +150,7 @@ def compare(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
     def median(watched: bool, key: str) -> float:
         values = [r["cpu_ms_per_s"].get(key, 0.0) for r in rounds if r["watched"] is watched]
-        return statistics.median(values)
+        return float(statistics.median(values))
 
     names = dict.fromkeys(name for r in rounds for name in r["cpu_ms_per_s"])
     cpu = {

@@ -69,7 +69,7 @@ def measure(rounds: int) -> dict[str, Any]:
         compared = fleets(Path(root), cluster)
         for number in range(rounds + 1):
             names = list(compared) if number % 2 else list(reversed(compared))
-            row = {name: measured(compared[name]) for name in names}
+            row: dict[str, Any] = {name: measured(compared[name]) for name in names}
             row["load_average"] = round(os.getloadavg()[0], 1)
             print(f"{'warms' if number == 0 else number:>5}", row, flush=True)
             found.append(row)

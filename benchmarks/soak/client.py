@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.checker import Expected, Record
+from benchmarks.soak.checker import Expected, Outcome, Record
 from benchmarks.soak.fleet import SoakFleet
 from skyctl.errors import SkyctlError
 
@@ -77,7 +77,8 @@ class Clients:
         bound_s = self._fleet.bound_s
         # the real router ends a request by itself; a server that is asked directly does not
         own = None if via == "router" and not self._fleet.stub else bound_s
-        outcome, status, tokens, why = "failed", 0, (), ""
+        outcome: Outcome = "failed"
+        status, tokens, why = 0, (), ""
         try:
             async with asyncio.timeout(bound_s + GRACE_S):
                 answer = await self.http.post(
