@@ -347,11 +347,12 @@ class DeviceChunkReader:
             self.reader.submit(batches)
             queued += batches
             slot = self._turns.slot(chunk)
+            read_from = {piece.shard for piece in self.chunks[chunk]} if self.reads[chunk] else ()
             try:
                 self.reader.wait(queued[chunk], READ_TIMEOUT_S)
             finally:
                 # after the bytes: what was read before a change was noticed must not be sent
-                for shard in {span.file for read in self.reads[chunk] for span in read.spans}:
+                for shard in read_from:
                     self.files.check(shard)
             if self.reads[chunk]:
                 self._refuse_not_finite(chunk, slot)
