@@ -60,12 +60,11 @@ def repeat_lost_interrupts() -> None:
         if not issubclass(what.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(what)
             return
-        again = True
-        while again:
+        while True:
             # a `Thread` waits until it has begun: on a busy machine the next one came before that
             try:
                 _thread.start_new_thread(_interrupt_again, ())
-                again = False
+                return
             except KeyboardInterrupt:
                 continue
 
