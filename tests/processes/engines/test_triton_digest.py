@@ -21,9 +21,12 @@ tensors = [
     torch.randint(-(2**62), 2**62, (size,), dtype=torch.int64) for size in (1, 4095, 4096, 20001)
 ]
 tensors.append(torch.randn(64, 32, dtype=torch.bfloat16))
+tensors.append(torch.tensor(1.5))
+tensors += [torch.arange(1, 1 + size, dtype=torch.uint8) for size in (1, 7, 13, 4096 * 8 + 3)]
 assert triton_digest.sum_words(tensors).tolist() == digest_on_device(tensors)
 large = torch.empty(3 * BLOCK_WORDS, dtype=torch.int64)
-assert len({row[3] for row in triton_digest._runs(0, large)}) == 3
+factors = {factor for *_, factor, _ in triton_digest._runs(0, large.data_ptr(), large.nbytes)}
+assert len(factors) == 3
 """
 
 

@@ -15,6 +15,9 @@ import torch
 from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.wire import BLOCK_WORDS, GOLDEN, MIX, following_factor
 
+plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""Within it, attributes of vLLM's parameters cost what those of plain tensors do: a tenth."""
+
 
 def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """One number per tensor (all on one device), with a single wait for the device at the end.
@@ -48,10 +51,9 @@ _has_kernel = find_spec("triton") is not None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is whole aligned words on a CUDA device, which one kernel sums for all tensors."""
-    size = tensor.numel() * tensor.element_size()
-    aligned = not (size % 8 or tensor.data_ptr() % 8)
-    return tensor.device.type == "cuda" and bool(size) and aligned and tensor.is_contiguous()
+    """Whether it lies in aligned words on a CUDA device, which one kernel sums for all tensors."""
+    aligned = bool(tensor.numel()) and not tensor.data_ptr() % 8
+    return tensor.device.type == "cuda" and aligned and tensor.is_contiguous()
 
 
 def _factors(begin: int, end: int, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device, plain_tensors
 from skyctl.engines.vllm.inside.finite import all_finite
 from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
@@ -54,8 +54,9 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     total, dense = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     probed = 0
     numbers: dict[int, int] = {}
-    with torch.inference_mode():
-        named = list(_named_tensors(model))
+    with torch.inference_mode(), plain_tensors():
+        held = sorted(model.state_dict(keep_vars=True).items())
+        named = list(_distinct(held))
         tensors = len(named)
         digests = _digest_tensors([tensor for _, tensor in named], numbers)
         for (name, _), digest in zip(named, digests, strict=True):
@@ -71,20 +72,22 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
                 total.update(packed)
                 dense.update(packed)
                 probed += 1
-    parameters = dict(model.named_parameters()) if numbered else {}
+    tensors_of = dict(held)
     return {
         "digest": total.hexdigest(),
         "dense": dense.hexdigest(),
         "tensors": tensors,
         "probed": probed,
-        "numbers": {name: numbers[id(parameters[name])] for name in numbered},
+        "numbers": {name: numbers[id(tensors_of[name])] for name in numbered},
     }
 
 
-def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Non-empty parameters and persistent buffers, shared ones once."""
+def _distinct(
+    held: Sequence[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Non-empty tensors, shared ones once."""
     seen: set[int] = set()
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    for name, tensor in held:
         if tensor.numel() and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor

@@ -18,7 +18,7 @@ import torch
 
 from skyctl.engines.vllm.inside import layout_process
 from skyctl.engines.vllm.inside.completeness import half_open
-from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device, plain_tensors
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
 from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of, paired_runs
 from skyctl.engines.vllm.inside.layout_wire import (
@@ -170,7 +170,9 @@ class LayoutLoader:
             RuntimeError: parameters are not where they were when the program was opened.
         """
         self._require_proven()
-        if not self._pairs or any(p.data_ptr() != at for p, at in self._addresses):
+        with plain_tensors():
+            moved = any(p.data_ptr() != at for p, at in self._addresses)
+        if moved or not self._pairs:
             raise RuntimeError("the model's parameters are not where they were")
         for chunk in chunks:
             # the last chunks may hold nothing of this worker's
@@ -248,7 +250,8 @@ class LayoutLoader:
     def _described(self) -> tuple[str, tuple[ParameterLayout, ...]]:
         """The model's layout and its digest; renewed when parameters were replaced or moved."""
         model = self._model
-        parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        with plain_tensors():
+            parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
         if self._description is None or self._description[0] != parameters:
             described = tuple(describe(model))
             self._description = (parameters, layout_digest(described), described)
