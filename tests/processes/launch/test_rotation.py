@@ -14,8 +14,9 @@ from tests.unit.store.disks import fill, mounted
 _WRITER = """
 import itertools, os, sys
 for number in itertools.count():
+    enough = os.path.exists(sys.argv[1])
     print("line", number, flush=True)
-    if os.path.exists(sys.argv[1]):
+    if enough:
         break
 print(number, file=sys.stderr)
 """
