@@ -129,10 +129,11 @@ class RemoteFleet(StubFleet):
         home = str(self.directory / "home")
         here = [one for one in psutil.process_iter() if environ_of(one).get("SKYCTL_HOME") == home]
         left = [*here, *self.everything()]
+        named = [words(process) for process in left]
         for process in left:
             os.kill(process.pid, signal.SIGKILL)
         assert down.returncode in (0, 4), said
-        assert not left
+        assert not named
 
 
 def _stdin(process: psutil.Process) -> str:

@@ -174,6 +174,7 @@ def keep(
     paths = _paths(token)
     if fresh:
         paths.prepare()
+        os.close(create_private_file(paths.directory / "lease"))
         _touch(paths)
         _end_abandoned(paths)
         _reserve(paths)
@@ -383,10 +384,9 @@ def _hold(paths: FleetPaths, held: bool) -> None:
 
 
 def _touch(paths: FleetPaths) -> None:
-    lease = paths.directory / "lease"
+    # not made anew where it is gone: whoever ends the server removes it, and its keeper with it
     with contextlib.suppress(FileNotFoundError):
-        os.close(os.open(lease, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
-        os.utime(lease)
+        os.utime(paths.directory / "lease", follow_symlinks=False)
 
 
 def _lease(paths: FleetPaths) -> int | None:

@@ -46,6 +46,17 @@ def ask(home: Path, **request: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in agent.stdout.splitlines() if line]
 
 
+def started(home: Path) -> subprocess.Popen[str]:
+    """An agent that is still to be asked."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "skyctl.launch.remote.agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "SKYCTL_HOME": str(home)},
+        text=True,
+    )
+
+
 @pytest.mark.parametrize(
     ("keeper_lives", "hours", "ended"),
     [
@@ -99,6 +110,24 @@ def test_a_server_is_ended_where_nothing_can_be_written_of_it(
     assert answer == {"gently": True} and mark.is_file()
 
 
+def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_then(
+    tmp_path: Path,
+) -> None:
+    new = {"env": {}, "held": False, "held_variables": [], "at": 0, "grace_s": GRACE_S}
+    keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
+    agent = started(tmp_path)
+    assert agent.stdin is not None and agent.stdout is not None
+    agent.stdin.write(json.dumps(keep) + "\n")
+    agent.stdin.flush()
+    said = iter(agent.stdout.readline, "")
+    assert any('"pid": null' not in line and '"pid"' in line for line in said)
+    (tmp_path / "hosted/fleets/hosted-new/lease").unlink()  # the first thing that goes
+    agent.stdin.write('{"held": false}\n')
+    agent.stdin.flush()
+    assert any("ended" in line for line in said)
+    agent.communicate(timeout=30)
+
+
 def test_a_server_is_not_started_where_nothing_could_be_told_of_it(tmp_path: Path) -> None:
     """On a full disk; and one that runs as the disk fills still says how it ended."""
     new = {"env": {}, "held": False, "held_variables": [], "at": 0, "grace_s": GRACE_S}
@@ -110,13 +139,7 @@ def test_a_server_is_not_started_where_nothing_could_be_told_of_it(tmp_path: Pat
         assert answer["error"].endswith("hosted-new: No space left on device")
         filler.unlink()
         fills = f"while [ ! -e {tmp_path}/full ]; do sleep 0.1; done; exit 3"
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "skyctl.launch.remote.agent"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "SKYCTL_HOME": str(home)},
-            text=True,
-        )
+        agent = started(home)
         assert agent.stdin is not None and agent.stdout is not None
         agent.stdin.write(json.dumps({"argv": ["sh", "-c", fills], **keep}) + "\n")
         agent.stdin.flush()
