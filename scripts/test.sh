@@ -21,8 +21,8 @@ if [ $# -gt 0 ]; then
   exec "$bin/python" -m pytest "$@"
 fi
 code=0
-# two more than cores: these tests wait for processes half of their time
-"$bin/python" -m pytest -m "not real" -n $(($(nproc) + 2)) --dist worksteal || code=$?
+# four more than cores: these tests wait for processes more than half of their time
+"$bin/python" -m pytest -m "not real" -n $(($(nproc) + 4)) --dist worksteal || code=$?
 # two at a time: a server that starts keeps one core busy
 said=$(mktemp)
 "$bin/python" -m pytest -m "real and beside" --ignore tests/unit >"$said" 2>&1 &
