@@ -11,21 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from tests import forking
+from tests import forking, tiny
+
+_TINY = pytest.StashKey[str]()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     forking.use()
+    config.stash[_TINY] = tiny.share()
     # a shell that puts us into the background has SIGINT ignored, and so would every command that
     # a test interrupts; a handler is not inherited, it becomes the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if directory := config.stash[_TINY]:
+        shutil.rmtree(directory)
 
 
 _LONG = (
     *("test_sglang_fleet", "test_network_namespaces", "test_soak"),
     *("test_sglang_states", "test_kill_points"),
 )
-_WITH_VLLM = ("test_installed_vllm", "test_own_sender")
+_WITH_VLLM = ("test_own_sender",)
 
 
 COLLECTED = pytest.StashKey[list[str]]()

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.stub_fleet import StubFleet
 from tests.pids import segments
+from tests.tiny import make_tiny_checkpoint
 
 A, B = ADDRESSES = ("127.0.0.2", "127.0.0.3")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.stub_fleet import ROOT
 from tests.gpu.sglang import SGLangRun
+from tests.tiny import make_tiny_checkpoint
 
 # Stands in for an interpreter that has SGLang and the real router, and not skyctl.
 _INTERPRETER = f"""#!/bin/sh

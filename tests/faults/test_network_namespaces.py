@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ssh_fleet import SshFleet
+from tests.tiny import make_tiny_checkpoint
 
 HERE, *MACHINES = ("10.77.0.1", "10.77.1.1", "10.77.2.1", "10.77.3.1")
 

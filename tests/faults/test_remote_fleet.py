@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from skyctl.api import Fleet
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B, RemoteFleet, words
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 

@@ -8,13 +8,13 @@ import random
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.sglang.server import SGLangServer
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub
 from tests.stub.sglang_verbs import Verb, Verbs
+from tests.tiny import make_tiny_checkpoint
 
 SEQUENCES = 2000
 STEPS = 12

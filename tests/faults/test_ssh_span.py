@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet, comes_down_but_for_a_silent_machine
 from tests.pids import kill
+from tests.tiny import make_tiny_checkpoint
 
 SPAN = "pipeline_parallel_size: 2\nnodes_per_replica: 2\n"
 BOTH = f"me@{A}, me@{B}"

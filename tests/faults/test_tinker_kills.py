@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("tinker")
 pytest.importorskip("torch")
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.tinker_run import train
 from tests.processes.tinker.serving import ServingProcess
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 WORKER_DIES = {("forward", 1), ("optim", 5), ("save", 8)}

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests.tiny import make_tiny_checkpoint
 from tests.toys.launcher import NICENESS
 
 ROOT = Path(__file__).parents[2]

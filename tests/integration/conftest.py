@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.tiny import make_tiny_checkpoint
 
 NEEDS = ("vllm", "vllm_router", "torch")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")

@@ -16,7 +16,6 @@ import httpx
 import pytest
 
 import skyctl
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.base import Refusal
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
@@ -32,6 +31,7 @@ from tests.integration.fleet_cli import (
 from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.beside, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

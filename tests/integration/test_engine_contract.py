@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from skyctl import engines
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -22,6 +21,7 @@ from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.sglang import SGLangEngine, SGLangStub
 from tests.stub.state import StubEngine
+from tests.tiny import make_tiny_checkpoint
 
 KINDS = [
     "vllm-stub",

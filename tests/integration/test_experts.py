@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.inside import (
     CORRUPTIBLE,
@@ -18,6 +17,7 @@ from tests.integration.inside import (
     assert_noticed,
 )
 from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]
 

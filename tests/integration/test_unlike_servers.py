@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 from tests.integration.reference import answered
+from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.real
 

@@ -13,7 +13,6 @@ import pytest
 from httpx import ASGITransport, AsyncClient, MockTransport, Response
 
 import skyctl.engines.sglang.inside.serve as serve
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.core import actions
 from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor import examine
@@ -32,6 +31,7 @@ from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import GROUPS, SGLangEngine, SGLangStub, StubGroup, _Request
 from tests.stub.through_httpx import ThroughHttpx
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.core.test_plan import PYTHON, gpus, plan
 
 IPC: dict[str, Any] = {"weight_transfer": {"transport": "ipc"}}

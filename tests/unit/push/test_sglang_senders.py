@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.base import Placement, TensorHeaders
 from skyctl.engines.sglang.engine import bucket, dialect_for
 from skyctl.errors import PreflightError, PushError
@@ -33,6 +32,7 @@ from skyctl.transfer.transports.ipc import by_uuid
 from tests.stub.faults import Fault
 from tests.stub.sglang import GROUPS, STAGED, SGLangEngine, SGLangStub, StubGroup
 from tests.stub.through_httpx import ThroughHttpx
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.push.deliveries import ReadySender
 from tests.unit.push.fleets import LoopbackTransport, Recorder
 
