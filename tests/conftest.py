@@ -13,20 +13,14 @@ import pytest
 
 from tests import forking, tiny
 
-_TINY = pytest.StashKey[str]()
-
 
 def pytest_configure(config: pytest.Config) -> None:
     forking.use()
-    config.stash[_TINY] = tiny.share()
+    if directory := tiny.share():
+        config.add_cleanup(lambda: shutil.rmtree(directory))
     # a shell that puts us into the background has SIGINT ignored, and so would every command that
     # a test interrupts; a handler is not inherited, it becomes the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if directory := config.stash[_TINY]:
-        shutil.rmtree(directory)
 
 
 _LONG = (

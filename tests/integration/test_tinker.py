@@ -36,8 +36,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
     root = tmp_path_factory.mktemp("tinker")
     found = FleetCli(root / "d", root / "home", {"HF_HUB_OFFLINE": "1"})
     found.directory.mkdir()
-    from skyctl.checkpoints.tiny import make_tiny_checkpoint
     from skyctl.launch.local.host import free_port
+    from tests.tiny import make_tiny_checkpoint
 
     make_tiny_checkpoint(found.directory / "org" / "tiny", seed=1)
     (found.directory / "fleet.yaml").write_text(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program, layout_digest
 from skyctl.transfer.plan import (
     ChunkPlan,
@@ -20,6 +19,7 @@ from skyctl.transfer.plan import (
     plan_chunks,
     program_for,
 )
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.engines.vllm_models import vllm_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

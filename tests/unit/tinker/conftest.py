@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

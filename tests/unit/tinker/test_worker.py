@@ -15,12 +15,12 @@ from torch import Tensor  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 
 from skyctl.checkpoints.checkpoint import read_checkpoint  # noqa: E402
-from skyctl.checkpoints.tiny import make_tiny_checkpoint  # noqa: E402
 from skyctl.tinker import wire  # noqa: E402
 from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
 from skyctl.tinker.losses import LossError  # noqa: E402
 from skyctl.tinker.worker import Trainer  # noqa: E402
+from tests.tiny import make_tiny_checkpoint  # noqa: E402
 
 LORA = {"rank": 4, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}
 WHOLE = {**LORA, "rank": 0}

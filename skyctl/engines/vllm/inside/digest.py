@@ -82,9 +82,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     }
 
 
-def _distinct(
-    held: Sequence[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _distinct(held: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Non-empty tensors, shared ones once."""
     seen: set[int] = set()
     for name, tensor in held:
