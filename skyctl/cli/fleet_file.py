@@ -38,9 +38,9 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
 
     Best effort: a state that cannot be read holds no ports.
     """
-    import asyncio
     import sqlite3
 
+    from skyctl.cli.asking import in_loop
     from skyctl.service.supervised import SupervisedFleet
 
     async def ask() -> dict[str, int]:
@@ -48,6 +48,6 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
             return await fleet.held_ports()
 
     try:
-        return {} if ref.attached else asyncio.run(ask())
+        return {} if ref.attached else in_loop(ask())
     except (SkyctlError, OSError, sqlite3.Error):
         return {}
