@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 bin=${VENV:-.venv}/bin
 unset PYTHONDONTWRITEBYTECODE # otherwise each pytest would rewrite the assertions of all tests anew
+"$bin/python" -m pytest --collect-only --quiet >/dev/null & # beside mypy, for those below to find
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"

@@ -23,10 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_LONG = (
-    *("test_sglang_fleet", "test_network_namespaces", "test_soak"),
-    *("test_sglang_states", "test_kill_points"),
+_FIRST = (
+    *("test_kill_points", "test_network_namespaces", "test_sglang_fleet", "test_sglang_states"),
+    *("test_soak", "vllm"),
 )
+"""Modules that take long, and all that imports vLLM."""
 _WITH_VLLM = ("test_own_sender",)
 
 
@@ -34,19 +35,32 @@ COLLECTED = pytest.StashKey[list[str]]()
 """All tests that this run found, those that `-m` leaves out, too."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest comes first: at the end, other workers would wait for it. Then what
-    imports vLLM, all of it in one worker."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Each of `_FIRST` is what a worker begins with, a worker of its own where there are enough:
+    at the end, others would wait for it."""
     config.stash[COLLECTED] = [item.nodeid for item in items]
-    items.sort(key=_turn)
+    yield
+    rest = [item for item in items if _group(item) not in _FIRST]
+    first = [[item for item in items if _group(item) == name] for name in _FIRST]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    left = len(items)
+    items.clear()
+    for number in range(workers):
+        begins = [item for group in first[number::workers] for item in group]
+        size = left // (workers - number)  # as pytest-xdist cuts them
+        left -= size
+        more = max(0, size - len(begins))
+        items += begins + rest[:more]
+        del rest[:more]
+    items += rest
 
 
-def _turn(item: pytest.Item) -> int:
-    if item.path.stem in _LONG:
-        return 0
+def _group(item: pytest.Item) -> str:
     with_vllm = "vllm" in getattr(item, "fixturenames", ()) or item.path.stem in _WITH_VLLM
-    return 1 if with_vllm else 2
+    return "vllm" if with_vllm else item.path.stem
 
 
 def pytest_collection_finish() -> None:
