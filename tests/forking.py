@@ -147,6 +147,19 @@ def command(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return (Command if _in_use else subprocess.Popen)(arguments, **options)
 
 
+def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Popen[str]:
+    """`start_detached` of a supervisor in a test, which is then forked like a command's."""
+    with os.fdopen(create_private_file(log, os.O_APPEND), "ab") as output:
+        return command(
+            argv,
+            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+        )
+
+
 # --- the process that forks -----------------------------------------------------------------------
 
 

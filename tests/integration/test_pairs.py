@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,10 @@ from tests.integration.pairs import (
     started_on_gpus,
 )
 
-pytest.importorskip("nixl")
-pytestmark = needs_vllm
+pytestmark = [
+    needs_vllm,
+    pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
+]
 KINDS = [
     pytest.param("cpu", marks=pytest.mark.real),
     pytest.param("gpus", marks=pytest.mark.gpu),

@@ -15,6 +15,8 @@ import pytest
 from skyctl import Fleet
 from skyctl.api import FleetStatus
 from skyctl.errors import FleetDownError, SkyctlError
+from skyctl.supervisor import daemon
+from tests import forking
 from tests.faults.stub_fleet import StubFleet
 
 torch = pytest.importorskip("torch")
@@ -23,6 +25,7 @@ torch = pytest.importorskip("torch")
 @asynccontextmanager
 async def up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **file: Any) -> AsyncIterator[Fleet]:
     monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(daemon, "start_detached", forking.detached)
     StubFleet(tmp_path).write(**file)
     fleet = Fleet.load(tmp_path / "fleet.yaml")
     try:

@@ -37,6 +37,7 @@ from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.restarts import remember
+from tests import forking
 from tests.pids import gone
 from tests.unit.supervisor.fleets import (
     command_server,
@@ -51,6 +52,7 @@ from tests.unit.supervisor.fleets import (
 async def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetPaths]:
     """Paths of a fleet `stubs` of its own; whatever runs is taken down at the end."""
     monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    monkeypatch.setattr(daemon, "start_detached", forking.detached)
     paths = fleet_paths("stubs").prepare()
     yield paths
     await take_down(paths, drain_timeout_s=0.0)
