@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
@@ -22,9 +23,11 @@ from skyctl.core.service import (
     OpenUpdate,
     Outcomes,
     Recover,
+    Resume,
     Staging,
     StatusQuery,
     T,
+    Wake,
 )
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.core.urls import FleetUrls, access, api_key, control_token
@@ -32,7 +35,7 @@ from skyctl.engines.base import ServerMetrics
 from skyctl.errors import SkyctlError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.service.discovery import locate
+from skyctl.service.discovery import Located, locate
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 5.0
 _WATCHED_S = 5.0
 """How long discovered servers are reused for `status`: `top` and `wait` poll it."""
+_WHERE = "servers_were_at"
 
 
 class AttachedFleet(RecordedFleet):
@@ -70,18 +74,22 @@ class AttachedFleet(RecordedFleet):
         self._trainers: dict[str, Trainer] = {}
         self.targets: tuple[ServerTarget, ...] = ()
         self._located_at = 0.0
+        self._not_found = ""
 
     async def _located(self, *, within_s: float = 0.0) -> tuple[ServerTarget, ...]:
         """The servers as they are now, or were within `within_s` seconds. Raises as `locate`."""
         now = asyncio.get_running_loop().time()
         if self.targets and now - self._located_at < within_s:
             return self.targets
-        self.targets = tuple(
-            ServerTarget(name, url, self._token, self.ref.config.engine, self._key)
-            for name, url in await locate(self.ref)
-        )
+        self._take(await locate(self.ref))
         self._located_at = now
         return self.targets
+
+    def _take(self, located: Iterable[Located]) -> None:
+        self.targets = tuple(
+            ServerTarget(name, url, self._token, self.ref.config.engine, self._key)
+            for name, url in located
+        )
 
     async def __aenter__(self) -> Self:
         # a failing disk must not prevent thawing a fleet
@@ -151,14 +159,35 @@ class AttachedFleet(RecordedFleet):
         return RouterStatus("ready", url, port=port, workers=len(workers)), workers
 
     async def control(self, asked: Control) -> Outcomes:
-        with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
-            return await verbs.run(
+        thaws = isinstance(asked, Resume | Wake)
+        with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}", thaws=thaws):
+            if not thaws:
+                self._remember_where()
+            outcomes = await verbs.run(
                 asked,
                 self._named(asked.servers),
                 client=self._client,
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
             )
+        if not self._not_found:
+            return outcomes
+        why = f"looked for where it was: {self._not_found}"
+        return tuple(
+            replace(one, detail=f"{one.detail}; {why}" if one.detail else why) for one in outcomes
+        )
+
+    def _remember_where(self) -> None:
+        """So that what is frozen now can be thawed when nothing says any more where it is."""
+        if not isinstance(self.ref.config.servers, list):
+            were = self._held() | {target.name: target.url for target in self.targets}
+            self.state.set(_WHERE, json.dumps(were))
+
+    def _held(self) -> dict[str, str]:
+        """Where the discovered servers were that skyctl paused, or put to sleep; by name."""
+        held = {row.name for row in self.state.servers() if row.paused or row.sleep_level}
+        were: dict[str, str] = json.loads(self.state.get(_WHERE) or "{}")
+        return {name: url for name, url in were.items() if name in held}
 
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push in this process."""
@@ -304,11 +333,20 @@ class AttachedFleet(RecordedFleet):
             hint="their logs are where they were started",
         )
 
-    async def _turn(self, act: Act, what: str) -> Turn:
-        """The right to act on a fleet whose dead pushes have all been noticed."""
+    async def _turn(self, act: Act, what: str, *, thaws: bool = False) -> Turn:
+        """The right to act on a fleet whose dead pushes have all been noticed. To thaw servers that
+        cannot be found, those are taken that are held, where they were.
+        """
         turn = await self.arbiter.turn(act, what)
+        self._not_found = ""
         try:
-            await self._located()
+            try:
+                await self._located()
+            except SkyctlError as error:
+                if not thaws or not (held := self._held()):
+                    raise
+                self._take(held.items())
+                self._not_found = error.message
             close_orphans(self.state, in_turn=True)
         except BaseException:
             turn.release()

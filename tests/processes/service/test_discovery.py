@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from skyctl.core.arbiter import Act
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Pause, Resume
+from skyctl.core.service import Pause, Resume, Sleep, Wake
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -130,9 +131,47 @@ async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
         assert [row.name for row in (await fleet.weights()).servers] == ["a", "b"]
         listed.write_text(f"b {second}\n")  # it is back, as the push left it
         assert [(one.server, one.ok) for one in await fleet.recover()] == [("b", True)]
+        assert [one.server for one in await fleet.resume(Resume())] == ["b"]
         listed.write_text("")
         with pytest.raises(NotFoundError, match="has no server"):
             await fleet.resume(Resume())
+
+
+async def test_what_is_held_is_thawed_where_it_was_when_servers_cannot_be_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = [StubServer(), StubServer(), StubServer()]
+    transport = StubTransport(stubs)
+    lines = [
+        f"{name} {target.url}\n" for name, target in zip("abc", transport.targets, strict=True)
+    ]
+    listed = tmp_path / "servers.txt"
+    listed.write_text("".join(lines))
+    ref = reference(tmp_path, monkeypatch, {"command": "cat servers.txt"})
+    paused, why = Pause(mode="keep", clear_cache=False), "servers.txt: No such file"
+    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
+        await fleet.pause(replace(paused, servers=("a", "b")))
+        await fleet.sleep(Sleep(servers=("c",)))
+        listed.unlink()
+        for verb in (fleet.pause(paused), fleet.sleep(Sleep())):
+            with pytest.raises(SkyctlError, match=why):  # no more than that is touched
+                await verb
+    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
+        (only,) = await fleet.resume(Resume(servers=("b",)))
+        assert only.ok and only.server == "b" and why in only.detail
+        assert [stub.engine.paused for stub in stubs[:2]] == [True, False]
+        thawed = await fleet.resume(Resume())
+        assert [(one.server, one.ok) for one in thawed] == [("a", True), ("c", False)]
+        (woken,) = await fleet.wake(Wake())
+        assert woken.ok and woken.server == "c" and why in woken.detail
+        with pytest.raises(SkyctlError, match=why):  # nothing is held any more
+            await fleet.resume(Resume())
+        listed.write_text("".join(lines[:1]))
+        await fleet.pause(paused)
+        listed.write_text(lines[1])
+        await fleet.pause(paused)  # a is gone, and is still held where it was
+        listed.write_text("")
+        assert [one.server for one in await fleet.resume(Resume())] == ["a", "b"]
 
 
 async def test_recovery_looks_for_servers_when_it_has_its_turn(
