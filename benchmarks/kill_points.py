@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl import kill_points
+from tests import forking
 from tests.faults.killing.cycle import Came, Dice
 
 RESULTS = Path(__file__).parent / "results"
@@ -127,6 +128,7 @@ def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> 
 
 def _sweep(kind: str, order: Order, *, deadline: float, log: Path, overwrites: bool) -> None:
     """These cycles on one fleet, until `deadline` (monotonic) or Ctrl-C: what there is counts."""
+    forking.use()
     with (
         tempfile.TemporaryDirectory(prefix="kill-points-") as directory,
         suppress(KeyboardInterrupt),

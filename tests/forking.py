@@ -3,7 +3,8 @@ a process that has made them forks one for each command, and for each supervisor
 What these start in turn is in forked.py.
 
 `Command` is `subprocess.Popen` for `[sys.executable, "-m", MODULE, …]`; /proc shows what it was
-given. Only tests `use()` it; benchmarks measure real ones.
+given. Tests `use()` it, and the cycles of `benchmarks.kill_points`; other benchmarks measure real
+ones.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ _MODULES = (
     *("skyctl.core.planning", "skyctl.push.transaction", "skyctl.supervisor.daemon"),
     *("skyctl.api.fleet", "tests.unit.push.checkpoints"),  # of a trainer
 )
+CYCLE = "SKYCTL_TEST_CYCLE"
+"""Set for commands, and what they start, that are to look often, since a thousand of them follow
+each other; "by hand": without the guardian of a push."""
 _MOST_BYTES = 1 << 20
 _STATUS = 4
 _in_use = False
@@ -124,6 +128,14 @@ class Command(subprocess.Popen[str]):
         os.close(self._told)
         # nothing is told where the forker was killed
         return self.pid, int.from_bytes(status, "little") if status else signal.SIGKILL
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None and timeout is not None:
+            poll = select.poll()  # whose end is heard of at once
+            poll.register(self._told, select.POLLIN)
+            if not poll.poll(max(0.0, timeout) * 1000):
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        return int(super()._wait(None))  # type: ignore[misc]
 
     def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
@@ -260,6 +272,7 @@ class Supervisor:
 
 def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) -> NoReturn:
     """Be that command."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     for descriptor in (*streams, *others):
@@ -283,12 +296,29 @@ def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) 
         def run() -> None:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
 
+    if CYCLE in os.environ:
+        _be_quick(guardian=os.environ[CYCLE] != "by hand")
     if module == "skyctl.supervisor":
         os.setsid()
     subprocess.Popen = forked.Child  # type: ignore[misc,assignment]
     os._exit(forked.exit_code(run))
 
 
+def _be_quick(*, guardian: bool) -> None:
+    from skyctl.core import following
+    from skyctl.core import guardian as guardians
+    from skyctl.service import bring_up
+    from skyctl.supervisor import replica
+
+    bring_up.FOLLOW_POLL_S = following.FOLLOW_POLL_S = replica.READY_POLL_S = 0.02
+
+    def none(_: FleetPaths) -> NoReturn:
+        raise OSError("this one is recovered by hand")
+
+    if not guardian:
+        guardians._spawn = none
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the commands'
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -108,7 +108,7 @@ def test_the_sweep_needs_nothing_but_what_skyctl_itself_needs() -> None:
     code = (
         "import importlib, sys; sys.modules |= dict.fromkeys(('pytest', 'torch', 'vllm'));"
         "[importlib.import_module('tests.faults.killing.' + name)"
-        " for name in ('attached', 'supervised', 'lives', 'zygote')];"
+        " for name in ('attached', 'supervised', 'lives')];"
         "import benchmarks.kill_points, tests.stub.server"
     )
     run = [sys.executable, "-c", code]

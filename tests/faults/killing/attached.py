@@ -16,9 +16,9 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
+from tests.faults.killing.commands import Commands
 from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.trainer import Trainer, stub_checkpoints
-from tests.faults.killing.zygote import Zygote
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.state import EngineRefused, StubEngine
@@ -36,7 +36,7 @@ weight_transfer: {{transport: shm, update_timeout_s: 10}}
 
 
 class AttachedFleet:
-    """Stub servers in this process, and a warm process that runs commands against them."""
+    """Stub servers in this process, and commands against them."""
 
     def __init__(
         self, directory: Path, stubs: list[StubServer], urls: list[str], overwrites: bool
@@ -50,7 +50,7 @@ class AttachedFleet:
         self.committed: dict[str, str] = {}  # label by digest
         self._digests: dict[str, str] = {}  # by checkpoint
         (directory / "fleet.yaml").write_text(_FILE.format(name=NAME, urls=", ".join(urls)))
-        self._zygote = Zygote(directory)
+        self._commands = Commands(directory)
 
     async def prepare(self) -> None:
         """Push every checkpoint once, undisturbed: these are the committed weights."""
@@ -63,15 +63,12 @@ class AttachedFleet:
         for stub in self.stubs:
             stub.engine.served.clear()
 
-    def close(self) -> None:
-        self._zygote.close()
-
     async def skyctl(
         self, *arguments: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
         env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
         return await asyncio.to_thread(
-            self._zygote.run,
+            self._commands.run,
             *arguments,
             "--json",
             cwd=self.directory,
@@ -233,8 +230,5 @@ async def attached_fleet(
     async with running(stubs) as targets:
         urls = [target.url for target in targets]
         fleet = AttachedFleet(directory, stubs, urls, overwrites)
-        try:
-            await fleet.prepare()
-            yield fleet
-        finally:
-            fleet.close()
+        await fleet.prepare()
+        yield fleet

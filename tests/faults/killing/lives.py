@@ -16,8 +16,8 @@ from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
+from tests.faults.killing.commands import Commands
 from tests.faults.killing.cycle import Came, Dice, unsupervised
-from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 
 NAME = "stubs"
@@ -40,7 +40,7 @@ class Lives:
         self.paths = FleetPaths(self.home, NAME)
         StubFleet(directory).write(replicas=2, extra="auth: none")
         (directory / "python").write_text(_INTERPRETER)
-        self._zygote = Zygote(directory)
+        self._commands = Commands(directory)
         self._bystander = subprocess.Popen(["sleep", "86400"])
 
     def close(self) -> None:
@@ -48,13 +48,12 @@ class Lives:
         try:
             self.skyctl("down", "--drain-timeout", "0")
         finally:
-            self._zygote.close()
             self._bystander.kill()
             self._bystander.wait()
 
     def skyctl(self, *arguments: str, kill_at: str = "") -> tuple[int, dict[str, Any], str]:
         env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
-        return self._zygote.run(*arguments, "--json", cwd=self.directory, env=env, guardian=False)
+        return self._commands.run(*arguments, "--json", cwd=self.directory, env=env, guardian=False)
 
     def cycle(self, dice: Dice) -> Came:
         """Die on the way up or down, come again, and leave nothing."""
@@ -104,6 +103,7 @@ class Lives:
             return [f"I6: after up: {[row['state'] for row in rows]}"]
         alive = {p.pid for p in checks.of_home(self.home)}
         expected = {row["pid"] for row in rows} | {envelope["data"]["router"]["pid"]}
+        expected.add(listening(self.paths))
         return [f"I4: beside the fleet: {sorted(alive - expected)}"] if alive - expected else []
 
     def _end(self) -> list[str]:
@@ -134,7 +134,7 @@ class Lives:
 
 @contextmanager
 def lives(directory: Path) -> Iterator[Lives]:
-    """A fleet file and a warm process; nothing runs after the block."""
+    """A fleet file; nothing runs after the block."""
     fleet = Lives(directory)
     try:
         yield fleet

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,37 +14,12 @@ from typing import Any
 import httpx
 
 from skyctl.store.state import FleetState
-from tests.faults.killing.supervised import Runner, SupervisedFleet
+from tests.faults.killing.commands import Commands
+from tests.faults.killing.supervised import SupervisedFleet
 from tests.stub.state import MEMORY
 
-UP_TIMEOUT_S = 300.0
+TIMEOUT_S = 300.0
 _PROMPT = "the cat"
-
-
-class Commands:
-    """`skyctl` in a process of its own, with nothing warm and every guardian in place."""
-
-    def run(
-        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool, timeout_s: float = 150.0
-    ) -> tuple[int, dict[str, Any], str]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-        done = subprocess.run(
-            [sys.executable, "-m", "skyctl", *argv],
-            cwd=cwd,
-            env={**inherited, **env},
-            text=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=max(timeout_s, UP_TIMEOUT_S if argv[0] == "up" else 0.0),
-            check=False,
-        )
-        try:
-            envelope: dict[str, Any] = json.loads(done.stdout)
-        except ValueError:
-            envelope = {}
-        return done.returncode, envelope, done.stderr
-
-    def close(self) -> None: ...
 
 
 class RealFleet(SupervisedFleet):
@@ -55,19 +29,17 @@ class RealFleet(SupervisedFleet):
     scale = 128  # the tiny checkpoint has 0.9 MB
     bound_s = 90.0
 
-    def _set_up(self) -> tuple[Runner, dict[str, Path]]:
-        runner = Commands()
-        env = {"SKYCTL_HOME": str(self.home)}
-        code, _, errors = runner.run(
+    def _set_up(self) -> tuple[Commands, dict[str, Path]]:
+        commands = Commands(self.directory, subprocess.Popen, TIMEOUT_S)
+        code, _, errors = commands.run(
             *("init", "--tiny", ".", "--name", self.name),
             cwd=self.directory,
-            env=env,
+            env={"SKYCTL_HOME": str(self.home)},
             guardian=True,
-            timeout_s=120.0,
         )
         assert code == 0, errors
         self._write_canary(min_logprob=-1000.0)
-        return runner, {name: self.directory / "checkpoints" / name for name in ("a", "b")}
+        return commands, {name: self.directory / "checkpoints" / name for name in ("a", "b")}
 
     def _asleep(self) -> list[int]:
         """By the record: a CPU server that sleeps looks like one that is paused."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import psutil
@@ -21,9 +21,9 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
+from tests.faults.killing.commands import Commands
 from tests.faults.killing.cycle import Came, Dice, unsupervised
 from tests.faults.killing.trainer import Trainer, stub_checkpoints
-from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 from tests.stub.state import MEMORY
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -33,18 +33,8 @@ _YET_TO_BEGIN_S = 0.5
 """A supervisor that was asked for a push has begun it by then."""
 
 
-class Runner(Protocol):
-    """Runs commands to their end (see Zygote)."""
-
-    def run(
-        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool, timeout_s: float = 60.0
-    ) -> tuple[int, dict[str, Any], str]: ...
-
-    def close(self) -> None: ...
-
-
 class SupervisedFleet:
-    """A real fleet of stub processes; commands and supervisors are forked from a warm process."""
+    """A real fleet of stub processes; commands and supervisors are forked."""
 
     name = NAME
     scale = 1  # of the chunks' sizes
@@ -59,10 +49,10 @@ class SupervisedFleet:
         self.pids: dict[str, int] = {}
         self.urls: list[str] = []
         self._served: list[int] = []
-        self._runner, checkpoints = self._set_up()
+        self._commands, checkpoints = self._set_up()
         self.trainer = Trainer(checkpoints, overwrites=overwrites)
 
-    def _set_up(self) -> tuple[Runner, dict[str, Path]]:
+    def _set_up(self) -> tuple[Commands, dict[str, Path]]:
         """Write the fleet file and the checkpoints; what runs the commands, and where they are."""
         directory = self.directory
         stub_fleet = StubFleet(directory)
@@ -71,7 +61,7 @@ class SupervisedFleet:
         )
         write_checkpoint(directory / "model", tiny_tensors(1))
         self._write_canary()
-        return Zygote(directory), stub_checkpoints(directory)
+        return Commands(directory), stub_checkpoints(directory)
 
     def _write_canary(self, min_logprob: float = -1.0) -> None:
         """A canary that every checkpoint passes."""
@@ -95,16 +85,13 @@ class SupervisedFleet:
 
     def close(self) -> None:
         """Bring everything down."""
-        try:
-            self.skyctl("down", "--drain-timeout", "0")
-        finally:
-            self._runner.close()
+        self.skyctl("down", "--drain-timeout", "0")
 
     def skyctl(
         self, *arguments: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
         env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
-        return self._runner.run(
+        return self._commands.run(
             *arguments, "--json", cwd=self.directory, env=env, guardian=guardian
         )
 
