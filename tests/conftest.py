@@ -43,8 +43,11 @@ def pytest_collection_modifyitems(
     at the end, others would wait for it."""
     config.stash[COLLECTED] = [item.nodeid for item in items]
     yield
-    rest = [item for item in items if _group(item) not in _FIRST]
-    first = [[item for item in items if _group(item) == name] for name in _FIRST]
+    groups: dict[str, list[pytest.Item]] = {name: [] for name in _FIRST}
+    rest: list[pytest.Item] = []
+    for item in items:
+        groups.get(_group(item), rest).append(item)
+    first = list(groups.values())
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     left = len(items)
     items.clear()

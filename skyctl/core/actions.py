@@ -77,9 +77,9 @@ async def pause(
         """Find out the result of a lost pause, and keep it for a rollback."""
         mine = progress[target.name]
         if outcome.status not in _LOST:
-            return _also(outcome, "was paused already") if mine.was_paused else outcome
+            return outcome.noting("was paused already") if mine.was_paused else outcome
         if not mine.sent:
-            return _also(outcome, "not asked to pause: its state could not be read")
+            return outcome.noting("not asked to pause: its state could not be read")
 
         async def read_back(server: Server) -> tuple[bool, str]:
             mine.paused_now = await server.is_paused()
@@ -164,7 +164,7 @@ async def sleep(
     outcomes = await _settled(client, targets, outcomes, read_back, read_back_timeout_s)
     if device != "cpu":
         return outcomes
-    return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
+    return [o.noting(CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
 
 
 async def _in_turn(
@@ -214,7 +214,7 @@ async def wake(
 
     outcomes = await fan_out(targets, call, timeout_s=timeout_s)
     outcomes = [
-        _also(o, f"awake in part: {', '.join(tags)}") if o.ok and tags and o.value is False else o
+        o.noting(f"awake in part: {', '.join(tags)}") if o.ok and tags and o.value is False else o
         for o in outcomes
     ]
     return await _settled(client, targets, outcomes, read_back, read_back_timeout_s, done=True)
@@ -238,9 +238,9 @@ async def _roll_back(
     except SkyctlError as error:
         still = "may still be paused" if progress.paused_now is None else "is still paused"
         failed = replace(outcome, status=OutcomeStatus.FAILED) if outcome.ok else outcome
-        return _also(failed, f"{still}; resuming it failed: {error.message}")
+        return failed.noting(f"{still}; resuming it failed: {error.message}")
     if not outcome.ok:
-        return _also(outcome, "resumed again")
+        return outcome.noting("resumed again")
     return replace(
         outcome,
         status=OutcomeStatus.ROLLED_BACK,
@@ -281,9 +281,9 @@ async def _settle(
         async with asyncio.timeout(timeout_s):
             done, state = await read_back(server)
     except (TimeoutError, ServerError):
-        return _also(outcome, "state unknown")
+        return outcome.noting("state unknown")
     if not done:
-        return _also(outcome, state)
+        return outcome.noting(state)
     return replace(
         outcome,
         status=OutcomeStatus.OK,
@@ -299,7 +299,3 @@ async def _each(
 ) -> list[Outcome[T]]:
     pairs = zip(targets, outcomes, strict=True)
     return list(await asyncio.gather(*(step(target, outcome) for target, outcome in pairs)))
-
-
-def _also(outcome: Outcome[T], more: str) -> Outcome[T]:
-    return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)

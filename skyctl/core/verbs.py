@@ -246,7 +246,7 @@ def _with_context(asked: Control, outcome: Outcome[Any], before: ServerRow) -> O
         more = "paused as before; type: skyctl resume"
     if not outcome.ok or not more:
         return outcome
-    return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)
+    return outcome.noting(more)
 
 
 def _refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
@@ -48,6 +48,10 @@ class Outcome(Generic[T]):
     @property
     def ok(self) -> bool:
         return self.status is OutcomeStatus.OK
+
+    def noting(self, more: str) -> Outcome[T]:
+        """The outcome with more detail."""
+        return replace(self, detail=f"{self.detail}; {more}" if self.detail else more)
 
     def to_json(self) -> dict[str, Any]:
         """Keys: server, status, elapsed_ms, detail."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
@@ -76,20 +76,29 @@ class AttachedFleet(RecordedFleet):
         self._located_at = 0.0
         self._not_found = ""
 
-    async def _located(self, *, within_s: float = 0.0) -> tuple[ServerTarget, ...]:
-        """The servers as they are now, or were within `within_s` seconds. Raises as `locate`."""
+    async def _located(
+        self, *, within_s: float = 0.0, or_frozen: bool = False
+    ) -> tuple[ServerTarget, ...]:
+        """The servers as they are now, or were within `within_s` seconds. Raises as `locate`; with
+        `or_frozen`, only where no server is known to be frozen: else those are taken.
+        """
         now = asyncio.get_running_loop().time()
-        if self.targets and now - self._located_at < within_s:
+        if self.targets and not self._not_found and now - self._located_at < within_s:
             return self.targets
-        self._take(await locate(self.ref))
-        self._located_at = now
-        return self.targets
-
-    def _take(self, located: Iterable[Located]) -> None:
+        self._not_found = ""
+        try:
+            located = await locate(self.ref)
+        except SkyctlError as error:
+            located = self._frozen() if or_frozen else ()
+            if not located:
+                raise
+            self._not_found = error.message
         self.targets = tuple(
             ServerTarget(name, url, self._token, self.ref.config.engine, self._key)
             for name, url in located
         )
+        self._located_at = now
+        return self.targets
 
     async def __aenter__(self) -> Self:
         # a failing disk must not prevent thawing a fleet
@@ -160,7 +169,9 @@ class AttachedFleet(RecordedFleet):
 
     async def control(self, asked: Control) -> Outcomes:
         thaws = isinstance(asked, Resume | Wake)
-        with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}", thaws=thaws):
+        act = Act.of_verb(asked.verb)
+        with await self._turn(act, f"skyctl {asked.verb}", or_frozen=thaws):
+            not_found = self._not_found
             if not thaws:
                 self._remember_where()
             outcomes = await verbs.run(
@@ -170,24 +181,20 @@ class AttachedFleet(RecordedFleet):
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
             )
-        if not self._not_found:
-            return outcomes
-        why = f"looked for where it was: {self._not_found}"
-        return tuple(
-            replace(one, detail=f"{one.detail}; {why}" if one.detail else why) for one in outcomes
-        )
+        why = f"looked for where it was: {not_found}"
+        return tuple(one.noting(why) for one in outcomes) if not_found else outcomes
 
     def _remember_where(self) -> None:
         """So that what is frozen now can be thawed when nothing says any more where it is."""
         if not isinstance(self.ref.config.servers, list):
-            were = self._held() | {target.name: target.url for target in self.targets}
-            self.state.set(_WHERE, json.dumps(were))
+            found = [(target.name, target.url) for target in self.targets]
+            self.state.set(_WHERE, json.dumps(dict([*self._frozen(), *found])))
 
-    def _held(self) -> dict[str, str]:
-        """Where the discovered servers were that skyctl paused, or put to sleep; by name."""
-        held = {row.name for row in self.state.servers() if row.paused or row.sleep_level}
-        were: dict[str, str] = json.loads(self.state.get(_WHERE) or "{}")
-        return {name: url for name, url in were.items() if name in held}
+    def _frozen(self) -> tuple[Located, ...]:
+        """The discovered servers that skyctl paused, or put to sleep, where they were then."""
+        frozen = {row.name for row in self.state.servers() if row.paused or row.sleep_level}
+        were = json.loads(self.state.get(_WHERE) or "{}")
+        return tuple((name, url) for name, url in were.items() if name in frozen)
 
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push in this process."""
@@ -333,20 +340,11 @@ class AttachedFleet(RecordedFleet):
             hint="their logs are where they were started",
         )
 
-    async def _turn(self, act: Act, what: str, *, thaws: bool = False) -> Turn:
-        """The right to act on a fleet whose dead pushes have all been noticed. To thaw servers that
-        cannot be found, those are taken that are held, where they were.
-        """
+    async def _turn(self, act: Act, what: str, *, or_frozen: bool = False) -> Turn:
+        """The right to act on a fleet whose dead pushes have all been noticed."""
         turn = await self.arbiter.turn(act, what)
-        self._not_found = ""
         try:
-            try:
-                await self._located()
-            except SkyctlError as error:
-                if not thaws or not (held := self._held()):
-                    raise
-                self._take(held.items())
-                self._not_found = error.message
+            await self._located(or_frozen=or_frozen)
             close_orphans(self.state, in_turn=True)
         except BaseException:
             turn.release()

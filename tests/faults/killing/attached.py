@@ -66,14 +66,8 @@ class AttachedFleet:
     async def skyctl(
         self, *arguments: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
-        env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
         return await asyncio.to_thread(
-            self._commands.run,
-            *arguments,
-            "--json",
-            cwd=self.directory,
-            env=env,
-            guardian=guardian,
+            self._commands.run, *arguments, kill_at=kill_at, guardian=guardian
         )
 
     async def cycle(self, dice: Dice) -> Came:

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skyctl import kill_points
 from tests import forking
 
 _ROOT = Path(__file__).parents[3]
 
 
 class Commands:
-    """Runs `skyctl`, with its output in `directory`."""
+    """Runs `skyctl` in `directory`, with its state in `home` there."""
 
     def __init__(
         self,
@@ -24,22 +25,28 @@ class Commands:
         start: Callable[..., subprocess.Popen[str]] = forking.command,
         timeout_s: float = 60.0,
     ) -> None:
+        self._directory = directory
         self._out, self._err = directory / "command.out", directory / "command.err"
         self._start, self._timeout_s = start, timeout_s
 
     def run(
-        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool
+        self, *argv: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
         """One command: its exit code (negative: the signal; 124: it took too long, and was killed),
         its envelope if any, and stderr. Those that are not forked have their guardian always.
         """
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-        cycle = {forking.CYCLE: "guarded" if guardian else "by hand"}
+        ours = {
+            "PYTHONPATH": str(_ROOT),
+            "SKYCTL_HOME": str(self._directory / "home"),
+            forking.CYCLE: "guarded" if guardian else "by hand",
+            **({kill_points.VARIABLE: kill_at} if kill_at else {}),
+        }
         with self._out.open("wb") as out, self._err.open("wb") as err:
             process = self._start(
-                [sys.executable, "-m", "skyctl", *argv],
-                cwd=cwd,
-                env={**inherited, "PYTHONPATH": str(_ROOT), **cycle, **env},
+                [sys.executable, "-m", "skyctl", *argv, "--json"],
+                cwd=self._directory,
+                env={**inherited, **ours},
                 text=True,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

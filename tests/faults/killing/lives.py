@@ -52,8 +52,7 @@ class Lives:
             self._bystander.wait()
 
     def skyctl(self, *arguments: str, kill_at: str = "") -> tuple[int, dict[str, Any], str]:
-        env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
-        return self._commands.run(*arguments, "--json", cwd=self.directory, env=env, guardian=False)
+        return self._commands.run(*arguments, kill_at=kill_at)
 
     def cycle(self, dice: Dice) -> Came:
         """Die on the way up or down, come again, and leave nothing."""

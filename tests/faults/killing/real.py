@@ -31,12 +31,7 @@ class RealFleet(SupervisedFleet):
 
     def _set_up(self) -> tuple[Commands, dict[str, Path]]:
         commands = Commands(self.directory, subprocess.Popen, TIMEOUT_S)
-        code, _, errors = commands.run(
-            *("init", "--tiny", ".", "--name", self.name),
-            cwd=self.directory,
-            env={"SKYCTL_HOME": str(self.home)},
-            guardian=True,
-        )
+        code, _, errors = commands.run("init", "--tiny", ".", "--name", self.name)
         assert code == 0, errors
         self._write_canary(min_logprob=-1000.0)
         return commands, {name: self.directory / "checkpoints" / name for name in ("a", "b")}

@@ -90,10 +90,7 @@ class SupervisedFleet:
     def skyctl(
         self, *arguments: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
-        env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
-        return self._commands.run(
-            *arguments, "--json", cwd=self.directory, env=env, guardian=guardian
-        )
+        return self._commands.run(*arguments, kill_at=kill_at, guardian=guardian)
 
     def cycle(self, dice: Dice) -> Came:
         """Kill the idle supervisor, revive one that is to die, let it, recover, look."""
