@@ -72,9 +72,11 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --wait-timeout) true; return ;;
+                --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --attach --wait-timeout --no-router --rollback --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --attach --timeout --no-router --rollback --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_files
+            fi ;;
         "down")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -101,17 +103,18 @@ _skyctl() {
                 --for) _skyctl_ask; return ;;
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "--for -f --file --fleet --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "--for -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
         "logs")
             case "$prev" in
-                --file) _skyctl_files; return ;;
+                -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 -n|--lines) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "--file --fleet -f --follow -n --lines --probes --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -F --follow -n --lines --probes --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "restart")
@@ -140,54 +143,58 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
-                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --server --keep-partial --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --keep-partial --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
         "resume")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
         "sleep")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --level) true; return ;;
-                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --level --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --level --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
         "wake")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --tags) true; return ;;
-                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --tags --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
         "sync-weights")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+                --weight-version) true; return ;;
+                --mode) _skyctl_words "abort wait keep"; return ;;
+                --rolling) true; return ;;
+                --canary) _skyctl_files; return ;;
+                --sleep-after) true; return ;;
+                --scan-nan|--no-scan) true; return ;;
                 --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
                 --stage) _skyctl_words "auto gpu host stream"; return ;;
                 --stage-rate) true; return ;;
                 --layout) _skyctl_words "auto runtime checkpoint"; return ;;
                 --chunk-size) true; return ;;
-                --weight-version) true; return ;;
-                --mode) _skyctl_words "abort wait keep"; return ;;
-                --scan-nan|--no-scan) true; return ;;
-                --canary) _skyctl_files; return ;;
-                --rolling) true; return ;;
-                --sleep-after) true; return ;;
-                --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --stage-rate --layout --delta --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --mode --rolling --canary --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --transport --stage --stage-rate --layout --delta --chunk-size -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")
@@ -306,7 +313,7 @@ _skyctl() {
                 --retries) true; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -i --input -o --output --model --chat --max-tokens --temperature --n --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet -i --input -o --output --json --model --chat --max-tokens --temperature --n --ignore-eos --session-id --server --concurrency --retries --timeout -h --help -q --quiet --no-color --debug" ;;
         "urls")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -79,8 +79,8 @@ VERBS = [
 EVERYWHERE = ("-q", "--quiet", "--no-color", "--debug")
 EVERYWHERE_WITH_VALUE = ("--token-file", "--ca")
 WITHOUT_FLEET = ("", "init", "schema", "help")
-BEHIND_THE_COMMAND = ("-f", "--file", "--fleet", "--json")
-TAKES_SERVER = ("pause", "resume", "sleep", "wake")
+BEHIND_THE_COMMAND = {"-f": "FILE", "--file": "FILE", "--fleet": "NAME", "--json": ""}
+TAKES_SERVERS = ("pause", "resume", "sleep", "wake", "wait", "restart", "logs")
 
 IN_THE_FILE = {
     "--replicas": "`replicas:` in the fleet file, or for now: skyctl scale N",
@@ -232,16 +232,26 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
     if option in IN_THE_FILE:
         return message, IN_THE_FILE[option]
     if option in BEHIND_THE_COMMAND:
-        return message, f"it goes behind the command, as in: skyctl status {option} …"
+        example = f"skyctl status {option} {BEHIND_THE_COMMAND[option]}".rstrip()
+        return message, f"it goes behind the command, as in: {example}"
+    if option == "--server" and command in TAKES_SERVERS:
+        return message, f"servers are named without an option: skyctl {command} SERVER"
+    if command == "logs" and message == "option '-f' requires an argument":
+        return message, "-f names the fleet file; to follow: skyctl logs --follow"
     extra = re.match(r"got unexpected extra arguments? *\((\S+)", message.replace("(s)", "s"))
-    if extra and command in TAKES_SERVER:
-        server = extra[1].rstrip(")")
-        return message, f"one server: skyctl {command} --server {server}; a fleet: --fleet NAME"
     if extra and command == "generate":
         return message, 'several words are one prompt in quotes: skyctl generate "the fleet is up"'
     if extra and command not in WITHOUT_FLEET:
-        return message, f"a fleet is named with --fleet NAME or -f FILE; all options: {help_hint}"
+        word = extra[1].rstrip(")")
+        return message, f"{fleet_option(word)}; all options: {help_hint}"
     return message, help_hint
+
+
+def fleet_option(word: str) -> str:
+    """How a word that stands where none is expected is typed, if it names a fleet or its file."""
+    if word.endswith((".yaml", ".yml")) or "/" in word:
+        return f"a fleet file is named with: -f {word}"
+    return f"a fleet is named with: --fleet {word}"
 
 
 def _other_command(typed: str, guess: str) -> str:

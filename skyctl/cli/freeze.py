@@ -14,29 +14,38 @@ from skyctl.cli.options import (
     FleetOption,
     JsonOption,
     PauseModeOption,
-    ServerOption,
+    ServersArgument,
     TimeoutOption,
 )
 
 TAGS = ("weights", "kv_cache")
+THE_FREEZE = "The freeze"  # a panel of --help
 
 
 def pause(
+    servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     mode: Annotated[
         PauseModeOption,
-        typer.Option(help="Running requests are aborted, waited for, or kept frozen until resume."),
+        typer.Option(
+            help="Running requests: end, finish, or wait until resume.", rich_help_panel=THE_FREEZE
+        ),
     ] = PauseModeOption.ABORT,
     clear_cache: Annotated[
         bool,
-        typer.Option("--clear-cache/--keep-cache", help="Clear KV caches (never with mode keep)."),
+        typer.Option(
+            "--clear-cache/--keep-cache",
+            help="KV caches (kept with mode keep).",
+            rich_help_panel=THE_FREEZE,
+        ),
     ] = True,
-    server: ServerOption = None,
     keep_partial: Annotated[
         bool,
         typer.Option(
-            "--keep-partial", help="When some servers cannot be paused, leave the others paused."
+            "--keep-partial",
+            help="When some fail, leave the others paused.",
+            rich_help_panel=THE_FREEZE,
         ),
     ] = False,
     timeout: TimeoutOption = None,
@@ -50,6 +59,7 @@ def pause(
     \b
     skyctl pause --mode keep             freeze requests where they are
     skyctl pause --mode wait --timeout 300
+    skyctl pause demo-0 demo-1           only these servers
     """
     from skyctl.core.service import Pause
 
@@ -57,16 +67,16 @@ def pause(
         mode=mode.value,
         clear_cache=clear_cache,
         keep_partial=keep_partial,
-        servers=tuple(server or ()),
+        servers=tuple(servers or ()),
         timeout_s=timeout,
     )
     run_verb(file, fleet, asked, done="paused", note=f"mode {mode.value}")
 
 
 def resume(
+    servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
-    server: ServerOption = None,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -74,21 +84,21 @@ def resume(
 
     \b
     skyctl resume
-    skyctl resume --server demo-1
+    skyctl resume demo-1
     """
     from skyctl.core.service import Resume
 
-    asked = Resume(servers=tuple(server or ()), timeout_s=timeout)
+    asked = Resume(servers=tuple(servers or ()), timeout_s=timeout)
     run_verb(file, fleet, asked, done="resumed")
 
 
 def sleep(
+    servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     level: Annotated[
         int, typer.Option(min=1, max=2, help="1 keeps the weights in host memory, 2 discards them.")
     ] = 1,
-    server: ServerOption = None,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -103,18 +113,18 @@ def sleep(
     """
     from skyctl.core.service import Sleep
 
-    asked = Sleep(level=level, servers=tuple(server or ()), timeout_s=timeout)
+    asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout)
     run_verb(file, fleet, asked, done="put to sleep", note=f"level {level}")
 
 
 def wake(
+    servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     tags: Annotated[
         str,
         typer.Option(metavar="TAGS", help="Only these, separated by commas: weights, kv_cache."),
     ] = "",
-    server: ServerOption = None,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -128,7 +138,7 @@ def wake(
     """
     from skyctl.core.service import Wake
 
-    asked = Wake(tags=parse_tags(tags), servers=tuple(server or ()), timeout_s=timeout)
+    asked = Wake(tags=parse_tags(tags), servers=tuple(servers or ()), timeout_s=timeout)
     run_verb(file, fleet, asked, done="woke", note=", ".join(asked.tags))
 
 

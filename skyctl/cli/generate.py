@@ -18,63 +18,97 @@ if TYPE_CHECKING:
     from skyctl.generate.requests import GenerationClient, GenerationResult
 
 
+# panels of --help
+ANSWERS, REQUESTS = "Answers, unless a line of the file sets it", "Requests"
+
+
 def generate(
-    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", help="One prompt.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="One prompt.")] = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     input: Annotated[
         Path | None, typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin.")
     ] = None,
     output_file: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Write JSONL results here (default: stdout)."),
+        Path | None, typer.Option("-o", "--output", help="File of JSONL results (default: stdout).")
     ] = None,
+    json: JsonOption = False,
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="An adapter of the fleet, unless a line sets it (default: its model).",
+            help="An adapter (default: the fleet's model).",
+            rich_help_panel=ANSWERS,
         ),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send text prompts as chats.")] = False,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Send text prompts as chats.", rich_help_panel=ANSWERS),
+    ] = False,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per answer, unless a line sets it.")
+        int, typer.Option(metavar="N", min=1, help="Tokens per answer.", rich_help_panel=ANSWERS)
     ] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sampling temperature, unless a line sets it; 0 is greedy."),
+        typer.Option(
+            metavar="X",
+            min=0.0,
+            help="Sampling temperature; 0 is greedy.",
+            rich_help_panel=ANSWERS,
+        ),
     ] = None,
     n: Annotated[
-        int, typer.Option(min=1, help="Answers to each prompt, unless a line sets it.")
+        int,
+        typer.Option(metavar="N", min=1, help="Answers to each prompt.", rich_help_panel=ANSWERS),
     ] = 1,
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Continue to --max-tokens past the end-of-text token."),
+        typer.Option(
+            "--ignore-eos",
+            help="Continue to --max-tokens past the end-of-text token.",
+            rich_help_panel=ANSWERS,
+        ),
     ] = False,
     session_id: Annotated[
         str | None,
-        typer.Option(help="X-Session-ID: sticky routing policies keep it on one server."),
+        typer.Option(
+            metavar="ID",
+            help="X-Session-ID: sticky policies keep it on one server.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Ask this server directly, not the router.",
+            help="Ask this server, not the router.",
             autocompletion=complete.replicas,
+            rich_help_panel=REQUESTS,
         ),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 32,
+    concurrency: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Requests under way at once.", rich_help_panel=REQUESTS
+        ),
+    ] = 32,
     retries: Annotated[
-        int, typer.Option(min=0, help="Attempts in a row that bring no token, then give up.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Attempts in a row that bring no token, then give up.",
+            rich_help_panel=REQUESTS,
+        ),
     ] = 8,
     timeout: Annotated[
         float | None,
         seconds(
-            "Deadline of one request, retries included (default: none; frozen ones wait).",
+            "Deadline of one request with its retries (default: none).",
             least=0.001,
+            panel=REQUESTS,
         ),
     ] = None,
-    json: JsonOption = False,
 ) -> None:
     """Generate from one prompt, or from a JSONL file of them, in its order.
 

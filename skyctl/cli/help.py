@@ -17,7 +17,7 @@ def help_(
     topic: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TOPIC]",
+            metavar="TOPIC",
             help="What to explain (default: list the topics), or a command.",
             autocompletion=complete.topics,
         ),

@@ -10,7 +10,7 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.asking import ask_fleet
-from skyctl.cli.options import FleetOption, JsonOption, LongFileOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,14 +25,14 @@ def logs(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...",
-            help="Replicas, `router`, `tinker` or `supervisor` (default: all).",
+            metavar="SERVER",
+            help="Servers, `router`, `tinker` or `supervisor` (default: all).",
             autocompletion=complete.processes,
         ),
     ] = None,
-    file: LongFileOption = None,
+    file: FileOption = None,
     fleet: FleetOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")] = False,
     lines: Annotated[
         int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")
     ] = 50,
@@ -47,7 +47,7 @@ def logs(
     Examples:
       skyctl logs
       skyctl logs tiny-1 -n 200
-      skyctl logs -f router
+      skyctl logs --follow router
     """
     from skyctl import output
     from skyctl.core.registry import select, select_paths
@@ -57,6 +57,11 @@ def logs(
     from skyctl.service.bring_up import refuse_attached
 
     names = names or []
+    if file is not None and not file.exists():  # `-f` follows in other tools
+        raise UsageError(
+            f"there is no fleet file {file}",
+            hint=f"-f names the fleet file; to follow: skyctl logs --follow {file}",
+        )
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
     if fleet is not None and "://" in fleet:

@@ -16,16 +16,8 @@ FileOption = Annotated[
         "-f",
         "--file",
         envvar="SKYCTL_FILE",
-        help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
-    ),
-]
-# for `logs`, where -f means follow, as in docker and kubectl
-LongFileOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        envvar="SKYCTL_FILE",
-        help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
+        show_envvar=False,
+        help="Fleet file (default: $SKYCTL_FILE, ./fleet.yaml, else what runs).",
     ),
 ]
 FleetOption = Annotated[
@@ -33,32 +25,33 @@ FleetOption = Annotated[
     typer.Option(
         "--fleet",
         envvar="SKYCTL_FLEET",
-        help="Fleet by name, from any directory.",
+        show_envvar=False,
+        help="Fleet by name (default: $SKYCTL_FLEET).",
         autocompletion=complete.fleets,
     ),
 ]
-ServerOption = Annotated[
+ServersArgument = Annotated[
     list[str] | None,
-    typer.Option(
-        "--server",
-        metavar="NAME",
-        help="Only this server; repeat for several (default: all).",
+    typer.Argument(
+        metavar="SERVER",
+        help="Only these servers (default: all).",
         autocompletion=complete.replicas,
+        show_default=False,
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON envelope on stdout, also on failure.")
+    bool, typer.Option("--json", help="Print one JSON envelope, also on failure.")
 ]
 
 
-def seconds(help: str, *, least: float = 0) -> Any:
+def seconds(help: str, *, least: float = 0, panel: str | None = None) -> Any:
     """An option that takes a time."""
-    return typer.Option(min=least, metavar="SECONDS", help=help)
+    return typer.Option(min=least, metavar="SECONDS", help=help, rich_help_panel=panel)
 
 
 TimeoutOption = Annotated[
     float | None,
-    seconds("Deadline of each server's call (default: the fleet file's control_timeout_s)."),
+    seconds("Deadline per server (default: control_timeout_s of the fleet file)."),
 ]
 
 

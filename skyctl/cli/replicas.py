@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus
@@ -15,14 +14,7 @@ if TYPE_CHECKING:
 
 
 def restart(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...",
-            help="Replicas to restart (default: all).",
-            autocompletion=complete.replicas,
-        ),
-    ] = None,
+    servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     as_json: JsonOption = False,
@@ -44,7 +36,7 @@ def restart(
     from skyctl.core.service import Restart
 
     ref = find(file, fleet)
-    chosen = tuple(names or ())
+    chosen = tuple(servers or ())
 
     async def run(running: FleetService) -> FleetStatus:
         operation = await running.restart(Restart(chosen))

@@ -30,6 +30,11 @@ TransportOption = StrEnum(
 )
 
 
+# panels of --help
+VERSION, SERVED = "Which weights", "While users are served"
+CHECKS, TRAVEL = "Checks", "How tensors travel"
+
+
 def sync_weights(
     checkpoint: Annotated[
         str | None,
@@ -41,122 +46,8 @@ def sync_weights(
     ] = None,
     file: FileOption = None,
     fleet: FleetOption = None,
-    transport: Annotated[
-        TransportOption, typer.Option(help="How tensors travel (auto: by topology).")
-    ] = TransportOption.AUTO,
-    stage: Annotated[
-        StageOption,
-        typer.Option(
-            help="Where the checkpoint lies before the freeze: all of it on the sender's GPU or in "
-            "host memory, or only a ring of chunks (auto: the GPU when it fits, else the ring)."
-        ),
-    ] = StageOption.AUTO,
-    stage_rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES_PER_S",
-            help="What the sender reads at most per second while the servers serve, such as 2GB "
-            "(default: the fleet file's, else no bound).",
-        ),
-    ] = None,
-    layout: Annotated[
-        LayoutOption,
-        typer.Option(
-            help="Copy tensors straight into the parameters (GPU servers that have seen it proven) "
-            "or give them to vLLM's loader (auto: copy where it can be)."
-        ),
-    ] = LayoutOption.AUTO,
-    delta: Annotated[
-        bool,
-        typer.Option(
-            "--delta",
-            help="Leave out layers whose bytes the servers hold already, by the last push; costs "
-            "one more read of the checkpoint before the freeze.",
-        ),
-    ] = False,
-    chunk_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Bytes per chunk, such as 256MiB (default: the fleet file's)."
-        ),
-    ] = None,
-    weight_version: Annotated[
-        str | None,
-        typer.Option(help="Label of the new weights (default: the checkpoint's name and digest)."),
-    ] = None,
-    mode: Annotated[
-        PauseModeOption | None,
-        typer.Option(
-            help="What happens to running requests (default: keep; wait where servers "
-            "leave the router)."
-        ),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Compare the servers' weights at the end.")
-    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and plan only; nothing is paused.")
-    ] = False,
-    scan_nan: Annotated[
-        bool | None,
-        typer.Option(
-            "--scan-nan/--no-scan",
-            help="Refuse NaN and infinity: look through all of it first, or not at all (default: "
-            "look at what passes, before the freeze where all of it is staged).",
-        ),
-    ] = None,
-    allow_unproven_reload: Annotated[
-        bool,
-        typer.Option(
-            "--allow-unproven-reload",
-            help="Accept weights that come to another digest than the same checkpoint did before, "
-            "or than vLLM's own loading of it.",
-        ),
-    ] = False,
-    canary: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts (YAML or JSON) that the new weights must answer as expected before "
-            "users get them. All servers leave the router for it: see --canary below.",
-        ),
-    ] = None,
-    keep: Annotated[
-        bool,
-        typer.Option(
-            "--keep",
-            help="Make a copy of the fleet's own first, and push that: it stays when the trainer "
-            "deletes or overwrites the directory. Costs its size on disk, unless blocks are "
-            "shared (XFS, Btrfs).",
-        ),
-    ] = False,
-    rolling: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Update N servers at a time, out of the router, while the others serve.",
-        ),
-    ] = None,
-    colocated: Annotated[
-        bool,
-        typer.Option(
-            "--colocated",
-            help="Into a sleeping fleet: wake the weights, push, wake the cache; asleep again when "
-            "it fails.",
-        ),
-    ] = False,
-    sleep_after: Annotated[
-        int | None,
-        typer.Option(
-            metavar="LEVEL", min=1, max=2, help="Put the servers to sleep once they are updated."
-        ),
-    ] = None,
-    back: Annotated[
-        bool,
-        typer.Option(
-            "--rollback", help="Push the previous version, or the one given in CKPT's place."
-        ),
     ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return at once with the job's id.")
@@ -165,30 +56,161 @@ def sync_weights(
         float | None, seconds("Stop waiting after this long; the job goes on.")
     ] = None,
     json: JsonOption = False,
+    weight_version: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LABEL",
+            help="Label (default: the checkpoint's name and digest).",
+            rich_help_panel=VERSION,
+        ),
+    ] = None,
+    back: Annotated[
+        bool,
+        typer.Option(
+            "--rollback",
+            help="Push the previous version, or the one in CKPT's place (base: as started).",
+            rich_help_panel=VERSION,
+        ),
+    ] = False,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Push a copy of the fleet's own, which stays when the directory goes.",
+            rich_help_panel=VERSION,
+        ),
+    ] = False,
+    mode: Annotated[
+        PauseModeOption | None,
+        typer.Option(
+            help="Running requests (default: keep; wait with --canary and --rolling).",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    rolling: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="N servers at a time, while the others serve.",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    canary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts (YAML, JSON) that new weights must answer as expected.",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated",
+            help="Into a sleeping fleet; asleep again when it fails.",
+            rich_help_panel=SERVED,
+        ),
+    ] = False,
+    sleep_after: Annotated[
+        int | None,
+        typer.Option(
+            metavar="LEVEL",
+            min=1,
+            max=2,
+            help="Put the updated servers to sleep.",
+            rich_help_panel=SERVED,
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the servers' weights at the end (default).",
+            rich_help_panel=CHECKS,
+            show_default=False,
+        ),
+    ] = True,
+    scan_nan: Annotated[
+        bool | None,
+        typer.Option(
+            "--scan-nan/--no-scan",
+            help="Look for NaN and infinity first, or never (default: as tensors pass).",
+            rich_help_panel=CHECKS,
+        ),
+    ] = None,
+    allow_unproven_reload: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unproven-reload",
+            help="Accept another digest than the same checkpoint had before.",
+            rich_help_panel=CHECKS,
+        ),
+    ] = False,
+    transport: Annotated[
+        TransportOption,
+        typer.Option(
+            help="See: skyctl help transports (auto: by topology).",
+            rich_help_panel=TRAVEL,
+            show_default=False,
+        ),
+    ] = TransportOption.AUTO,
+    stage: Annotated[
+        StageOption,
+        typer.Option(
+            help="Where the checkpoint waits for the freeze: GPU or host memory, or in a ring of "
+            "chunks (auto: the GPU if it fits).",
+            rich_help_panel=TRAVEL,
+            show_default=False,
+        ),
+    ] = StageOption.AUTO,
+    stage_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes read per second while servers serve, such as 2GB (default: no bound).",
+            rich_help_panel=TRAVEL,
+        ),
+    ] = None,
+    layout: Annotated[
+        LayoutOption,
+        typer.Option(
+            help="Copy into the parameters, or give to the engine's loader (auto: copy if proven).",
+            rich_help_panel=TRAVEL,
+            show_default=False,
+        ),
+    ] = LayoutOption.AUTO,
+    delta: Annotated[
+        bool,
+        typer.Option(
+            "--delta",
+            help="Leave out layers that the servers hold already.",
+            rich_help_panel=TRAVEL,
+        ),
+    ] = False,
+    chunk_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes per chunk, such as 256MiB.", rich_help_panel=TRAVEL
+        ),
+    ] = None,
 ) -> None:
     """Push a checkpoint into every server while it runs.
 
     Everything is checked and staged before anything is paused. The servers are frozen only while
     tensors move, and end at one verified version, or paused with the reason in `skyctl status`.
 
+    With --canary all servers leave the router until their answers are as expected: it answers 503
+    meanwhile. With --rolling as well, no request fails. Wrong answers bring back the old weights.
+
     \b
     skyctl sync-weights runs/step-200
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
-    skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
-    skyctl sync-weights runs/step-200 --keep
-    skyctl sync-weights runs/step-200 --delta     frozen layers are not sent again
-    skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
-    skyctl sync-weights --rollback               to the previous version
-    skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
-    skyctl sync-weights --rollback base          to what the servers were started with
-
-    --canary takes the servers out of the router and drains them first (--mode wait lets requests
-    finish, abort ends them). Meanwhile the router has no server and answers 503. When an answer is
-    not as expected, the previous weights are pushed back, and the exit code is 1.
-    With --rolling the other servers keep serving, and no request fails. Two versions answer until
-    the roll ends. A failure stops it.
+    skyctl sync-weights runs/step-200 --delta    # frozen layers stay
+    skyctl sync-weights --rollback               # to the previous version
+    skyctl sync-weights --rollback step-100      # see: skyctl weights history
     """
     # what a push is asked for comes first; what shows it is imported while it runs
     from skyctl.checkpoints.checkpoint import absolute

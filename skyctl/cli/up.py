@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli.asking import in_loop
+from skyctl.cli.fleet_file import FileArgument, chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
 
 
 def up(
+    path: FileArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     attach: Annotated[
         bool,
         typer.Option("--attach", help="Stay, follow the logs, and bring the fleet down on Ctrl-C."),
     ] = False,
-    wait_timeout: Annotated[
+    timeout: Annotated[
         float | None,
-        seconds("Wait this long for the fleet to be ready (it keeps starting after that)."),
+        seconds("Stop waiting after this long; the fleet keeps starting."),
     ] = None,
     no_router: Annotated[bool, typer.Option("--no-router", help="Start no router.")] = False,
     rollback: Annotated[
@@ -44,19 +46,19 @@ def up(
     \b
     Examples:
       skyctl up
-      skyctl up -f fleets/production.yaml --wait-timeout 600
+      skyctl up fleets/production.yaml --timeout 600
       skyctl up --attach
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import refuse_another_file, select
+    from skyctl.core.registry import refuse_another_file
     from skyctl.errors import UsageError
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")
-    ref = select(file, fleet)
+    ref = chosen_fleet(path, file, fleet)
     refuse_another_file(ref)
-    status, said = _bring_up(ref, not no_router, wait_timeout, rollback)
+    status, said = _bring_up(ref, not no_router, timeout, rollback)
     output.note(said)
     _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
@@ -65,7 +67,7 @@ def up(
 
 
 def _bring_up(
-    ref: FleetRef, router: bool, wait_timeout_s: float | None, rollback: bool
+    ref: FleetRef, router: bool, timeout_s: float | None, rollback: bool
 ) -> tuple[FleetStatus, str]:
     """The status once everything is ready, and one line that says what was done."""
     from skyctl import output
@@ -86,7 +88,7 @@ def _bring_up(
             if begun.operation == 0:
                 return await fleet.status(), f"fleet {ref.name} is up to date, nothing to do"
             title = f"starting fleet {ref.name}"
-            status = await follow(fleet, begun.operation, title, timeout_s=wait_timeout_s)
+            status = await follow(fleet, begun.operation, title, timeout_s=timeout_s)
         assert status.operation is not None and status.operation.ended_at is not None
         seconds = status.operation.ended_at - status.operation.began_at
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"

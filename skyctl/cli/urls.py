@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from skyctl.core.urls import FleetUrls
 
 
+OUTPUT = "What is printed"  # a panel of --help
+
+
 class FormatOption(StrEnum):
     """Programs whose configuration can be printed."""
 
@@ -31,21 +34,23 @@ def urls(
     fleet: FleetOption = None,
     format: Annotated[
         FormatOption | None,
-        typer.Option(help="Print what this program's configuration needs to use the fleet."),
+        typer.Option(help="What this program's configuration needs.", rich_help_panel=OUTPUT),
     ] = None,
     export: Annotated[
-        bool, typer.Option("--export", help="Print shell exports: short for --format env.")
+        bool,
+        typer.Option("--export", help="Short for --format env.", rich_help_panel=OUTPUT),
     ] = False,
     prometheus_sd: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write Prometheus service discovery (file_sd, .json) for servers and router.",
+            help="Write Prometheus service discovery (file_sd, .json).",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     show_key: Annotated[
         bool,
-        typer.Option("--show-key", help="Print the API key alone, for clients that must be told."),
+        typer.Option("--show-key", help="The API key alone.", rich_help_panel=OUTPUT),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +66,7 @@ def urls(
       curl -H "Authorization: Bearer $(skyctl urls --show-key)" $URL/v1/models
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
-      eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and TINKER_API_KEY
+      eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and its key
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
     from rich.text import Text

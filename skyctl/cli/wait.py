@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption, seconds
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument, seconds
 from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError, no_server
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from skyctl.service import FleetService
 
 POLL_S = 0.25
-CONDITIONS = ("ready", "paused", "awake", "version=X")
+KINDS = ("ready", "paused", "awake", "version")
+CONDITIONS = (*KINDS[:-1], "version=X")
 # States a server does not leave by itself: a push or a recovery that goes on may take it out.
 _STUCK = ("failed", "dead", "quarantined")
 
 
 def wait(
+    servers: ServersArgument = None,
     condition: Annotated[
         str,
         typer.Option(
@@ -36,7 +38,6 @@ def wait(
     ] = "ready",
     file: FileOption = None,
     fleet: FleetOption = None,
-    server: ServerOption = None,
     timeout: Annotated[float, seconds("Give up after this long.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -48,13 +49,18 @@ def wait(
     \b
     Examples:
       skyctl wait
-      skyctl wait --for paused --server demo-0 --timeout 10
+      skyctl wait demo-0 --for paused --timeout 10
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
     from skyctl import output
     from skyctl.cli.asking import ask_fleet
 
     wanted, said = Condition.parse(condition), ""
+    for name in servers or ():
+        if name.partition("=")[0] in KINDS:
+            raise UsageError(
+                f"{name!r} is a condition, not a server", hint=f"skyctl wait --for {name}"
+            )
 
     def tell(pending: Sequence[str]) -> None:
         nonlocal said
@@ -67,7 +73,7 @@ def wait(
         file,
         fleet,
         lambda running: wait_for(
-            running, wanted, timeout_s=timeout, names=server or (), on_pending=tell
+            running, wanted, timeout_s=timeout, names=servers or (), on_pending=tell
         ),
     )
     seconds = time.perf_counter() - began
@@ -90,9 +96,7 @@ class Condition:
             UsageError: anything else.
         """
         kind, _, version = text.partition("=")
-        if (kind in ("ready", "paused", "awake") and "=" not in text) or (
-            kind == "version" and version
-        ):
+        if (kind in KINDS[:-1] and "=" not in text) or (kind == "version" and version):
             return cls(kind, version)
         raise UsageError(
             f"--for {text!r}: nothing to wait for",

@@ -93,7 +93,7 @@ def paused_too_long(facts: RunningFacts) -> Iterator[Result]:
             yield warning(
                 f"{replica.name} has been paused for {format_seconds(replica.state_s or 0.0)}; "
                 "its requests wait",
-                f"skyctl resume --server {replica.name}",
+                f"skyctl resume {replica.name}",
             )
 
 
@@ -167,7 +167,7 @@ def router(facts: RunningFacts) -> Iterator[Result]:
             problem = f"is {replica.state}, and the router lists it"
         elif replica.url in listed and replica.state == "paused" and ready:
             problem = "is paused, and the router sends it requests that wait"
-            fix = f"skyctl resume --server {name}"
+            fix = f"skyctl resume {name}"
         else:
             continue
         in_step = False

@@ -28,7 +28,7 @@ from skyctl.core.status import (
 )
 from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail
-from skyctl.errors import NotFoundError, SkyctlError
+from skyctl.errors import SkyctlError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.store.adapters import served
 from skyctl.store.journal import Job
@@ -91,10 +91,7 @@ class RunningFleet(RecordedFleet):
         self.require_plan()
         for name in names:
             if name not in self.replicas:
-                raise NotFoundError(
-                    f"fleet {self.paths.name} has no replica {name!r}",
-                    hint=f"its replicas are: {', '.join(self.replicas)}",
-                )
+                raise no_server(self.paths.name, name, self.replicas)
         return [self.replicas[n] for n in names] if names else list(self.replicas.values())
 
     def changes(self, plan: FleetPlan) -> Changes:

@@ -64,7 +64,7 @@ def test_a_server_that_starts_again_has_the_adapters_before_it_serves(fleet: Stu
 def test_a_fleet_that_takes_adapters_no_longer_comes_up_without_them(fleet: StubFleet) -> None:
     fleet.write(extra="router: {enabled: false}")
     write_checkpoint(fleet.directory / "model")
-    fleet.run("up", "--wait-timeout", "60")
+    fleet.run("up", "--timeout", "60")
     assert fleet.json("adapters")["data"]["adapters"] == []
     assert [row["state"] for row in replicas(fleet)] == ["ready", "ready"]
 

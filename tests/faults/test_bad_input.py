@@ -121,7 +121,13 @@ def test_a_gpu_that_does_not_exist(
     ("typed", "message", "hint"),
     [
         ("statsu", "no such command 'statsu'", "did you mean status"),
-        ("up demo", "got unexpected extra argument(s) (demo)", "--fleet NAME"),
+        ("status demo", "got unexpected extra argument(s) (demo)", "--fleet demo"),
+        ("down x.yaml", "got unexpected extra argument(s) (x.yaml)", "-f x.yaml"),
+        ("up x.yaml -f y.yaml", "two fleet files are named: x.yaml and y.yaml", "up --help"),
+        ("logs -f router", "there is no fleet file router", "skyctl logs --follow router"),
+        ("logs -f", "option '-f' requires an argument", "skyctl logs --follow"),
+        ("wait ready", "'ready' is a condition, not a server", "skyctl wait --for ready"),
+        ("pause --server a", "no such option: --server", "skyctl pause SERVER"),
         ("-f fleet.yaml status", "no such option: -f", "behind the command"),
         ("pause --mode kepe", "'kepe' is not one of 'abort', 'wait', 'keep'", "pause --help"),
         ("sync-weights", "missing argument 'CKPT'", "sync-weights --help"),
@@ -131,7 +137,7 @@ def test_a_gpu_that_does_not_exist(
         ("recover --timeout nan", "invalid value for '--timeout'", "recover --help"),
         ("sync-weights x --timeout -1", "invalid value for '--timeout'", "sync-weights --help"),
         ("jobs wait push-1 --timeout -1", "invalid value for '--timeout'", "jobs wait --help"),
-        ("up --wait-timeout -1", "invalid value for '--wait-timeout'", "up --help"),
+        ("up --timeout -1", "invalid value for '--timeout'", "up --help"),
         ("wake --tags wieghts", "'wieghts' cannot be woken", "weights, kv_cache"),
         ("generate", "give one prompt or --input FILE", "skyctl generate"),
         ("generate hi --session-id é", "a text of printable ASCII, not 'é'", "generate --help"),
@@ -166,10 +172,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
 
 
 def test_names_that_nothing_has(running: StubFleet) -> None:
-    for command in ("restart stubs-7", "pause --server stubs-7"):
+    for command in ("restart stubs-7", "pause stubs-7"):
         message, hint = refused(running, *command.split(), code=4)
-        assert message == "fleet stubs has no replica 'stubs-7'"
-        assert hint == "its replicas are: stubs-0"
+        assert message == "fleet stubs has no server 'stubs-7'"
+        assert hint == "its servers are: stubs-0"
     assert refused(running, "logs", "stubs-7", code=4)[0] == "there is no log of 'stubs-7'"
     assert refused(running, "jobs", "show", "push-99", code=4)[0] == "there is no job 'push-99'"
 

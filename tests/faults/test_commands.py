@@ -83,10 +83,8 @@ async def test_an_unknown_server_is_not_found_and_the_known_ones_are_listed(
 ) -> None:
     async with running([StubServer(), StubServer()]) as targets:
         file = attached(tmp_path, targets)
-        for command in (["pause"], ["generate", "hello"]):
-            code, envelope = await skyctl(
-                *command, "--server", "nonesuch", home=tmp_path / "home", file=file
-            )
+        for command in ("pause nonesuch", "generate hello --server nonesuch"):
+            code, envelope = await skyctl(*command.split(), home=tmp_path / "home", file=file)
             assert code == 4
             assert "eight-0, eight-1" in envelope["error"]["hint"]
         code, envelope = await skyctl("generate", "hello", home=tmp_path / "home", file=file)

@@ -153,7 +153,7 @@ def test_ctrl_c_during_up_stops_what_it_started(fleet: StubFleet) -> None:
 
 def test_a_wait_that_is_too_short_ends_with_124_and_the_fleet_goes_on(fleet: StubFleet) -> None:
     fleet.write(replicas=1, faults='{"startup_delay_s": 3}')
-    short = fleet.json("up", "--wait-timeout", "0.5", expect=124)
+    short = fleet.json("up", "--timeout", "0.5", expect=124)
     assert "skyctl status" in short["error"]["hint"]
     fleet.run("up")
     assert fleet.replicas()["stubs-0"]["state"] == "ready"

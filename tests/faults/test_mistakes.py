@@ -182,6 +182,7 @@ ALONE: dict[str, Situation] = {
     "a misspelled option": nothing,
     "a key of the fleet file as an option": nothing,
     "the fleet's name as an argument": nothing,
+    "following with -f": nothing,
     "a prompt without quotes": nothing,
     "an unknown pause mode": nothing,
     "an unclosed list": a_file("name: demo\nmodel: ./model\nreplicas: [\n"),
@@ -259,7 +260,7 @@ def a_push_that_waits(fleet: StubFleet) -> Iterator[None]:
 UP: dict[str, Situation] = {
     "up twice": as_it_is,
     "an unknown server": as_it_is,
-    "a server as an argument": as_it_is,
+    "a server as an option": as_it_is,
     "resume a fleet that is not paused": as_it_is,
     "wake a fleet that is not asleep": as_it_is,
     "a missing checkpoint": as_it_is,

@@ -85,11 +85,11 @@ def test_secrets_are_in_their_files_alone_and_servers_that_restart_keep_them(
             ("jobs", "--json"),
             ("weights", "--json"),
             ("logs", "-n", "1000"),
-            ("--debug", "pause", "--server", "stubs-0", "--json"),
+            ("--debug", "pause", "stubs-0", "--json"),
             ("resume", "--json"),
         )
     ]
-    traceback = fleet.run("--debug", "pause", "--server", "nobody", expect=1).stderr
+    traceback = fleet.run("--debug", "pause", "nobody", expect=1).stderr
     assert "Traceback" in traceback
     shown.append(traceback)
     shown += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]

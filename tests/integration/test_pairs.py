@@ -93,7 +93,7 @@ def test_a_cache_is_not_fetched_past_its_lease(pair: Pair) -> None:
     """Its blocks are another request's by then, and tokens would be wrong."""
     prefill, decode = (pair.servers[name] for name in (PREFILL, DECODE))
     body = {**greedy_body(MODEL, HELD, 8), "kv_transfer_params": pair.hold()}
-    pair.run("pause", "--server", DECODE, "--mode", "keep")
+    pair.run("pause", DECODE, "--mode", "keep")
     with ThreadPoolExecutor() as pool:
         late = pool.submit(asked, decode, body)
         time.sleep(LEASE_S + 2)

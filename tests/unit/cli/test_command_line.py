@@ -74,9 +74,9 @@ def test_help_texts_flow_but_examples_keep_their_lines() -> None:
         ),
         (
             "Got unexpected extra argument(s) (demo)",
-            "up",
+            "status",
             "got unexpected extra argument(s) (demo)",
-            "a fleet is named with --fleet NAME or -f FILE; all options: skyctl up --help",
+            "a fleet is named with: --fleet demo; all options: skyctl status --help",
         ),
         ("No such option: -f", "", "no such option: -f", None),
         (
