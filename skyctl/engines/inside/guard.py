@@ -9,6 +9,10 @@ Its secrets come in the environment.
     inference, tokens, metrics, when a key is set   401       yes       yes
     the same, when no key is set                    open      open      open
     everything else: whatever vLLM has or will get  401       401       yes
+    a path with characters that cannot be printed   401       401       400
+
+The API key opens what is listed, by its whole path. Starlette's routes also match a path that ends
+with a newline: such a path passes for nobody, since what is behind the guard compares paths too.
 
 Refused requests are kept out of the access log, where their URLs would fill the disk: at most once
 a minute a line says how many there were.
@@ -24,9 +28,12 @@ import hmac
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
+from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -45,28 +52,31 @@ SHORTEST_TOKEN = 32
 """In characters. A placeholder or an empty variable is no token."""
 
 _OPEN = frozenset({"/health", "/ping"})
-_LOOKING_ON = frozenset({"GET", "HEAD", "OPTIONS"})
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that request no inference. SGLang's `/generate` takes PUT as well as POST."""
 
 
 class Routes(NamedTuple):
-    """What the API key opens of an engine: inference and read-only routes, by path or prefix,
-    except those in `control`. `key_variable` holds that key.
-    """
+    """What the API key opens of an engine: inference and read-only routes."""
 
     key_variable: str
+    """The variable that holds the key."""
     data: frozenset[str]
-    data_prefixes: tuple[str, ...]
-    control: frozenset[str] = frozenset()
+    """Whole paths, in which `{}` stands for a segment. All other paths are control."""
 
 
 VLLM = Routes(
     "VLLM_API_KEY",
+    # all that 0.26 and 0.32 have for any task, except what loads a path that a caller names
+    # (`/v1/load_lora_adapter`) or ends others' requests (`/inference/v1/abort_requests`)
     data=frozenset(
         {
             "/classify",
+            "/cohere/v2/chat",
+            "/cohere/v2/chat/render",
             "/detokenize",
             "/generative_scoring",
+            "/inference/v1/generate",
             "/invocations",
             "/load",
             "/metrics",
@@ -75,23 +85,67 @@ VLLM = Routes(
             "/score",
             "/tokenize",
             "/tokenizer_info",
+            "/v1/audio/transcriptions",
+            "/v1/audio/translations",
+            "/v1/chat/completions",
+            "/v1/chat/completions/batch",
+            "/v1/chat/completions/derender",
+            "/v1/chat/completions/render",
+            "/v1/completions",
+            "/v1/completions/derender",
+            "/v1/completions/render",
+            "/v1/embeddings",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/messages/render",
+            "/v1/models",
+            "/v1/realtime",
+            "/v1/rerank",
+            "/v1/responses",
+            "/v1/responses/render",
+            "/v1/responses/{}",
+            "/v1/responses/{}/cancel",
+            "/v1/score",
+            "/v1/systemone",
+            "/v2/embed",
+            "/v2/rerank",
             "/version",
         }
     ),
-    data_prefixes=("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/"),
-    # under an inference prefix, but they load what a caller names, or end others' requests
-    control=frozenset(
-        {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"}
-    ),
 )
-_ASK = {
-    "control": "this route wants the fleet's control token: send the header `Authorization: "
-    "Bearer TOKEN`. Who started the fleet finds it with `skyctl urls`; a fleet file with "
-    "`servers:` names its variable in `control_token_env`",
-    "data": "this route wants the fleet's API key: send the header `Authorization: Bearer KEY`. "
-    "Who started the fleet finds it with `skyctl urls`",
-    "held": "this server has just started and does not have its fleet's weights yet; ask again",
-}
+_BEARER, _SOON = (b"www-authenticate", b"Bearer"), (b"retry-after", b"1")
+
+
+class Refusal(Enum):
+    """Why a request is not passed on, and how it is answered."""
+
+    CONTROL = (
+        401,
+        "Unauthorized",
+        "this route wants the fleet's control token: send the header `Authorization: Bearer "
+        "TOKEN`. Who started the fleet finds it with `skyctl urls`; a fleet file with `servers:` "
+        "names its variable in `control_token_env`",
+        _BEARER,
+    )
+    DATA = (
+        401,
+        "Unauthorized",
+        "this route wants the fleet's API key: send the header `Authorization: Bearer KEY`. "
+        "Who started the fleet finds it with `skyctl urls`",
+        _BEARER,
+    )
+    HELD = (
+        503,
+        "ServiceUnavailable",
+        "this server has just started and does not have its fleet's weights yet; ask again",
+        _SOON,
+    )
+    PATH = (400, "BadRequest", "the path has characters that no route has")
+
+    def __init__(self, status: int, kind: str, message: str, *headers: tuple[bytes, bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        self.body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 _LOG = logging.getLogger("uvicorn.error")
@@ -171,12 +225,11 @@ class Guard:
             _LOG.warning("requests without the right token that were refused: %d", self._refused)
             self._refused, self._reported_at = 0, now
 
-    def _refusal(self, scope: Scope) -> str:
-        """ "" for a request that may pass, else what it lacks: "control" or "data"; "held"."""
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        """None for a request that may pass."""
         path = route_path(scope)
         if path in _OPEN and scope["type"] == "http":
-            return ""
-        wanted = "data" if is_data(path, self._routes) else "control"
+            return None
         given = _bearer(scope)
         # both are always compared, so that timing reveals nothing
         has_token = hmac.compare_digest(given, self._token)
@@ -185,12 +238,14 @@ class Guard:
             self._renew()
             if self._key:
                 _hand_over(scope, self._key)
-            return ""
-        if wanted == "control" or (self._key and not has_key):
-            return wanted
-        asks_nothing = scope["type"] == "http" and scope["method"] in _LOOKING_ON
-        held = self._held_while is not None and not asks_nothing and self._held_while.exists()
-        return "held" if held else ""
+            return None if path.isprintable() else Refusal.PATH
+        if not is_data(path, self._routes):
+            return Refusal.CONTROL
+        if self._key and not has_key:
+            return Refusal.DATA
+        reads = scope["type"] == "http" and scope["method"] in _READING
+        held = self._held_while is not None and not reads and self._held_while.exists()
+        return Refusal.HELD if held else None
 
     def _renew(self) -> None:
         now = time.monotonic()
@@ -228,10 +283,15 @@ def route_path(scope: Scope) -> str:
 
 def is_data(path: str, routes: Routes = VLLM) -> bool:
     """Whether this is an inference or read-only route, which the API key opens."""
-    plain = path.rstrip("/")
-    if plain in routes.control or "/.." in path or "//" in path:
-        return False
-    return plain in routes.data or path.startswith(routes.data_prefixes)
+    return _pattern(routes.data).fullmatch(path) is not None
+
+
+@lru_cache
+def _pattern(paths: frozenset[str]) -> re.Pattern[str]:
+    """Matches these paths, also with a trailing slash: a redirect to the path, or a mount."""
+    segment = r"[\w.:~@+-]*\w"  # not `..`, which a proxy would resolve
+    alternatives = "|".join(re.escape(path).replace(r"\{\}", segment) for path in sorted(paths))
+    return re.compile(f"({alternatives})/?", re.ASCII)
 
 
 def _bearer(scope: Scope) -> bytes:
@@ -249,15 +309,12 @@ def _hand_over(scope: Scope, key: bytes) -> None:
     scope["headers"] = [*others, (b"authorization", b"Bearer " + key)]
 
 
-async def _refuse(scope: Scope, send: Send, wanted: str) -> None:
+async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
     if scope["type"] == "websocket":
-        code, reason = (1013, "try again later") if wanted == "held" else (1008, "no token")
+        code, reason = (1013, "try again later") if refusal is Refusal.HELD else (1008, "no token")
         await send({"type": "websocket.close", "code": code, "reason": reason})
-        return
-    status, kind = (503, "ServiceUnavailable") if wanted == "held" else (401, "Unauthorized")
-    error = {"message": _ASK[wanted], "type": kind, "param": None, "code": status}
-    more = (b"retry-after", b"1") if wanted == "held" else (b"www-authenticate", b"Bearer")
-    await answer(send, status, {"error": error}, more)
+    else:
+        await answer(send, refusal.status, refusal.body, *refusal.headers)
 
 
 async def answer(

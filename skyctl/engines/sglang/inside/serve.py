@@ -34,9 +34,27 @@ ROUTES = Routes(
             "/metrics",
             "/model_info",
             "/server_info",
+            "/v1/audio/transcriptions",
+            "/v1/chat/completions",
+            "/v1/classify",
+            "/v1/completions",
+            "/v1/detokenize",
+            "/v1/embeddings",
+            "/v1/loads",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/v1/models",
+            "/v1/models/{}",
+            "/v1/models/{}/{}",
+            "/v1/realtime",
+            "/v1/rerank",
+            "/v1/responses",
+            "/v1/responses/{}",
+            "/v1/responses/{}/cancel",
+            "/v1/score",
+            "/v1/tokenize",
         }
     ),
-    data_prefixes=("/v1/",),
 )
 """SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or report."""
 
