@@ -7,7 +7,15 @@ engine. docs/adding.md explains how to add one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -241,13 +249,40 @@ class StartedWith:
     """What a server says of how it was started; "" where it does not say. `backend` is its
     weight-transfer backend, None if it does not say. `kv_lease_s` is how long a prefill server
     keeps KV blocks that no decode server has fetched, and so may delay the answer to a pause; 0 for
-    all others.
+    all others. `update_problem` is why an update would leave parts of it wrong (`update_problem`).
     """
 
     model: str = ""
     load_format: str = ""
     backend: str | None = None
     kv_lease_s: float = 0.0
+    update_problem: str = ""
+
+
+def update_problem(*, moves_experts: bool, drafts: str) -> str:
+    """Why an update would leave parts of a server wrong, by its settings; "" if it would not.
+    `drafts` is how it drafts tokens by weights of their own, "" if it does not.
+    """
+    if moves_experts:
+        return (
+            "it moves experts between ranks (enable-eplb), and a push would load them where they "
+            "were at its start"
+        )
+    if drafts:
+        return (
+            f"it drafts tokens with other weights (speculative decoding by {drafts}), which a push "
+            "would leave as they are"
+        )
+    return ""
+
+
+def push_warnings(problems: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """A warning of the first of the launches' update problems, and what to change."""
+    if problem := next(filter(None, problems), ""):
+        yield (
+            f"pushes into these servers will be refused: {problem}",
+            "take it out of `args`, or restart the servers on each checkpoint",
+        )
 
 
 class Server(Protocol):

@@ -137,7 +137,7 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
         load_format=started.load_format,
         nccl_problem=problem,
         nccl_settings=settings,
-        update_problem=update_problem,
+        update_problem=update_problem or started.update_problem,
         kv_lease_s=started.kv_lease_s,
     )
     if pushed.instance:

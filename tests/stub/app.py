@@ -126,6 +126,7 @@ class StubServer:
         config: dict[str, Any] = {
             "model_config": {"model": self.engine.model, "dtype": "torch.float32"},
             "weight_transfer_config": {"backend": self.engine.transfer_backend},
+            **self.engine.settings,
         }
         if self.engine.kv_reader is not None:
             lease = {"kv_lease_duration": self.engine.kv_lease_s}

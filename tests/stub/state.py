@@ -86,6 +86,7 @@ class StubEngine:
     nccl_problem: str = ""
     not_finite: str = ""
     update_problem: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)  # more sections of its configuration
     nccl_settings: dict[str, str] = field(default_factory=dict)
     weight_version: str = "default"
     scheduler: Scheduler = Scheduler.RUNNING

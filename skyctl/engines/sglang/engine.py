@@ -35,6 +35,7 @@ from skyctl.engines.base import (
     ServerLaunch,
     Sizes,
     TensorHeaders,
+    push_warnings,
 )
 from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import HELD_VARIABLE
@@ -189,6 +190,9 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
             "nine tenths of its GPU's memory",
             "args: {mem-fraction-static: 0.4}, or less",
         )
+    from skyctl.engines.sglang.server import settings_problem
+
+    yield from push_warnings(settings_problem(launch.args) for launch in launches)
 
 
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:

@@ -21,6 +21,7 @@ from skyctl.engines.base import (
     ServedAdapter,
     ServerMetrics,
     StartedWith,
+    update_problem,
 )
 from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.prometheus import samples, server_metrics
@@ -93,7 +94,11 @@ class SGLangServer(HttpServer):
 
     async def started_with(self) -> StartedWith:
         info = await self._info()
-        return StartedWith(str(info.get("model_path") or ""), str(info.get("load_format") or ""))
+        return StartedWith(
+            str(info.get("model_path") or ""),
+            str(info.get("load_format") or ""),
+            update_problem=settings_problem(info),
+        )
 
     async def metrics(self) -> ServerMetrics:
         """The sleep level is the keeper's. Raises ServerError without --enable-metrics.
@@ -456,3 +461,15 @@ class SGLangServer(HttpServer):
         error = ServerError(f"{self.target.name}: SGLang servers have no {what}")
         error.refusal = refusal
         raise error
+
+
+def settings_problem(settings: Mapping[str, Any]) -> str:
+    """Why a server with these settings, as arguments or as it reports them, must not be pushed to;
+    "" if it may.
+    """
+    named = {name.replace("-", "_"): value for name, value in settings.items()}
+    drafts = str(named.get("speculative_algorithm") or "")
+    return update_problem(
+        moves_experts=bool(named.get("enable_eplb")),
+        drafts="" if drafts == "NGRAM" else drafts,  # that one drafts from the tokens themselves
+    )

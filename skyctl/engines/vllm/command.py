@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from skyctl.engines.base import (
@@ -16,6 +17,8 @@ from skyctl.engines.base import (
     ServerLaunch,
     Sizes,
     Span,
+    push_warnings,
+    update_problem,
 )
 from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import VLLM
@@ -41,6 +44,7 @@ _HEADLESS_MODULE = "skyctl.engines.vllm.inside.headless"
 _CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
+_WEIGHTLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # from the tokens themselves
 
 # What skyctl sets itself, and what to write instead. Overriding these would make a server that
 # skyctl cannot reach, push to or account for.
@@ -285,6 +289,7 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
             "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first request",
             "args: {enforce-eager: false} for these servers",
         )
+    yield from push_warnings(_update_problem(launch.args) for launch in launches)
     bounds = ("gpu-memory-utilization", "kv-cache-memory-bytes")
     if not on_cpu and share_gpus and not all(set(bounds) & set(x.args) for x in launches):
         yield (
@@ -292,6 +297,31 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
             "nine tenths of its GPU's memory",
             "args: {gpu-memory-utilization: 0.4}, or less",
         )
+
+
+def _update_problem(arguments: Mapping[str, Any]) -> str:
+    """Why servers with these arguments could not be pushed to; "" if they could."""
+    config = arguments.get("speculative-config")
+    if isinstance(config, str):
+        with suppress(ValueError):
+            config = json.loads(config)
+    given = dict(config) if isinstance(config, dict) else {}
+    for name in ("method", "model"):
+        # both `spec-method` and `speculative-config.method` are spelled that way
+        for key in (f"spec-{name}", f"speculative-config.{name}"):
+            if arguments.get(key):
+                given[name] = arguments[key]
+    return update_problem(moves_experts=bool(arguments.get("enable-eplb")), drafts=drafting(given))
+
+
+def drafting(config: Mapping[str, Any]) -> str:
+    """How tokens are drafted by weights of their own, of a speculative configuration; "" if they
+    are not.
+    """
+    if not config:
+        return ""
+    method = str(config.get("method") or config.get("model") or "a draft model")
+    return "" if method.strip("[]") in _WEIGHTLESS_DRAFTS else method
 
 
 def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:

@@ -14,9 +14,11 @@ from skyctl.engines.base import (
     ServedAdapter,
     ServerMetrics,
     StartedWith,
+    update_problem,
 )
 from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.prometheus import samples, server_metrics
+from skyctl.engines.vllm.command import drafting
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.errors import ServerError
 
@@ -368,6 +370,10 @@ def read_start(config: Any) -> StartedWith:
         str(section("load_config").get("load_format", "")),
         str(section("weight_transfer_config").get("backend", "")) if told else None,
         _kv_lease_s(section("kv_transfer_config")),
+        update_problem(
+            moves_experts=bool(section("parallel_config").get("enable_eplb")),
+            drafts=drafting(section("speculative_config")),
+        ),
     )
 
 

@@ -425,14 +425,25 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
         ({"router": {"health_interval_s": 60}}, "for 180 s"),
         ({"ports": [1, 2, 3]}, "last ones are not used"),
         ({"pipeline_parallel_size": 2, "args": {"enforce-eager": True}}, "of the first request"),
+        ({"args": {"enable-eplb": True}}, "refused: it moves experts"),
+        ({"args": {"speculative-config": '{"method": "mtp"}'}}, "speculative decoding by mtp"),
+        ({"args": {"speculative_config.model": "d"}}, "speculative decoding by d"),
+        ({"args": {"spec-method": "eagle3"}}, "speculative decoding by eagle3"),
+        (
+            {"engine": "sglang", "args": {"speculative-algorithm": "EAGLE"}},
+            "speculative decoding by EAGLE",
+        ),
     ],
 )
 def test_what_is_probably_not_meant_is_warned_about(config: dict[str, Any], part: str) -> None:
     assert [warning for warning in plan(device="cpu", **config).warnings if part in warning]
 
 
-def test_an_ordinary_fleet_has_no_warnings() -> None:
-    assert plan(device="cpu", replicas=2, cpus=4).warnings == ()
+@pytest.mark.parametrize(
+    "args", [{}, {"enable-eplb": False}, {"speculative-config": {"method": "ngram"}}]
+)
+def test_an_ordinary_fleet_has_no_warnings(args: dict[str, Any]) -> None:
+    assert plan(device="cpu", replicas=2, cpus=4, args=args).warnings == ()
 
 
 def test_the_interpreter_is_relative_to_the_file_and_its_link_is_kept(tmp_path: Path) -> None:

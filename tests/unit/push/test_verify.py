@@ -126,6 +126,35 @@ async def test_servers_that_cannot_be_verified_are_refused_untouched(stubs: Stub
         await pushed(stubs)
     assert "--no-verify" in caught.value.hint and "--worker-extension-cls" in caught.value.hint
     assert all(engine.log == [] for engine in stubs.engines)
+
+
+@pytest.mark.parametrize("extension", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel_config": {"enable_eplb": True}}, "moves experts between ranks"),
+        ({"speculative_config": {"method": "eagle3"}}, "speculative decoding by eagle3"),
+        ({"speculative_config": {"method": None, "model": "d"}}, "speculative decoding by d"),
+    ],
+)
+async def test_servers_with_weights_that_a_push_does_not_reach_are_refused_untouched(
+    stubs: Stubs, settings: dict[str, Any], problem: str, extension: bool
+) -> None:
+    stubs.engines[1].settings = settings
+    stubs.engines[1].extension = extension  # without it, /server_info says so
+    with pytest.raises(PreflightError, match=f"demo-1: .*{problem}") as caught:
+        await pushed(stubs, verify=False)
+    assert "restart the servers" in caught.value.hint
+    assert all(engine.log == [] for engine in stubs.engines)
+
+
+async def test_servers_that_draft_from_the_tokens_themselves_take_pushes(stubs: Stubs) -> None:
+    for engine in stubs.engines:
+        engine.settings = {
+            "parallel_config": {"enable_eplb": False},
+            "speculative_config": {"method": "ngram"},
+        }
+    assert (await pushed(stubs)).version
     assert (await pushed(stubs, verify=False)).compared is None
 
 

@@ -26,6 +26,8 @@ _READ = {
     "load_config": ("load_format",),
     "weight_transfer_config": ("backend",),
     "kv_transfer_config": ("kv_role", "kv_connector_extra_config"),
+    "parallel_config": ("enable_eplb",),
+    "speculative_config": ("method",),
 }
 
 
