@@ -10,16 +10,17 @@ longer than until the next push, `up` or `down`.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.devices import available_memory
+from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, private_directory
 from skyctl.units import format_bytes
 
@@ -59,7 +60,7 @@ def staged(
             (entry / LIVE).mkdir(mode=0o700)
         yield entry / LIVE
     finally:
-        _let_go(lock)
+        lock.close()
 
 
 @contextmanager
@@ -69,12 +70,9 @@ def held(checkpoint: str) -> Iterator[None]:
     if Path(checkpoint).name != LIVE or not lock.exists():
         yield
         return
-    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with _lock_of(lock) as keeping:
+        keeping.take(shared=True, wait=True)
         yield
-    finally:
-        _let_go(descriptor)
 
 
 def sweep(
@@ -88,24 +86,24 @@ def sweep(
     _sweep_memory(memory_root)
 
 
-def _new_entry(directory: Path) -> tuple[Path, int]:
-    """A new entry and the descriptor that holds its lock."""
+def _new_entry(directory: Path) -> tuple[Path, FileLock]:
+    """A new entry and its lock, taken."""
     for _ in range(_TRIES):
         entry = directory / secrets.token_hex(8)
         entry.mkdir(mode=0o700)
         with suppress(FileNotFoundError, SkyctlError):  # a sweep took the empty entry
-            lock = create_private_file(entry / _LOCK)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if _same_file(lock, entry / _LOCK):
+            path = entry / _LOCK
+            lock = FileLock(path, partial(create_private_file, path))
+            lock.take(shared=True, wait=True)
+            if _same_file(lock.fileno(), path):
                 return entry, lock
-            os.close(lock)
+            lock.close()
     raise SkyctlError(f"cannot make a directory for weights in {directory}")
 
 
-def _let_go(lock: int) -> None:
-    # unlocked first: a child forked meanwhile has the descriptor as well
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+def _lock_of(path: Path) -> FileLock:
+    """The lock of an entry that exists."""
+    return FileLock(path, lambda: os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
@@ -117,21 +115,16 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 def _remove_unless_held(entry: Path, memory_root: Path) -> None:
     try:
-        descriptor = os.open(entry / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = _lock_of(entry / _LOCK)
     except FileNotFoundError:
         with suppress(OSError):  # being made just now, or left by a killed process
             entry.rmdir()
         return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    else:
-        shutil.rmtree(_memory_home(memory_root) / entry.name, ignore_errors=True)
-        (_memory_home(memory_root) / f"{entry.name}{_ORIGIN}").unlink(missing_ok=True)
-        shutil.rmtree(entry, ignore_errors=True)
-    finally:
-        os.close(descriptor)
+    with lock:
+        if lock.take():
+            shutil.rmtree(_memory_home(memory_root) / entry.name, ignore_errors=True)
+            (_memory_home(memory_root) / f"{entry.name}{_ORIGIN}").unlink(missing_ok=True)
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _memory_home(memory_root: Path) -> Path:

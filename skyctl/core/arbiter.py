@@ -33,7 +33,7 @@ from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
 
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store.locks import ASKED, Holder, Lock, Locks
 
 LOCK = "turn"
@@ -108,12 +108,11 @@ class Arbiter:
 
         Raises:
             ConflictError: somebody else acts; the message says who, and the hint what to type.
+            SkyctlError: the lock cannot be had, for another reason than a failing disk.
         """
         try:
             return Turn(self._locks.take(LOCK, _asked(what), shared=act is Act.VERB))
-        except ConflictError:
-            raise
-        except SkyctlError:
+        except StateUnwritable:
             # The lock's file is made before the first push. If it cannot be made, no push is under
             # way, and thawing must not need a disk.
             if act not in (Act.VERB, Act.SLEEP):

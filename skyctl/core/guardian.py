@@ -18,6 +18,7 @@ from pathlib import Path
 from skyctl.errors import StateUnwritable
 from skyctl.launch.local.process import start_detached
 from skyctl.launch.local.rotation import rotate
+from skyctl.store.owned import own, unforked
 from skyctl.store.paths import FleetPaths
 
 LOG = "guardian"
@@ -47,7 +48,11 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     recover = [sys.executable, "-m", "skyctl", "recover", "--fleet", paths.name, "--yes", "--json"]
     rotate(paths.log(LOG), _LOG_BYTES, keep=1)
     argv = [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover]
-    return start_detached(argv, paths, paths.log(LOG), stdin=subprocess.PIPE)
+    with unforked():
+        guardian = start_detached(argv, paths, paths.log(LOG), stdin=subprocess.PIPE)
+        assert guardian.stdin is not None  # a pipe
+        own(guardian.stdin)
+    return guardian
 
 
 def _release(guardian: subprocess.Popen[bytes]) -> None:

@@ -39,6 +39,7 @@ from skyctl.http.transport import (
     TransportError,
     Unusable,
 )
+from skyctl.store.owned import own
 
 MAX_HEAD_BYTES = 256 * 1024
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -125,6 +126,12 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        own(self)  # a forked child would keep it open, and its other end would think that we live
+
+    def fileno(self) -> int:
+        """Its socket's descriptor, -1 once that is closed."""
+        socket = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if socket is None else int(socket.fileno())
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._buffer

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
+from skyctl.store.owned import after_fork_in_child
 from skyctl.store.paths import place_private_file, private_directory
 from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
@@ -101,6 +103,7 @@ class Database:
         self._durable = False  # whether it must be in the file
         self._tried = 0.0
         self._reserve = path.with_suffix(".reserve")
+        _databases.add(self)
         try:
             private_directory(path.parent)
             self._file = self._open_or_begin_anew()
@@ -387,6 +390,25 @@ class Database:
 
     def _unwritable(self) -> StateUnwritable:
         return StateUnwritable(f"cannot write {self.path}: {self._why}", hint=self._hint)
+
+
+_databases: WeakSet[Database] = WeakSet()
+
+
+def _abandon_inherited() -> None:
+    """Never close a connection of the process that forked this one: SQLite would undo an open
+    transaction of that process in memory that both share (sqlite.org/howtocorrupt.html, 2.6).
+    """
+    import ctypes
+
+    for database in list(_databases):
+        for connection in (database._file, database._memory):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+        database._file = database._memory = None
+    _databases.clear()
+
+
+after_fork_in_child(_abandon_inherited)
 
 
 def _writable(value: Any) -> Any:

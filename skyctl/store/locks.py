@@ -3,14 +3,13 @@ holder.
 
 A lock is an flock on a file in the fleet's directory. Its holder is read from /proc/locks, so it is
 known even where nothing can be written; what the holder is doing is in the file if there was room
-for it.
+for it. A process that the holder forks does not have the lock (`owned.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -18,9 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.store.owned import FileLock, after_fork_in_child
 from skyctl.store.paths import create_private_file, flocked
 from skyctl.units import format_seconds
 
@@ -82,13 +83,13 @@ class Lock:
     until `settle`. Of several that share a lock, the file names the first.
     """
 
-    def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
+    def __init__(self, locks: Locks, name: str, file: FileLock, shared: bool, what: str) -> None:
         self.name = name
         self.shared = shared
         self.holder = Holder(what, os.getpid(), time.time())
         self._locks = locks
-        self._descriptor: int | None = descriptor
-        self.after_death = _has_record(descriptor) and not (shared and locks.lives(name))
+        self._file = file
+        self.after_death = _has_record(file.fileno()) and not (shared and locks.lives(name))
         self._locks.own.add(self)
         self._record()
 
@@ -100,22 +101,21 @@ class Lock:
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
-        if self._descriptor is None:
+        if self not in self._locks.own:  # it is released, or belongs to the process that forked us
             return
         self._locks.own.discard(self)
         if not self.after_death:
             with contextlib.suppress(OSError):
-                self._remove_record(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = None
+                self._remove_record(self._file.fileno())
+        self._file.close()
         self._locks.news.tell()
 
     def settle(self) -> None:
         """Forget a holder that died: it can do no more harm."""
         self.after_death = False
-        if self._descriptor is not None:
+        if self in self._locks.own:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
+                os.ftruncate(self._file.fileno(), 0)
         self._record()
 
     def _remove_record(self, descriptor: int) -> None:
@@ -132,12 +132,13 @@ class Lock:
             os.ftruncate(descriptor, 0)
 
     def _record(self) -> None:
-        if self.after_death or self._descriptor is None:
+        if self.after_death or self not in self._locks.own:
             return
-        if self.shared and _has_record(self._descriptor):
+        descriptor = self._file.fileno()
+        if self.shared and _has_record(descriptor):
             return
         with contextlib.suppress(OSError):  # a full disk: the kernel still knows the process
-            self._write(self._descriptor, self.holder)
+            self._write(descriptor, self.holder)
 
     def _write(self, descriptor: int, holder: Holder) -> None:
         text = json.dumps(asdict(holder)).encode()
@@ -166,24 +167,25 @@ class Locks:
 
         Raises:
             ConflictError: somebody holds it; the message names them.
-            SkyctlError: the lock's file cannot be opened.
+            StateUnwritable: there is no room for the lock's file, and no directory to lock instead.
+            SkyctlError: the lock's file cannot be opened or locked.
         """
-        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
         try:
-            descriptor, by_file = self._open(name), True
-        except SkyctlError as error:
+            file, by_file = FileLock(self._path(name), partial(self._open, name)), True
+        except StateUnwritable as error:
             try:
-                descriptor, by_file = self._open_directory(), False
+                file, by_file = self._directory_lock(), False
             except OSError:
                 raise error from None
         try:
-            fcntl.flock(descriptor, kind)
-            if by_file:
-                self._look_at_directory(kind)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise self._conflict(name) from None
-        lock = Lock(self, name, descriptor, shared, what)
+            free = file.take(shared=shared) and not (by_file and self._directory_taken(shared))
+        except BaseException:
+            file.close()
+            raise
+        if not free:
+            file.close()
+            raise self._conflict(name)
+        lock = Lock(self, name, file, shared, what)
         if self._on_taken is not None:
             self._on_taken()
         return lock
@@ -244,17 +246,15 @@ class Locks:
         finally:
             lock.release()
 
-    def _open_directory(self) -> int:
-        """Stands in for a lock's file if there is no room to create it."""
-        return os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _directory_lock(self) -> FileLock:
+        """Stands in for a lock's file if there is no room to create it. Raises OSError."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return FileLock(self._directory, lambda: os.open(self._directory, flags))
 
-    def _look_at_directory(self, kind: int) -> None:
-        """Raise BlockingIOError if somebody had no file to lock, and still acts."""
-        descriptor = self._open_directory()
-        try:
-            fcntl.flock(descriptor, kind)
-        finally:
-            os.close(descriptor)
+    def _directory_taken(self, shared: bool) -> bool:
+        """Whether another process had no file to lock, and still acts."""
+        with self._directory_lock() as directory:
+            return not directory.take(shared=shared)
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.lock"
@@ -285,6 +285,15 @@ class Locks:
                 "since": first.since,
             },
         )
+
+
+def _forget_inherited() -> None:
+    """The locks of the process that forked this one are not this one's."""
+    for locks in Locks.own_of_directory.values():
+        locks.clear()
+
+
+after_fork_in_child(_forget_inherited)
 
 
 def _has_record(descriptor: int) -> bool:

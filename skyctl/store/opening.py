@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import shutil
 import sqlite3
 import tempfile
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, place_private_file
 from skyctl.store.schema import migrate, upgrade
 
@@ -95,9 +94,9 @@ def read_into_memory(path: Path) -> sqlite3.Connection:
 
 def keep_aside(path: Path, connect: Connect) -> Path | None:
     """Move a corrupt file (and its WAL) away; None if another process already did."""
-    lock = create_private_file(path.with_suffix(".lock"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = path.with_suffix(".lock")
+    with FileLock(lock, lambda: create_private_file(lock)) as moving:
+        moving.take(wait=True)
         try:
             open_file(path, connect, owner=True).close()
             return None
@@ -107,8 +106,6 @@ def keep_aside(path: Path, connect: Connect) -> Path | None:
             for suffix in ("-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
             return kept
-    finally:
-        os.close(lock)
 
 
 def _create(path: Path) -> None:

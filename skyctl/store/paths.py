@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import stat
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.errors import SkyctlError, StateUnwritable, UsageError
+from skyctl.store.owned import FileLock
 from skyctl.store.unrecorded import advice
 
 # a disk that is full, read-only, failing or not ours; no disk at all
@@ -28,6 +28,7 @@ _DISK = (
     errno.ENOTDIR,
     errno.ENOENT,
 )
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 # sun_path holds 108 bytes on Linux and 104 elsewhere, including the terminating zero
 LONGEST_SOCKET_PATH_BYTES = 100
 # a server names its sockets <directory>/<36 characters>
@@ -41,13 +42,26 @@ def expanded(path: str | Path) -> Path:
 
 
 def state_root(environ: Mapping[str, str] | None = None) -> Path:
-    """$SKYCTL_HOME, else $XDG_STATE_HOME/skyctl, else ~/.local/state/skyctl."""
+    """$SKYCTL_HOME, else $XDG_STATE_HOME/skyctl, else ~/.local/state/skyctl.
+
+    Raises:
+        UsageError: its path is not UTF-8, which JSON and the fleet's own copy of its file need.
+    """
     environ = os.environ if environ is None else environ
     if environ.get("SKYCTL_HOME"):
-        return expanded(environ["SKYCTL_HOME"]).absolute()
-    if environ.get("XDG_STATE_HOME"):
-        return expanded(environ["XDG_STATE_HOME"]).absolute() / "skyctl"
-    return Path.home() / ".local" / "state" / "skyctl"
+        root = expanded(environ["SKYCTL_HOME"]).absolute()
+    elif environ.get("XDG_STATE_HOME"):
+        root = expanded(environ["XDG_STATE_HOME"]).absolute() / "skyctl"
+    else:
+        root = Path.home() / ".local" / "state" / "skyctl"
+    try:
+        str(root).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"skyctl cannot keep its state in {str(root)!a}: the path is not UTF-8",
+            hint="point SKYCTL_HOME at another directory",
+        ) from error
+    return root
 
 
 def private_directory(path: Path) -> Path:
@@ -142,19 +156,20 @@ def sync_directory(directory: Path) -> None:
 
 
 def flocked(path: Path) -> bool:
-    """Whether a live process holds the lock of this file."""
+    """Whether a live process holds the lock of this file.
+
+    Raises:
+        SkyctlError: it cannot be locked, or this process has too many open files to look.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
+        file = FileLock(path, lambda: os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in _TOO_MANY_FILES:
+            raise _failed("open", path, error) from error
         return False
-    try:
+    with file:
         # shared: two processes that test at once must not take each other for the holder
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+        return not file.take(shared=True)
 
 
 def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:
@@ -163,6 +178,8 @@ def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:
     message = f"cannot {verb} {path}: {why}"
     if error.errno in _DISK:
         return StateUnwritable(message, hint=advice(path, why))
+    if error.errno in _TOO_MANY_FILES:
+        return SkyctlError(message, hint="raise the limit in this shell: ulimit -n 65536")
     return SkyctlError(message, hint="remove it, or point SKYCTL_HOME elsewhere")
 
 

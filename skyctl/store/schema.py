@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store.identity import ProcessIdentity
+from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, flocked
 
 VERSIONS: dict[int, str] = {
@@ -115,15 +115,13 @@ def migrate(connection: sqlite3.Connection, path: Path, *, owner: bool = False) 
     version = version_of(connection, path)
     if version == SCHEMA_VERSION:
         return
-    lock = create_private_file(path.with_suffix(".lock"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds it done
+    lock = path.with_suffix(".lock")
+    with FileLock(lock, lambda: create_private_file(lock)) as migrating:
+        migrating.take(wait=True)  # two at once: the second finds it done
         if 0 < version == version_of(connection, path):
             _refuse_while_used(connection, path, owner)
             _copy_aside(connection, path.with_name(f"{path.name}.version-{version}"))
         upgrade(connection, path)
-    finally:
-        os.close(lock)
 
 
 def upgrade(connection: sqlite3.Connection, path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import importlib
 import logging
 import os
@@ -30,6 +29,7 @@ from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.process import start_detached
 from skyctl.launch.local.rotation import rotate
+from skyctl.store.owned import FileLock
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
@@ -64,6 +64,8 @@ _ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.tran
 """Modules that run in vLLM's processes and in the sender, some of them beside torch."""
 _HOUSEKEEPING_INTERVAL_S = 5.0
 _PRUNE_INTERVAL_S = 3600.0
+_kept: list[FileLock] = []
+"""The fleet's lock: this process has it until it exits."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -109,7 +111,7 @@ async def serve(paths: FleetPaths) -> None:
     """
     paths.prepare()
     load_everything()
-    await _lock(paths)
+    _kept.append(await _lock(paths))
     become_subreaper()
     async with ControlClient() as client:
         with FleetState(paths.database, warn=_log, owner=True) as state:
@@ -216,20 +218,16 @@ async def _end_without_plan(supervisor: Supervisor) -> None:
         supervisor.finished.set()
 
 
-async def _lock(paths: FleetPaths) -> int:
-    """The lock's descriptor. A process that only tests the lock holds it for an instant."""
-    descriptor = create_private_file(paths.supervisor_lock)
+async def _lock(paths: FleetPaths) -> FileLock:
+    """The fleet's lock, taken. A process that only tests the lock holds it for an instant."""
+    lock = FileLock(paths.supervisor_lock, lambda: create_private_file(paths.supervisor_lock))
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                message = f"fleet {paths.name} has a supervisor already"
-                raise ConflictError(message) from error
+    while not lock.take():
+        if time.monotonic() > deadline:
+            lock.close()
+            raise ConflictError(f"fleet {paths.name} has a supervisor already")
         await asyncio.sleep(0.02)
+    return lock
 
 
 @contextlib.contextmanager

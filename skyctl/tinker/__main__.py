@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
 import signal
 import socket
 import sys
@@ -24,6 +22,7 @@ from skyctl.core.tinker import TinkerSettings, context_of
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
 from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_tinker_key
+from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, fleet_paths, private_directory
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker.api import Api
@@ -119,7 +118,7 @@ async def serve(
         await worker.stop()
         ledger.close()
         listener.close()
-        os.close(lock)
+        lock.close()
 
 
 class _Server(uvicorn.Server):
@@ -128,14 +127,13 @@ class _Server(uvicorn.Server):
         yield  # uvicorn's own handling would kill this process before it has closed the ledger
 
 
-def _lock(directory: Path) -> int:
-    """A descriptor that is held until this process ends."""
-    lock = create_private_file(directory / "lock")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise ConflictError(f"another process serves {directory}") from error
+def _lock(directory: Path) -> FileLock:
+    """The directory's lock, taken."""
+    path = directory / "lock"
+    lock = FileLock(path, lambda: create_private_file(path))
+    if not lock.take():
+        lock.close()
+        raise ConflictError(f"another process serves {directory}")
     return lock
 
 

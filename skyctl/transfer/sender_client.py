@@ -17,6 +17,7 @@ from skyctl.errors import SkyctlError
 from skyctl.launch.base import A_GPU, Node
 from skyctl.launch.remote.session import command_on, connection_environment
 from skyctl.startup import inherited
+from skyctl.store.owned import own_stdin
 from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
 from skyctl.transfer.reader import Filled
@@ -110,6 +111,7 @@ class SenderProcess:
             env=environment,
             start_new_session=True,  # Ctrl-C goes to the parent, which decides what it means
         )
+        own_stdin(process)
         return cls(process, node)
 
     async def warm(self, *, transport: str, session: str, carrier: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import StateUnwritable
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
@@ -176,7 +176,7 @@ def _by_process(pid: int) -> Holder:
 
 def _create_private_file(path: Path, flags: int = 0) -> int:
     if here().disk.full and not path.exists():
-        raise SkyctlError(f"cannot open {path}: No space left on device")
+        raise StateUnwritable(f"cannot open {path}: No space left on device")
     return _OS.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
@@ -188,7 +188,8 @@ SEAMS: dict[str, Any] = {
     "asyncio.tasks._all_tasks.add": lambda task: None,  # nobody asks for all tasks of a loop
     "skyctl.store.journal.own_identity": _own_identity,
     "skyctl.store.locks.os": _OS,
-    "skyctl.store.locks.fcntl": _FCNTL,
+    "skyctl.store.owned.os": _OS,
+    "skyctl.store.owned.fcntl": _FCNTL,
     "skyctl.store.locks._locking_pids": _locking_pids,
     "skyctl.store.locks._by_process": _by_process,
     "skyctl.store.locks.create_private_file": _create_private_file,
@@ -213,7 +214,6 @@ _LATER = {
     "skyctl.supervisor.client.KeptConnections": SimTransport,
     "skyctl.supervisor.client.own_command": lambda: "a command",
     "skyctl.supervisor.daemon.create_private_file": _create_private_file,
-    "skyctl.supervisor.daemon.fcntl": _FCNTL,
     "skyctl.supervisor.daemon.os": _OS,
     "skyctl.supervisor.replica.create_private_file": _create_private_file,
     "skyctl.supervisor.replica.os": _OS,

@@ -25,6 +25,7 @@ from typing import Any
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import A_GPU, Node, RayCluster
+from skyctl.store.owned import own_stdin
 from skyctl.store.paths import state_root
 
 PROTOCOL = 1
@@ -73,6 +74,7 @@ class Session:
                 f"{client} cannot be started: {error.strerror}",
                 hint="install it, or name another client with `ssh: {command: [...]}`",
             ) from error
+        own_stdin(self._client)
         self._drain = asyncio.create_task(self._keep_last_words())
         try:
             await self._greet()

@@ -278,7 +278,7 @@ async def test_who_asks_whether_a_supervisor_runs_does_not_keep_one_from_startin
     os.close(asking)
     locked = await locking
     assert supervisor_running(paths)
-    os.close(locked)
+    locked.close()
 
 
 async def test_an_operation_that_ended_is_told_of_when_another_has_begun(

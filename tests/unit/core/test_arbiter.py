@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.arbiter import Act, Arbiter, caller, own_command
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store import locks
 from skyctl.store.locks import Locks
 
@@ -73,7 +73,7 @@ def test_where_there_is_no_room_for_the_lock_its_directory_is_locked(
     """A verb that began on a full disk excludes a push that finds room by then."""
 
     def no_room(path: Path, flags: int = 0) -> int:
-        raise SkyctlError(f"cannot open {path}: No space left on device")
+        raise StateUnwritable(f"cannot open {path}: No space left on device")
 
     one, other = two
     with monkeypatch.context() as full:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.errors import SkyctlError
-from skyctl.store.paths import FleetPaths, create_private_file, private_directory
+from skyctl.errors import SkyctlError, UsageError
+from skyctl.store.paths import FleetPaths, create_private_file, private_directory, state_root
 from skyctl.supervisor.interface import SupervisorClient
 
 
@@ -96,3 +96,10 @@ def test_a_socket_with_a_long_name_fits_into_the_scratch_directory(
     paths = FleetPaths(root, "demo")
     assert len(os.fsencode(paths.scratch / ("x" * 36))) <= 107  # what a Unix socket may be named
     assert paths.scratch != FleetPaths(root, "other").scratch
+
+
+def test_a_state_directory_whose_path_is_not_utf8_is_refused() -> None:
+    """Else `up` would succeed, and `down` could not read the fleet's own copy of its file."""
+    with pytest.raises(UsageError, match="not UTF-8") as failure:
+        state_root({"SKYCTL_HOME": os.fsdecode(b"/srv/caf\xe9")})
+    failure.value.message.encode()
