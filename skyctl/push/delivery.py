@@ -74,7 +74,8 @@ class Delivery(Protocol):
         """Form a group with the servers, where there is one."""
         return
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None: ...
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        """Open an update in each server that is still paused; those that run fail."""
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None: ...
 

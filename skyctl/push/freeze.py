@@ -188,13 +188,6 @@ async def _pause(run: Run, sites: Sequence[Site]) -> None:
             )
 
 
-async def require_frozen(run: Run, sites: Sequence[Site]) -> None:
-    """Send nothing to a server that runs: somebody resumed it, or its process is a new one."""
-    timeout_s = run.fleet.control_timeout_s
-    await each(alive(sites), require_paused, timeout_s=timeout_s, what="freeze")
-    require_all(run, sites)
-
-
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:
     """Nothing was sent: close what was opened, and resume at their old weights the servers we
     froze.

@@ -15,7 +15,7 @@ from typing import Any
 from skyctl.errors import PreflightError
 from skyctl.kill_points import reached
 from skyctl.push.delivery import FREE_METHOD, ChunkDelivery
-from skyctl.push.sites import Site, Weights, alive, ask_all, each
+from skyctl.push.sites import Site, Weights, alive, ask_all, each, require_paused
 from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
@@ -134,6 +134,8 @@ class RuntimeDelivery(ChunkDelivery):
         failure = self._opened()[0].sender.failure
         if failure is not None:
             self._all_failed(sites, failure)
+        timeout_s = self._fleet.control_timeout_s
+        await each(alive(sites), require_paused, timeout_s=timeout_s, what="start")
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         for site in sites:

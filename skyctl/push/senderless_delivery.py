@@ -16,7 +16,7 @@ from skyctl.kill_points import reached
 from skyctl.push.delivery import LEAVE_METHOD, Delivery
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
-from skyctl.push.sites import Site, Weights, alive, close_session, each, scrub
+from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, scrub
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.sender_pool import SenderPool
@@ -40,6 +40,7 @@ class DiskDelivery(Delivery):
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         async def begin(site: Site) -> None:
+            await require_paused(site)
             if site.weights is Weights.UNKNOWN:  # a trainer that died has left its session open
                 await close_session(site)
             await site.vllm.prepare_reload()
@@ -139,6 +140,7 @@ class TrainerDelivery(Delivery):
         """The trainer's engine opens its sessions itself: none of an earlier push may be open."""
 
         async def clear(site: Site) -> None:
+            await require_paused(site)
             if self._leaves_group:
                 await site.vllm.extension_rpc(LEAVE_METHOD)
             if site.weights is Weights.UNKNOWN or site.open:

@@ -44,7 +44,6 @@ from skyctl.push.freeze import (
     refuse_paused,
     rejoin,
     require_all,
-    require_frozen,
     resume,
     roll_back,
 )
@@ -206,7 +205,6 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             reached("push.init.done")
             require_all(run, sites)
         with run.stage("start"):
-            await require_frozen(run, sites)  # a start empties layers
             reached("push.start.call")
             await delivery.start(sites)
             reached("push.start.done")

@@ -77,6 +77,9 @@ class Workers:
     async def extension_rpc(self, method: str, **_: Any) -> None:
         self.calls.append((method, {}))
 
+    async def is_paused(self) -> bool:
+        return True
+
     @property
     def asked(self) -> list[str]:
         return [method for method, _ in self.calls]

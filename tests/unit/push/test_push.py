@@ -232,7 +232,7 @@ async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stu
 async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults = {
         "/update_weights": Fault("reset"),
-        "/is_paused": Fault("reset", calls=(5, 6, 7, 8)),
+        "/is_paused": Fault("reset", calls=(4, 5, 6, 7)),
     }
     error = await failing_push(stubs)
     assert states(error) == ["ready", "quarantined"]
@@ -522,8 +522,9 @@ async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs
     check_invariant(stubs)
 
 
+@pytest.mark.parametrize("transport", ["shm", "disk"])
 async def test_no_update_is_opened_in_a_server_started_anew_since_all_were_seen_paused(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+    transport: str, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start empties layers."""
 
@@ -532,9 +533,10 @@ async def test_no_update_is_opened_in_a_server_started_anew_since_all_were_seen_
             stubs.engines[1].scheduler = Scheduler.RUNNING
 
     monkeypatch.setattr("skyctl.push.transaction.reached", reach)
-    error = await failing_push(stubs)
+    error = await failing_push(stubs, transport=transport)
     assert "started it anew" in error.message
     assert "start" not in stubs.engines[1].log
+    assert stubs.engines[1].digest == "base"
     check_invariant(stubs)
 
 
