@@ -26,7 +26,7 @@ from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import compare_configs, in_short
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
-from skyctl.checkpoints.header import Tensor, read_header, read_json
+from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json
 from skyctl.checkpoints.live import (
     NamedTensors,
     RunningModel,
@@ -283,7 +283,7 @@ def _pattern(directory: Path, config: Mapping[str, Any], key: str) -> dict[str, 
 
 
 @lru_cache(maxsize=4)
-def _running_as(model: str, identity: tuple[int, ...]) -> RunningModel:
+def _running_as(model: str, identities: tuple[FileIdentity, ...]) -> RunningModel:
     return running_model(model)
 
 
@@ -292,8 +292,11 @@ def _running(model: str | None) -> RunningModel:
     directory = locate(model) if model else None
     if model is None or directory is None:
         return RunningModel()
-    status = os.stat(directory)  # noqa: PTH116 - a cache key
-    return _running_as(model, (status.st_ino, status.st_mtime_ns))
+    identities = []
+    for path in sorted((directory / "config.json", *directory.glob("*.safetensors"))):
+        with suppress(OSError):
+            identities.append(FileIdentity.of_status(path.stat()))
+    return _running_as(model, tuple(identities))
 
 
 def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ class Checkpoint:
     """A checkpoint on disk. `tensors` are in shard order, file order within a shard.
 
     `layout_digest` covers names, dtypes, shapes and sizes: equal for two checkpoints of one model.
-    `identity_digest` adds each file's inode, size and modification time: it changes when a file
-    is written or replaced. Neither reads the tensors' bytes.
+    `identity_digest` adds each file's inode, size and times: it changes when a file is written or
+    replaced. Neither reads the tensors' bytes.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class Checkpoint:
 
     @cached_property
     def identity_digest(self) -> str:
-        files = sorted((s.name, s.device, s.inode, s.size, s.mtime_ns) for s in self.shards)
+        files = sorted((shard.name, *astuple(shard.identity)) for shard in self.shards)
         return _digest([self.layout_digest, files])
 
 

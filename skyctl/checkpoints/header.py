@@ -12,7 +12,7 @@ import math
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,19 +59,44 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One safetensors file as of when its header was read (`path` with links resolved)."""
+class FileIdentity:
+    """Equal as long as nobody has written to a file or replaced it. Programs can set `mtime_ns`
+    to what it was (`cp -p`, `rsync -t`, `os.utime`), but not `ctime_ns`, which the kernel sets.
+    """
 
-    path: str
     device: int
     inode: int
     size: int
     mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of_status(cls, status: os.stat_result) -> FileIdentity:
+        """From what the kernel answers about an open file or a path."""
+        return cls(
+            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file as of when its header was read."""
+
+    path: str
+    """With links resolved."""
+    identity: FileIdentity
+    """Tells whether it was written to since."""
     header_digest: str
+    """Of its raw header (`digest_header`)."""
 
     @property
     def name(self) -> str:
         return Path(self.path).name
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Shard:
+        """Inverse of `asdict`."""
+        return cls(**{**data, "identity": FileIdentity(**data["identity"])})
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
@@ -92,10 +117,9 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
         raise PreflightError(f"{path} cannot be read: {error}") from error
     start, digest = _LENGTH_BYTES + len(raw), digest_header(raw)
-    size, changed = status.st_size, status.st_mtime_ns
     return (
-        Shard(str(real), status.st_dev, status.st_ino, size, changed, digest),
-        list(_tensors(raw, digest, size - start, shard, path)),
+        Shard(str(real), FileIdentity.of_status(status), digest),
+        list(_tensors(raw, digest, status.st_size - start, shard, path)),
     )
 
 

@@ -244,8 +244,7 @@ def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     """Record a push that succeeded: every server and the fleet are at its version."""
     with state.transaction():
         _record_servers(state, result)
-        told = (result.version, result.checkpoint, result.checkpoint_digest, result.transport)
-        state.set_weights(FleetWeights.pushed(*told))
+        state.set_weights(FleetWeights.pushed(result.to_json()))
         frozen = format_seconds(result.freeze_window_s)
         state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
         state.journal.record_push(
@@ -341,8 +340,7 @@ def _publish_in_part(
     version = result.get("version")  # none if the push was undone
     rows = result.get("servers", ()) if version else ()
     if any(row["server"] in holding and row.get("version") == version for row in rows):
-        found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
-        state.set_weights(FleetWeights.pushed(*found))
+        state.set_weights(FleetWeights.pushed(result))
 
 
 async def verify_servers(

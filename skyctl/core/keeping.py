@@ -73,7 +73,7 @@ async def keeping(
         yield Keeping(request, state)
         return
     source = await asyncio.to_thread(read_checkpoint, request.checkpoint)
-    refuse_changed(request, source)
+    await asyncio.to_thread(refuse_changed, request, source)
     known = kept_weights(state)
     found = next((one for one in known if _same(one, source)), None)
     if found is not None:
@@ -85,7 +85,10 @@ async def keeping(
     copied = await asyncio.to_thread(read_checkpoint, str(copy))
     # the copy has an identity of its own; the source's has been checked
     own = Keeping(
-        replace(request, checkpoint=str(copy), expected_digest=None), state, source, copied
+        replace(request, checkpoint=str(copy), expected_digest=None, expected_content=None),
+        state,
+        source,
+        copied,
     )
     try:
         yield own

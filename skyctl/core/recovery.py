@@ -27,6 +27,7 @@ from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
+from skyctl.push.versions import refuse_changed
 from skyctl.store.in_doubt import doubt, held_by, in_doubt, leave_to_next_push, trust, why_held
 from skyctl.store.journal import Job, number_of
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
@@ -277,19 +278,18 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         found = read_checkpoint(weights.checkpoint)
     except SkyctlError as error:
         raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
-    digests = (found.identity_digest, found.layout_digest)
-    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise WeightsGone(
-            f"{weights.checkpoint} was overwritten since it was pushed as {weights.version}"
-        )
-    return PushRequest(
+    request = PushRequest(
         checkpoint=weights.checkpoint,
         transport=weights.transport,
         weight_version=weights.version,
-        expected_digest=found.identity_digest,  # a trainer may overwrite them at any moment
+        expected_digest=weights.checkpoint_digest,
+        expected_content=weights.content_digest,
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed
     )
+    refuse_changed(request, found)
+    # a trainer may overwrite them at any moment: the push reads what was looked at here
+    return replace(request, expected_digest=found.identity_digest)
 
 
 def needed(state: FleetState) -> set[str | None]:

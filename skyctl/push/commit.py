@@ -274,6 +274,7 @@ async def _push_back(
         scan_nan=False,  # they were accepted when they were pushed
         allow_unproven_reload=run.request.allow_unproven_reload,
         expected_digest=committed.checkpoint_digest,
+        expected_content=committed.content_digest,
     )
     # half updated: what they hold was never accepted, so only a whole push may free them
     servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)

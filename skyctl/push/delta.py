@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
+from skyctl.push.expected import BY_BYTES
 from skyctl.push.request import PushFleet
 from skyctl.push.rows import layer_of
 from skyctl.push.sites import Site, Weights, ask_all
@@ -138,7 +139,7 @@ async def _unlike(
     for site, outcome in zip(sites, outcomes, strict=True):
         if outcome.value is None:
             return f"{site.name} could not be looked at: {outcome.detail}"
-        verified = ExpectedDigest(f"bytes:{content.digest}", site.engine, outcome.value.digest)
+        verified = ExpectedDigest(f"{BY_BYTES}{content.digest}", site.engine, outcome.value.digest)
         if verified not in known:
             return f"{site.name} does not hold what was pushed last, as far as is known"
     return ""

@@ -13,12 +13,15 @@ from skyctl.push.sites import Site
 from skyctl.push.verify import UNLABELLED, arrangement_of, can_compare, comparable
 from skyctl.store.expected import ExpectedDigest, by_files
 
+BY_BYTES = "bytes:"
+"""Begins the name of a content whose every byte was read."""
+
 
 def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
     """The names under which a checkpoint's bytes are recorded; `content_digest` is "" if nobody
     computed it.
     """
-    by_bytes = (f"bytes:{content_digest}",) if content_digest else ()
+    by_bytes = (f"{BY_BYTES}{content_digest}",) if content_digest else ()
     return (*by_bytes, by_files(checkpoint.identity_digest))
 
 
@@ -64,10 +67,18 @@ def expected_of(
 ) -> ExpectedDigest | None:
     """The digest a server should have, if known. Those of pushes take precedence, because they were
     compared with the checkpoint; where the engine does not allow that, those of launches do.
+
+    Where the bytes of this push are known, other bytes are not expected to come to what an earlier
+    push of the same files came to: files may have changed without a trace.
     """
     wanted = (site.engine, arrangement_of(site.digest))
+    by_bytes = any(name.startswith(BY_BYTES) for name in names)
     found = [
-        one for one in known if one.content in names and (one.engine, one.arrangement) == wanted
+        one
+        for one in known
+        if one.content in names
+        and (one.engine, one.arrangement) == wanted
+        and (one.content.startswith(BY_BYTES) or not by_bytes or one.origin == "launch")
     ]
     first = "push" if can_compare(site.target) else "launch"
     return next((one for one in found if one.origin == first), next(iter(found), None))

@@ -43,7 +43,8 @@ class PushRequest:
     W3C trace context. `scan_nan` refuses NaN and infinity: True scans all weights before a server
     is touched, False none, None those that the sender reads on its way. `allow_unproven_reload`
     accepts weights whose digests are not the expected ones. `expected_digest` is the checkpoint's
-    identity_digest when it was pushed before: a checkpoint that has changed since is refused.
+    identity_digest when it was pushed before: one that has changed since is refused, unless
+    its content is still `expected_content` (`push/versions.py`).
     `canary` is what `push/canary.py` reads from a canary file. `keep`: the fleet makes its own
     copy, and keeps it. `rolling` is how many servers are updated at a time while the others serve,
     0 for all. `colocated`: sleeping servers are woken for it. `sleep_after` is the level to sleep
@@ -77,6 +78,7 @@ class PushRequest:
     delta: bool = False
     stage_rate: int | None = None
     weights_digest: str | None = None
+    expected_content: str | None = None
 
     @property
     def leaves_router(self) -> bool:

@@ -86,6 +86,7 @@ def rollback(
             checkpoint=before.checkpoint,
             weight_version=before.version,
             expected_digest=before.checkpoint_digest,
+            expected_content=before.content_digest,
         )
     first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
     if base and (version == BASE or (version is None and first)):
@@ -113,11 +114,23 @@ def _given(push: PushRecord) -> str | None:
 
 
 def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
-    """Raise WeightsGone if the files are not those that were pushed under this version."""
-    if request.expected_digest and request.expected_digest != checkpoint.identity_digest:
-        version = request.weight_version
-        pushed = f"pushed as {version}" if version else "last looked at"
-        raise WeightsGone(
-            f"{checkpoint.path} was written anew since it was {pushed}",
-            hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
-        )
+    """Raise WeightsGone if the files do not hold what was pushed under this version. Files that
+    were only copied or touched since are read, and pass where the content of that push is known.
+    """
+    if request.expected_digest in (None, checkpoint.identity_digest):
+        return
+    if request.expected_content and request.expected_content == read_content(checkpoint):
+        return
+    version = request.weight_version
+    pushed = f"pushed as {version}" if version else "last looked at"
+    raise WeightsGone(
+        f"{checkpoint.path} was overwritten since it was {pushed}",
+        hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
+    )
+
+
+def read_content(checkpoint: Checkpoint) -> str:
+    """The content digest of a checkpoint; reads all of it. Raises CheckpointChanged."""
+    from skyctl.push.delta import checksums, content_digest
+
+    return content_digest(checkpoint.tensors, checksums(checkpoint))

@@ -262,8 +262,7 @@ def _roll_forward(
                 name, weight_version=one["version"], weights_digest=digest or None, **now
             )
         if one["whole"] and holding:
-            told = (one[key] for key in ("version", *what, "transport"))
-            state.set_weights(FleetWeights.pushed(*told))
+            state.set_weights(FleetWeights.pushed(one))
             state.add_event("fleet", f"{job.id} died; weights {one['version']} were verified")
             state.journal.record_push(
                 job.id, ok=True, version=one["version"], result=dict(one), **what

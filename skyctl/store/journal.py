@@ -110,6 +110,11 @@ class PushRecord:
     checkpoint_digest: str | None
     result: dict[str, Any]
 
+    @property
+    def content_digest(self) -> str:
+        """Covers every byte that was pushed; "" if nobody computed it."""
+        return str(self.result.get("content_digest") or "")
+
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 

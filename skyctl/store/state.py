@@ -55,22 +55,32 @@ class ServerRow:
 
 @dataclass(frozen=True)
 class FleetWeights:
-    """The weights every routed server must have; `version` None means the base model. `checkpoint`
-    is None if they are in no file: a trainer sent them itself, and only servers hold them.
-    """
+    """The weights every routed server must have."""
 
     version: str | None = None
+    """Their label; None is the base model."""
     checkpoint: str | None = None
+    """Their directory, links resolved. None if they are in no file: a trainer sent them itself."""
     checkpoint_digest: str | None = None
+    """The identity of its files when they were pushed."""
     transport: str = "auto"
+    """How a server that restarts gets them."""
+    content_digest: str = ""
+    """Covers every byte that was pushed; "" if nobody computed it."""
 
     @classmethod
-    def pushed(
-        cls, version: str, checkpoint: str, checkpoint_digest: str, transport: str
-    ) -> FleetWeights:
-        """The weights of a finished push: bringing them to a server again needs no trainer."""
-        again = "auto" if transport == TRAINER else transport
-        return cls(version, checkpoint or None, checkpoint_digest, again)
+    def pushed(cls, push: Mapping[str, Any]) -> FleetWeights:
+        """The weights of a finished push, from its result as JSON: bringing them to a server again
+        needs no trainer.
+        """
+        again = "auto" if push["transport"] == TRAINER else push["transport"]
+        return cls(
+            push["version"],
+            push["checkpoint"] or None,
+            push["checkpoint_digest"],
+            again,
+            push.get("content_digest") or "",
+        )
 
 
 @dataclass(frozen=True)

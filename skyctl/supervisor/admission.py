@@ -120,7 +120,9 @@ async def push_alone(
     from skyctl.push.transaction import push
 
     weights = state.weights()
-    request = published(weights, verify=plan.config.weight_transfer.verify)
+    # may read a whole checkpoint
+    verify = plan.config.weight_transfer.verify
+    request = await asyncio.to_thread(published, weights, verify=verify)
     fleet = informed(push_fleet(plan, [replica], plan.model_path, in_doubt(state)), state)
     touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
     with held(request.checkpoint):

@@ -13,7 +13,13 @@ from threading import Condition
 from typing import Any
 
 from skyctl.checkpoints.finite import NotFinite, first_not_finite
-from skyctl.checkpoints.header import Shard, digest_header, read_header, read_raw_header
+from skyctl.checkpoints.header import (
+    FileIdentity,
+    Shard,
+    digest_header,
+    read_header,
+    read_raw_header,
+)
 from skyctl.errors import PreflightError
 from skyctl.transfer.pace import Pace
 
@@ -70,13 +76,9 @@ class ShardFiles:
                 raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
             number = len(self._descriptors) - 1
             if elsewhere:
-                status = os.fstat(self._descriptors[number])
-                self._shards[number] = replace(
-                    shard,
-                    device=status.st_dev,
-                    inode=status.st_ino,
-                    mtime_ns=status.st_mtime_ns,
-                )
+                now = FileIdentity.of_status(os.fstat(self._descriptors[number]))
+                own = replace(now, size=shard.identity.size)
+                self._shards[number] = replace(shard, identity=own)
             self.check(number)
 
     @property
@@ -87,13 +89,12 @@ class ShardFiles:
     def check(self, number: int) -> None:
         """Raise CheckpointChanged unless file and path are unchanged."""
         shard = self._shards[number]
-        expected = (shard.device, shard.inode, shard.size, shard.mtime_ns)
         try:
             found = [os.fstat(self._descriptors[number]), Path(shard.path).stat()]
         except OSError as error:
             raise CheckpointChanged(f"{shard.path} vanished during the push: {error}") from error
         for status in found:
-            if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != expected:
+            if FileIdentity.of_status(status) != shard.identity:
                 raise CheckpointChanged(f"{shard.path} changed during the push")
 
     def read(self, number: int, begin: int, views: list[memoryview]) -> None:

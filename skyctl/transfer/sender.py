@@ -108,7 +108,7 @@ class Sender:
         `message["chunks"]` is None, the chunks are those of the last push.
         """
         reached("sender.open")
-        shards = [Shard(**shard) for shard in message["shards"]]
+        shards = [Shard.from_json(shard) for shard in message["shards"]]
         self._files = ShardFiles(shards, elsewhere=message["elsewhere"])
         if message["chunks"] is not None:
             self._chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.checkpoints.header import FileIdentity
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.transports.base import Filled
@@ -108,8 +109,7 @@ class SimSender:
                 self._memory.slots[slot][placed.tensor.name] = crcs[-1]
             for shard in checkpoint.shards:
                 found = Path(shard.path).stat()  # noqa: ASYNC240
-                seen = (found.st_ino, found.st_size, found.st_mtime_ns)
-                if seen != (shard.inode, shard.size, shard.mtime_ns):
+                if FileIdentity.of_status(found) != shard.identity:
                     self.failure = SenderFailed(f"{shard.path} changed during the push")
                     self.failure.final = True
                     await self._tell()

@@ -749,6 +749,7 @@ def push(monkeypatch: pytest.MonkeyPatch) -> FakePush:
 
 class FakeCheckpoint:
     identity_digest = layout_digest = "same"
+    path = Path("/ckpt")
 
 
 @pytest.fixture

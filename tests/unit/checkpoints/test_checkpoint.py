@@ -12,7 +12,14 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, absolute, locate, read_checkpoint
 from skyctl.errors import NotFoundError, PreflightError
-from tests.unit.push.checkpoints import filled, safetensors, tiny_tensors, write_checkpoint
+from skyctl.transfer.reader import CheckpointChanged, ShardFiles
+from tests.unit.push.checkpoints import (
+    filled,
+    rewrite_unseen,
+    safetensors,
+    tiny_tensors,
+    write_checkpoint,
+)
 
 
 def test_one_file_and_many_shards_hold_the_same_model(tmp_path: Path) -> None:
@@ -198,6 +205,18 @@ def test_an_adapter_is_not_a_checkpoint(tmp_path: Path) -> None:
     (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
     with pytest.raises(PreflightError, match=r"PEFT adapter \(LoRA\)"):
         read_checkpoint(str(directory))
+
+
+def test_identity_changes_with_bytes_that_are_written_in_place_at_the_same_time(
+    tmp_path: Path,
+) -> None:
+    before = read_checkpoint(str(write_checkpoint(tmp_path)))
+    files = ShardFiles(before.shards)
+    rewrite_unseen(tmp_path, tiny_tensors(9))
+    assert read_checkpoint(str(tmp_path)).identity_digest != before.identity_digest
+    with pytest.raises(CheckpointChanged, match="changed during the push"):
+        files.check(0)
+    files.close()
 
 
 def test_identity_changes_when_a_file_is_touched_and_layout_does_not(tmp_path: Path) -> None:

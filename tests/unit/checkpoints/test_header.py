@@ -40,7 +40,7 @@ def test_tensors_come_in_file_order_with_offsets_in_the_file(tmp_path: Path) -> 
         ("s", "F32", (), 4, 3),
     ]
     assert content[tensors[1].begin : tensors[1].begin + 8] == filled([4], 2, "BF16")[2]
-    assert shard.size == len(content)
+    assert shard.identity.size == len(content)
 
 
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:

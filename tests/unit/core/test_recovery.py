@@ -24,6 +24,7 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.delta import checksums, content_digest
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.identity import own_identity
@@ -32,7 +33,7 @@ from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
-from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint
 
 
 class Actions:
@@ -308,6 +309,25 @@ def test_the_fleets_weights_are_asked_for_by_the_files_that_were_looked_at(tmp_p
     weights = FleetWeights("v1", str(checkpoint.path), checkpoint.identity_digest)
     assert published(weights, verify=True).expected_digest == checkpoint.identity_digest
     os.utime(checkpoint.shards[0].path, ns=(1, 1))
+    with pytest.raises(WeightsGone, match="was overwritten"):
+        published(weights, verify=True)
+
+
+def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are_not(
+    tmp_path: Path,
+) -> None:
+    directory = write_checkpoint(tmp_path / "step")
+    checkpoint = read_checkpoint(str(directory))
+    weights = FleetWeights(
+        "v1",
+        str(directory),
+        checkpoint.identity_digest,
+        content_digest=content_digest(checkpoint.tensors, checksums(checkpoint)),
+    )
+    os.utime(checkpoint.shards[0].path, ns=(1, 1))
+    now = read_checkpoint(str(directory)).identity_digest
+    assert published(weights, verify=True).expected_digest == now != checkpoint.identity_digest
+    rewrite_unseen(directory, tiny_tensors(9))
     with pytest.raises(WeightsGone, match="was overwritten"):
         published(weights, verify=True)
 

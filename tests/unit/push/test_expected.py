@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,7 +16,7 @@ from skyctl.push.request import PushRequest, PushResult, PushServer
 from skyctl.push.transaction import push, push_rolling
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
-from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import site
 from tests.unit.push.fleets import Recorder, Rotation, Stubs
 
@@ -72,6 +72,26 @@ async def test_files_are_known_where_nobody_computes_the_bytes(stubs: Stubs) -> 
     assert result.learned is not None
     identity = read_checkpoint(str(stubs.new)).identity_digest
     assert [one["content"] for one in result.learned["digests"]] == [by_files(identity)]
+
+
+async def test_other_bytes_in_files_that_look_untouched_are_other_weights(
+    stubs: Stubs, tmp_path: Path
+) -> None:
+    step = write_checkpoint(tmp_path / "step", tiny_tensors(50))
+    learn(stubs, (await pushed(stubs, checkpoint=str(step))).learned)
+    corrupt(stubs)
+    rewrite_unseen(step, tiny_tensors(70))
+    assert (await pushed(stubs, checkpoint=str(step))).servers[0].ok
+
+
+def test_files_bind_only_where_the_bytes_are_not_known() -> None:
+    def expected(origin: Literal["push", "launch"], *names: str) -> bool:
+        known = [ExpectedDigest("files:1", "", "d", origin)]
+        return expected_of(site(None), known, names) is not None
+
+    assert expected("push", "files:1")
+    assert not expected("push", "bytes:2", "files:1")
+    assert expected("launch", "bytes:2", "files:1")  # nobody has read what was launched
 
 
 @pytest.mark.parametrize("other", ["content", "engine", "arrangement"])

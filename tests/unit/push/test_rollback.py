@@ -76,6 +76,6 @@ async def test_a_checkpoint_that_was_written_anew_is_refused_before_anything_is_
         assert all(server.ok for server in result.servers)
         shard = next(stubs.new.glob("*.safetensors"))
         os.utime(shard, ns=(1, 1))
-        with pytest.raises(WeightsGone, match="written anew since it was pushed as 1"):
+        with pytest.raises(WeightsGone, match="overwritten since it was pushed as 1"):
             await push(request, stubs.fleet, client=client, observer=PushObserver())
     assert not any(engine.paused for engine in stubs.engines)

@@ -134,7 +134,7 @@ async def test_a_part_of_fewer_servers_than_none_is_refused(stubs: Stubs) -> Non
 
 async def test_a_checkpoint_that_is_written_anew_in_the_middle_stops_it(stubs: Stubs) -> None:
     observer = written_anew(stubs.new, "resume")
-    with pytest.raises(PushError, match=r"written anew since it was pushed as step-2"):
+    with pytest.raises(PushError, match=r"overwritten since it was pushed as step-2"):
         await roll(stubs, observer=observer)
     assert [engine.weight_version for engine in stubs.engines] == ["step-2", "default", "default"]
 
