@@ -34,6 +34,7 @@ from skyctl.checkpoints.live import (
     memory_of,
     running_model,
 )
+from skyctl.checkpoints.staging import without_links
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
 from skyctl.store.paths import expanded
 
@@ -76,7 +77,7 @@ def read_adapter(path: str) -> Adapter:
         NotFoundError: there is no such directory.
         PreflightError: it is not a LoRA adapter in PEFT's format, or one that vLLM does not take.
     """
-    directory = Path(os.path.abspath(expanded(path)))  # noqa: PTH100 - links are kept
+    directory = Path(without_links(os.path.abspath(expanded(path))))  # noqa: PTH100
     if not os.path.isdir(directory):  # noqa: PTH112 - Path.is_dir raises
         there = os.path.exists(directory)  # noqa: PTH110 - so does Path.exists
         raise NotFoundError(

@@ -69,7 +69,9 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The directory's name as the user wrote it, links not followed."""
+        """The directory's name; in a hub cache, where that is a commit, the model's."""
+        if self.path.parent.name == "snapshots":
+            return self.path.parent.parent.name.rpartition("--")[2]
         return self.path.name
 
     @property

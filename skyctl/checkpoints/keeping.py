@@ -45,7 +45,7 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]
             f"{format_bytes(needed)} do not fit in {directory}: {format_bytes(free)} are free",
             hint="skyctl weights kept; skyctl weights forget VERSION; or push without --keep",
         )
-    entry = directory / secrets.token_hex(8)
+    entry = directory.resolve() / secrets.token_hex(8)  # pushes record paths without links
     try:
         entry.mkdir(mode=0o700)
         copy = entry / source.name
@@ -69,7 +69,7 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]
 
 def delete_copy(copy: Path, directory: Path) -> None:
     """Remove a copy that `keep_copy` made in `directory`; anything else is left alone."""
-    if copy.parent.parent == directory:
+    if copy.parent.parent.resolve() == directory.resolve():
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 

@@ -63,14 +63,25 @@ def staged(
         lock.close()
 
 
+def is_staged(path: str) -> bool:
+    """Whether this is an entry that `staged` made."""
+    return Path(path).name == LIVE and os.path.exists(Path(path).parent / _LOCK)  # noqa: PTH110
+
+
+def without_links(path: str) -> str:
+    """The directory that a path leads to now: its links may lead elsewhere later. The link of a
+    staged checkpoint stays, because it never moves.
+    """
+    return path if is_staged(path) else os.path.realpath(path)
+
+
 @contextmanager
 def held(checkpoint: str) -> Iterator[None]:
     """Keep a staged checkpoint from being swept while the block runs. Other paths are ignored."""
-    lock = Path(checkpoint).parent / _LOCK
-    if Path(checkpoint).name != LIVE or not lock.exists():
+    if not is_staged(checkpoint):
         yield
         return
-    with _lock_of(lock) as keeping:
+    with _lock_of(Path(checkpoint).parent / _LOCK) as keeping:
         keeping.take(shared=True, wait=True)
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,9 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
     modules = engine.modules(plan.device, False, plan.servers[0].backend, False)
     paths = [plan.model_path] if Path(plan.model_path).is_absolute() else []
     try:
-        with _written_to(plan.config.shared_dir) as written:
+        # the copies will lie where its links lead now
+        shared = plan.config.shared_dir and os.path.realpath(plan.config.shared_dir)
+        with _written_to(shared) as written:
             questions = []
             for here in servers.values():
                 used = [port for server in here for port in (server.port, server.master_port)]

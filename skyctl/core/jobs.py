@@ -8,10 +8,12 @@ import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.checkpoints.staging import held
+from skyctl.checkpoints.checkpoint import locate
+from skyctl.checkpoints.staging import held, without_links
 from skyctl.core.arbiter import Turn
 from skyctl.core.expectations import informed, records_of, rows_of
 from skyctl.errors import SkyctlError, StateUnwritable
@@ -122,6 +124,18 @@ class JournalObserver(PushObserver):
             self._failure = error  # raised by the next `close`
 
 
+def resolved(request: PushRequest) -> PushRequest:
+    """The request for the directory that its checkpoint means now: a link or a branch of a hub
+    repository may mean another one later, when a replica restarts or recovery pushes again.
+    """
+    located = locate(request.checkpoint) if request.checkpoint else None
+    if located is None:  # the push says what is wrong
+        return request
+    directory = without_links(str(located))
+    written = request.checkpoint if directory != request.checkpoint else request.written
+    return replace(request, checkpoint=directory, written=written)
+
+
 def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
     """Open a push job, which has the fleet's turn from now on.
 
@@ -172,6 +186,8 @@ async def run_push(
             reached("push.guarded")
         with _recorded(state, job.id, request) as record, contextlib.closing(observer):
             watch.enter_context(held(request.checkpoint))
+            if request.written:
+                observer.note(f"{request.written} is {request.checkpoint}")
             if request.keep and not request.dry_run:
                 observer.stage("keep")
             own = await watch.enter_async_context(keeping(request, kept, state))

@@ -19,6 +19,9 @@ from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 
+_SHARED_DIR = "shared_dir"
+"""Where the state keeps `shared_dir` as the fleet file has it."""
+
 
 @dataclass
 class Keeping:
@@ -107,13 +110,16 @@ def _same(kept: KeptWeights, source: Checkpoint) -> bool:
 
 
 def place_copies(paths: FleetPaths, state: FleetState, shared_dir: str | None) -> None:
-    """Keep the fleet's copies of weights below `shared_dir`, None: in its own directory.
+    """Keep the fleet's copies of weights below the directory that `shared_dir` leads to when it is
+    first taken: its links may move. None: in the fleet's own directory.
 
     Raises:
         ConflictError: there are some elsewhere.
     """
     before = paths.shared
-    if (before and str(before.parent)) == (shared_dir and str(Path(shared_dir))):
+    place = Path(shared_dir).resolve() if shared_dir else None
+    as_before = before is not None and shared_dir == state.get(_SHARED_DIR)
+    if as_before or place == (before and before.parent):
         return
     where = before or paths.directory
     if state.processes():
@@ -126,4 +132,5 @@ def place_copies(paths: FleetPaths, state: FleetState, shared_dir: str | None) -
             f"the fleet keeps {', '.join(one.version for one in kept)} in {where}",
             hint="before you change `shared_dir`: skyctl weights forget VERSION",
         )
-    paths.share(Path(shared_dir) if shared_dir else None)
+    paths.share(place)
+    state.set(_SHARED_DIR, shared_dir or "")

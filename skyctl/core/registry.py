@@ -157,11 +157,17 @@ def remember(ref: FleetRef) -> None:
     """
     ref.paths.prepare()
     kind = "attached" if ref.attached else "supervised"
-    known = _origin(ref.paths) | {"base_dir": str(ref.base_dir), "kind": kind}
+    base_dir = str(ref.base_dir.resolve())  # links on the way to it may move while the fleet is up
+    known = _origin(ref.paths) | {"base_dir": base_dir, "kind": kind}
     if ref.file is not None:
         known["file"] = str(ref.file.absolute())
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
     _copy(json.dumps(known).encode(), ref.paths.origin)
+
+
+def base_dir_of(ref: FleetRef) -> Path:
+    """What relative paths of the fleet file were relative to when the fleet came up."""
+    return Path(_origin(ref.paths).get("base_dir") or ref.base_dir)
 
 
 def _origin(paths: FleetPaths) -> dict[str, str]:

@@ -79,6 +79,8 @@ class PushRequest:
     stage_rate: int | None = None
     weights_digest: str | None = None
     expected_content: str | None = None
+    written: str = ""
+    """The checkpoint as the user wrote it, if that was a link or a hub id."""
 
     @property
     def leaves_router(self) -> bool:

@@ -224,9 +224,11 @@ class AttachedFleet(RecordedFleet):
         return await ask_targets(fleet, asked, self._client)
 
     async def _begin(self, asked: PushRequest, trainer: Trainer | None = None) -> str:
+        from skyctl.core.jobs import resolved
         from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
 
+        asked = await asyncio.to_thread(resolved, asked)
         asked = replace(asked, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:

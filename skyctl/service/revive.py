@@ -13,7 +13,7 @@ from contextlib import suppress
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled, servers_of
-from skyctl.core.registry import FleetRef
+from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
@@ -61,7 +61,7 @@ def as_it_ran(ref: FleetRef) -> FleetPlan:
     if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
         config = scaled(config, len(servers))
     ran = {"router": "router" in ports, "tinker": "tinker" in ports}
-    return planned(config, ref.base_dir, held, **ran)
+    return planned(config, base_dir_of(ref), held, **ran)
 
 
 async def replace_other(ref: FleetRef) -> None:

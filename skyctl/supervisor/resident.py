@@ -20,11 +20,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
-from skyctl.core import verbs
+from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
-from skyctl.core.jobs import verify_servers
 from skyctl.core.keeping import place_copies
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
@@ -240,7 +239,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase == "up"]
-        return await verify_servers(targets, self.client, self.state)
+        return await jobs.verify_servers(targets, self.client, self.state)
 
     async def undo(self) -> None:
         await self._stop_operation(INTERRUPTED)
@@ -352,6 +351,7 @@ class Supervisor(RunningFleet, SupervisorService):
         while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_SETTLE_POLL_S)
         self._refuse_beside_operation()
+        asked = await asyncio.to_thread(jobs.resolved, asked)
         if asked.checkpoint and any(spec.node for spec in self.require_plan().servers):
             await asyncio.to_thread(refuse_unseen, self.require_plan(), asked, self.paths)
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")

@@ -163,6 +163,28 @@ async def test_a_restarted_replica_that_comes_to_something_else_is_not_routed(
         assert routed(supervisor) == {"b"}
 
 
+async def test_a_link_that_moves_after_its_push_does_not_take_the_weights_along(
+    tmp_path: Path, base: Path, new: Path
+) -> None:
+    latest = tmp_path / "latest"
+    latest.symlink_to(new)
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        await bring_up(supervisor, plan)
+        await push_by(supervisor, latest)
+        latest.unlink()
+        latest.symlink_to(base)
+        before = pid_of(supervisor, "a")
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: supervisor.replicas["a"].row.weight_version is None)
+        await eventually(lambda: states(supervisor)["a"] in ("ready", "quarantined"))
+        a, b = (supervisor.replicas[name].row for name in "ab")
+        assert states(supervisor)["a"] == "ready" and a.weights_digest == b.weights_digest
+        assert a.checkpoint == str(new) and (a.weight_version or "").startswith("new@")
+        [job] = supervisor.state.journal.jobs()
+        assert job.request["written"] == str(latest)
+
+
 @pytest.mark.parametrize("rewritten", [False, True])
 async def test_what_a_server_was_launched_with_is_held_against_its_first_push(
     tmp_path: Path, base: Path, rewritten: bool

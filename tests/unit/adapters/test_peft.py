@@ -29,6 +29,12 @@ def test_an_adapter_of_the_running_model_is_taken(tmp_path: Path) -> None:
     assert (found.rank, len(found.tensors)) == (4, 4)
 
 
+def test_an_adapter_is_read_where_its_link_leads(tmp_path: Path) -> None:
+    directory = make_adapter(tmp_path / "step-1")
+    (tmp_path / "latest").symlink_to(directory)
+    assert read_adapter(str(tmp_path / "latest")).path == directory  # recorded as its source
+
+
 def test_another_byte_or_another_scale_is_another_digest(tmp_path: Path) -> None:
     made = (
         make_adapter(tmp_path / "a"),

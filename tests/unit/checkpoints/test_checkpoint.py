@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, absolute, locate, read_checkpoint
+from skyctl.checkpoints.staging import staged
+from skyctl.core.jobs import resolved
 from skyctl.errors import NotFoundError, PreflightError
+from skyctl.push.request import PushRequest
 from skyctl.transfer.reader import CheckpointChanged, ShardFiles
 from tests.unit.push.checkpoints import (
     filled,
@@ -251,7 +254,27 @@ def test_a_hub_id_in_the_cache_counts_as_local(
     found = read_checkpoint("org/tiny")
     assert len(found.tensors) == len(tiny_tensors())
     assert "blobs" in found.shards[0].path
-    assert absolute("org/tiny") == "org/tiny"
+    assert absolute("org/tiny") == "org/tiny" and found.name == "tiny"
+
+
+def test_a_push_is_of_the_directory_that_its_path_means_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", hub(tmp_path)["HF_HUB_CACHE"])
+    snapshot = locate("org/tiny")
+    (tmp_path / "latest").symlink_to(tmp_path / "step-1")
+    write_checkpoint(tmp_path / "step-1")
+    for written, means in (
+        (str(tmp_path / "latest"), tmp_path / "step-1"),
+        ("org/tiny", snapshot),
+    ):
+        request = resolved(PushRequest(written))
+        assert (request.checkpoint, request.written) == (str(means), written)
+        assert resolved(request) == request  # as recovery repeats it
+    for other in ("", "org/absent", str(tmp_path / "step-1")):
+        assert resolved(PushRequest(other)) == PushRequest(other)
+    with staged(tmp_path / "weights", needed_bytes=1, memory_root=tmp_path) as own:
+        assert own.is_symlink() and resolved(PushRequest(str(own))) == PushRequest(str(own))
 
 
 def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

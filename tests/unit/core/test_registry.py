@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.registry import FleetRef, find, known_fleets, remember, select, select_paths
+from skyctl.core.registry import (
+    FleetRef,
+    base_dir_of,
+    find,
+    known_fleets,
+    remember,
+    select,
+    select_paths,
+)
 from skyctl.errors import FleetFileError, NotFoundError, UsageError
 from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, fleet_paths, state_root
 from skyctl.store.state import FleetState
@@ -122,6 +130,19 @@ def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: P
     assert found.file is None
     assert found.base_dir == tmp_path / "project"
     assert found.config.servers == ["http://127.0.0.1:1"]
+
+
+def test_what_relative_paths_were_relative_to_stays_when_a_link_on_the_way_moves(
+    here: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "current").symlink_to(tmp_path / "one")
+    write(tmp_path / "one", "known")
+    write(tmp_path / "two", "known")
+    ref = select(tmp_path / "current" / "fleet.yaml", None)
+    keep(ref)
+    (tmp_path / "current").unlink()
+    (tmp_path / "current").symlink_to(tmp_path / "two")
+    assert base_dir_of(ref) == tmp_path / "one"
 
 
 def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:

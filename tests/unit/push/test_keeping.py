@@ -16,11 +16,12 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
 from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
+from skyctl.core.keeping import place_copies
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.push.versions import rollback
 from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
-from skyctl.store.paths import sync_directory
+from skyctl.store.paths import FleetPaths, sync_directory
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Stubs
@@ -241,6 +242,36 @@ def test_what_a_dead_push_copied_is_swept_by_the_next(tmp_path: Path) -> None:
     delete_copy(first, tmp_path / "kept")
     delete_copy(source.path, tmp_path / "kept")
     assert not first.parent.exists() and source.path.exists()
+
+
+def test_copies_are_on_record_without_the_links_on_the_way_to_them(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+    copy = keep_copy(source, tmp_path / "home" / "kept", ())
+    assert copy.is_relative_to(tmp_path / "disk")
+    delete_copy(copy, tmp_path / "home" / "kept")
+    assert not copy.exists()
+
+
+def test_a_shared_directory_is_where_its_link_led_when_it_was_taken(
+    tmp_path: Path, state: FleetState
+) -> None:
+    for disk in ("one", "two"):
+        (tmp_path / disk).mkdir()
+    shared = tmp_path / "shared"
+    shared.symlink_to(tmp_path / "one")
+    paths = FleetPaths(tmp_path, "demo")
+    paths.directory.mkdir(parents=True, exist_ok=True)
+    place_copies(paths, state, str(shared))
+    place = paths.shared
+    assert place is not None and place.parent == tmp_path / "one"
+    shared.unlink()
+    shared.symlink_to(tmp_path / "two")
+    place_copies(paths, state, str(shared))  # the fleet's copies are where they were
+    assert paths.shared == place
+    place_copies(paths, state, None)
+    assert paths.shared is None
 
 
 def test_shards_that_are_links_are_copied_by_their_names(tmp_path: Path) -> None:
