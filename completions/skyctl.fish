@@ -99,7 +99,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from status' -s f -l file -r -F -d
 complete -c skyctl -n '__fish_seen_subcommand_from status' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name (default: $SKYCTL_FLEET).'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -s w -l watch -d 'Redraw until Ctrl-C.'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -l interval -x -d 'Between redraws with --watch.'
-complete -c skyctl -n '__fish_seen_subcommand_from status' -l exit-code -d 'Exit with 1 when degraded or not what the fleet file and skyctl asked for, 4 when down.'
+complete -c skyctl -n '__fish_seen_subcommand_from status' -l exit-code -d 'Exit with 1 when users are not served, or something is wrong or not as the fleet file says; 4 when down.'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -l json -d 'Print one JSON envelope, also on failure.'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -s h -l help -d 'Show help and exit.'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -s q -l quiet -d 'Print results only, no progress (with any command).'

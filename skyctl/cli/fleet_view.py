@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyctl import output
-from skyctl.core.status import INTENDED_STATES, RouterStatus
+from skyctl.core.status import INTENDED_STATES, Health, RouterStatus
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus
     from skyctl.service.drift import Drift
 
-_HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
+_HEALTH = {
+    Health.HEALTHY: "green",
+    Health.PARTIAL: "green",
+    Health.DEGRADED: "yellow",
+    Health.UPDATING: "cyan",
+    Health.STARTING: "yellow",
+    Health.STOPPING: "bright_black",
+    Health.PAUSED: "blue",
+    Health.ASLEEP: "blue",
+    Health.UNAVAILABLE: "red",
+    Health.DOWN: "red",
+}
 ROUTED = {True: Text("yes", "green"), False: Text("no", "yellow"), None: None}
 _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
@@ -46,7 +57,10 @@ def restart_lines(status: FleetStatus) -> list[Text]:
 def reason_lines(status: FleetStatus) -> list[Text]:
     """What is wrong with the fleet, a line each, and what to type about it."""
     return [
-        _advised(Text.assemble(("! ", "yellow"), reason.message), reason.hint)
+        _advised(
+            Text.assemble(("! ", "yellow") if reason.fault else ("· ", "cyan"), reason.message),
+            reason.hint,
+        )
         for reason in status.reasons
     ]
 
@@ -68,7 +82,9 @@ def _advised(line: Text, hint: str) -> Text:
 
 def headline(status: FleetStatus) -> Text:
     """One line: name, health, model, weights, and the operation in progress."""
-    line = Text.assemble((status.name, "bold"), "  ", (status.health, _HEALTH[status.health]))
+    line = Text.assemble(
+        (status.name, "bold"), "  ", (str(status.health), f"bold {_HEALTH[status.health]}")
+    )
     facts = [status.device, status.model]
     if status.replicas:
         facts.append(f"weights {status.weight_version or 'base'}")
@@ -84,7 +100,7 @@ def headline(status: FleetStatus) -> Text:
         line.append(f"  {operation.kind} {operation.detail}".rstrip(), style="cyan")
     if status.job is not None:
         line.append(f"  {status.rollout or f'{status.job} running'}", style="cyan")
-    if status.health == "down" and not status.replicas:
+    if status.health == Health.DOWN and not status.replicas:
         line.append("  start it: skyctl up", style="dim")
     return line
 

@@ -117,12 +117,14 @@ class LinePrinter:
         from rich.text import Text
 
         from skyctl import output
+        from skyctl.engines.logs import is_mark
 
         if name not in self._names:
             self._names.append(name)
         width = max(len(known) for known in self._names)
         color = _COLORS[self._names.index(name) % len(_COLORS)]
-        output.out.print(Text.assemble((f"{name:<{width}} │ ", color), line))
+        style = "bold" if is_mark(line) else ""
+        output.out.print(Text.assemble((f"{name:<{width}} │ ", color), (line, style)))
 
 
 def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:

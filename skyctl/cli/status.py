@@ -27,8 +27,8 @@ def status(
         bool,
         typer.Option(
             "--exit-code",
-            help="Exit with 1 when degraded or not what the fleet file and skyctl asked for, "
-            "4 when down.",
+            help="Exit with 1 when users are not served, or something is wrong or not as the "
+            "fleet file says; 4 when down.",
         ),
     ] = False,
     as_json: JsonOption = False,
@@ -84,6 +84,6 @@ def _code(found: FleetStatus, drift: list[Drift] | None) -> ExitCode:
     """`drift` None: no exit code was requested."""
     from skyctl.errors import ExitCode
 
-    if drift is None or (found.health == "healthy" and not drift):
+    if drift is None:
         return ExitCode.OK
-    return ExitCode.NOT_FOUND if found.health == "down" else ExitCode.FAILED
+    return ExitCode.FAILED if drift and not found.health.exit_code else found.health.exit_code

@@ -65,12 +65,13 @@ def top(
 
 
 async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:
+    from skyctl.core.status import Health
     from skyctl.monitoring.sampler import Sampler
     from skyctl.service import connect
 
     async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         sample = await sampler.sample()
-        if sample.status.health == "down":
+        if sample.status.health == Health.DOWN:
             return sample  # there are no rates to wait for
         await asyncio.sleep(interval_s)
         return await sampler.sample()

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import ExitCode, SkyctlError
 
-Health = Literal["healthy", "degraded", "down"]
+
+class Health(StrEnum):
+    """What the users of a fleet meet."""
+
+    HEALTHY = "healthy"
+    """Every server answers."""
+    PARTIAL = "partial"
+    """Some servers answer; the others are paused, asleep, starting or being updated."""
+    DEGRADED = "degraded"
+    """Some servers answer, and something is wrong."""
+    UPDATING = "updating"
+    """A push has all servers: requests wait, with `--canary` they are refused."""
+    STARTING = "starting"
+    """No server answers yet."""
+    STOPPING = "stopping"
+    """`skyctl down` is under way: requests are refused."""
+    PAUSED = "paused"
+    """Every server is paused: requests wait."""
+    ASLEEP = "asleep"
+    """Every server is asleep: requests are refused."""
+    UNAVAILABLE = "unavailable"
+    """No server answers, and something is wrong."""
+    DOWN = "down"
+    """Nothing runs."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The code of `skyctl status --exit-code`: 0 while users are served as intended."""
+        if self in (Health.HEALTHY, Health.PARTIAL, Health.UPDATING):
+            return ExitCode.OK
+        return ExitCode.NOT_FOUND if self is Health.DOWN else ExitCode.FAILED
+
+
 # States in which a server does what it was asked to.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
 TRANSIENT_STATES = ("starting", "restarting", "stopping")
@@ -105,10 +138,14 @@ def ended_by_others(kind: str, how: str) -> SkyctlError:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a fleet is not healthy, and what to type about it."""
+    """Why a fleet is not healthy."""
 
     message: str
+    """What is not as it should be, or not yet."""
     hint: str = ""
+    """What to type about it, "" if it ends by itself."""
+    fault: bool = True
+    """Whether something is wrong; False for what was requested, and for an ordinary start."""
 
 
 @dataclass(frozen=True)
@@ -153,27 +190,94 @@ def assess(
     router: RouterStatus | None,
     tinker: FrontStatus | None = None,
     *,
-    rolling: bool = False,
+    pushing: bool = False,
+    operation: str = "",
 ) -> tuple[Health, tuple[Reason, ...]]:
-    """The verdict over a fleet: down if nothing runs, degraded if anything is wrong. Two versions
-    are fine while a push is `rolling`.
+    """The verdict over a fleet, and the reasons if it is not healthy.
+
+    `operation` is the kind of the one that is under way. `pushing`: a push is, and two versions are
+    fine meanwhile; without one, a server that is updating is still being admitted.
     """
-    reasons = [_replica_reason(replica) for replica in replicas]
-    for name, title, front in (("router", "router", router), ("tinker", "Tinker API", tinker)):
-        if front is not None and front.state != "ready":
-            detail = f": {front.reason}" if front.reason else ""
-            hint = "" if front.state in TRANSIENT_STATES else f"skyctl logs {name}"
-            reasons.append(Reason(f"the {title} is {front.state}{detail}", hint))
+    reasons = [*_reasons(replicas, router, tinker, operation)]
     versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
-    if len(versions) > 1 and not rolling:
+    if len(versions) > 1 and not pushing:
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
-    found = tuple(reason for reason in reasons if reason is not None)
     alive = (*INTENDED_STATES, *TRANSIENT_STATES, "quarantined")
     # one that does not answer may still have a process of ours
-    if any(r.state in alive or (r.state == "unreachable" and r.pid is not None) for r in replicas):
-        return ("degraded" if found else "healthy"), found
-    return "down", found
+    if not any(
+        r.state in alive or (r.state == "unreachable" and r.pid is not None) for r in replicas
+    ):
+        return Health.DOWN, tuple(reasons)
+    processes: list[ReplicaStatus | FrontStatus] = [*replicas]
+    processes += [front for front in (router, tinker) if front is not None]
+    answering = [r for r in replicas if r.state == "ready" and r.routed is not False]
+    # a fleet of prefill and decode servers needs both
+    answers = {r.role for r in answering} == {r.role for r in replicas}
+    answers = answers and (router is None or router.state == "ready")
+    if any(reason.fault for reason in reasons):
+        return Health.DEGRADED if answers else Health.UNAVAILABLE, tuple(reasons)
+    if answers:
+        complete = all(process.state == "ready" for process in processes)
+        health = Health.HEALTHY if complete else Health.PARTIAL
+    else:
+        health = _without_answers({process.state for process in processes}, pushing, operation)
+        if health is Health.UNAVAILABLE:
+            reasons.append(Reason("the router sends requests to no server", "skyctl doctor"))
+    return health, (*reasons, *_conditions(health, replicas))
+
+
+def _without_answers(states: set[str], pushing: bool, operation: str) -> Health:
+    """The health of a sound fleet that answers no user."""
+    if operation == "down":
+        return Health.STOPPING
+    if pushing and "updating" in states:
+        return Health.UPDATING
+    if states & {*TRANSIENT_STATES, "stopped", "updating"}:
+        return Health.STARTING
+    if "paused" in states:
+        return Health.PAUSED
+    return Health.ASLEEP if "asleep" in states else Health.UNAVAILABLE
+
+
+def _conditions(health: Health, replicas: Sequence[ReplicaStatus]) -> Iterator[Reason]:
+    """What was requested and keeps users from servers, and what ends it ("": it ends by itself)."""
+    for state, effect, end in (
+        ("paused", "requests wait", "skyctl resume"),
+        ("asleep", "requests are refused", "skyctl wake"),
+        ("updating", "requests wait or are refused", ""),
+    ):
+        names = [replica.name for replica in replicas if replica.state == state]
+        if health == state:
+            yield Reason(f"the fleet is {state}: {effect}", end, fault=False)
+        elif names:
+            message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}"
+            yield Reason(message, end and f"{end} {' '.join(names)}", fault=False)
+
+
+def _reasons(
+    replicas: Sequence[ReplicaStatus],
+    router: RouterStatus | None,
+    tinker: FrontStatus | None,
+    operation: str,
+) -> Iterator[Reason]:
+    """What keeps each server and front from being ready."""
+    for replica in replicas:
+        if (reason := _replica_reason(replica, operation)) is not None:
+            yield reason
+    for name, title, front in (("router", "router", router), ("tinker", "Tinker API", tinker)):
+        if front is not None and front.state != "ready":
+            on_the_way = _on_the_way(front, operation)
+            detail = f": {front.reason}" if front.reason else ""
+            hint = "" if on_the_way or front.state in TRANSIENT_STATES else f"skyctl logs {name}"
+            yield Reason(f"the {title} is {front.state}{detail}", hint, fault=not on_the_way)
+
+
+def _on_the_way(process: ReplicaStatus | FrontStatus, operation: str) -> bool:
+    """Whether it starts or stops because that was requested, and not because it died."""
+    if process.state == "stopped":
+        return bool(operation)  # a restart stops it first
+    return process.state in ("starting", "stopping") and not process.restart_reason
 
 
 UNLABELLED = "default"
@@ -187,14 +291,18 @@ def foreign_version(recorded: str | None, reported: str | None) -> str:
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 
 
-def _replica_reason(replica: ReplicaStatus) -> Reason | None:
+def _replica_reason(replica: ReplicaStatus, operation: str) -> Reason | None:
     if replica.state in INTENDED_STATES:
         foreign = foreign_version(replica.weight_version, replica.reported_version)
         if foreign and replica.state != "updating":
-            said = f"{replica.name} {foreign}: somebody else pushed to it"
-            return Reason(said, "compare: skyctl weights verify; or put it right: skyctl recover")
+            message = f"{replica.name} {foreign}: somebody else pushed to it"
+            hint = "compare: skyctl weights verify; or put it right: skyctl recover"
+            return Reason(message, hint)
         return None
-    detail = f": {replica.reason}" if replica.reason else ""
+    death = replica.restart_reason if replica.state == "starting" else ""
+    detail = f": {replica.reason or death}" if replica.reason or death else ""
+    if _on_the_way(replica, operation):
+        return Reason(f"{replica.name} is {replica.state}{detail}", fault=False)
     again = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
     hints = {"failed": again, "dead": again, "stopped": "skyctl up"}
     hints |= dict.fromkeys(("quarantined", "unreachable", "unsupervised"), "skyctl recover")

@@ -96,12 +96,13 @@ def _model(path: str) -> ModelFacts | None:
 
 
 async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
+    from skyctl.core.status import Health
     from skyctl.service import connect
     from skyctl.service.drift import find_drift
 
     async with connect(ref) as fleet:
         status = await fleet.status()
-        if status.health == "down" and not status.replicas:
+        if status.health == Health.DOWN and not status.replicas:
             return check_running(RunningFacts(status))
         weights, keys = await fleet.weights(), access(ref.config, ref.paths)
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl import engines
-from skyctl.core.status import MIXED, TRANSIENT_STATES, FleetStatus
+from skyctl.core.status import MIXED, FleetStatus, Health
 from skyctl.doctor.finding import Finding, Result, Severity, error, ok, run_checks, warning
 from skyctl.push.verify import comparable
 from skyctl.service.drift import Drift
@@ -43,7 +43,7 @@ class RunningFacts:
 
 def check_running(facts: RunningFacts) -> list[Finding]:
     """All checks of this section; one line for a fleet that is down."""
-    if facts.status.health == "down" and not facts.status.replicas:
+    if facts.status.health == Health.DOWN and not facts.status.replicas:
         message = f"fleet {facts.status.name} is not running"
         return [Finding("running", "supervisor", Severity.OK, message)]
     return run_checks("running", CHECKS, facts)
@@ -67,9 +67,12 @@ def replicas(facts: RunningFacts) -> Iterator[Result]:
     for reason in status.reasons:
         if reason.message.startswith(MIXED) or "supervisor is gone" in reason.message:
             continue  # they have their own checks
-        on_the_way = any(f"is {state}" in reason.message for state in TRANSIENT_STATES)
-        severity = Severity.WARNING if on_the_way else Severity.ERROR
-        yield severity, reason.message, reason.hint or "wait: skyctl wait --for ready"
+        if not reason.hint:  # it ends by itself
+            yield warning(reason.message, "wait: skyctl wait --for ready")
+        elif reason.fault:
+            yield error(reason.message, reason.hint)
+        else:
+            yield ok(reason.message)
     if not status.reasons:
         states = ", ".join(sorted({replica.state for replica in status.replicas}))
         yield ok(f"{len(status.replicas)} replicas: {states}")

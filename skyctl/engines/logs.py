@@ -1,13 +1,18 @@
-"""The end of a log file, and the one line in it that says why."""
+"""The end of a log file, where each run of its process begins, and the one line that says why."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyctl.errors import SkyctlError
 from skyctl.launch.local.rotation import earlier
 from skyctl.sanitize import sanitized
+from skyctl.store.paths import create_private_file
 
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also after vLLM's `(EngineCore pid=7)` and
 # log prefixes.
@@ -17,6 +22,7 @@ _ERROR_LINE = re.compile(
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
+_MARK = "── skyctl starts "
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
@@ -36,16 +42,16 @@ def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
     return _tail(earlier(path), lines - len(found), probes=probes) + found
 
 
-def _tail(path: Path, lines: int, *, probes: bool, since: int = 0) -> list[str]:
+def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     if lines <= 0:
         return []
     try:
         with path.open("rb") as log:
             start = log.seek(0, 2)
             data, found = b"", list[str]()
-            while start > since and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
+            while start > 0 and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
                 # in growing steps: a quiet server's log may be nearly all probes
-                step = min(max(_CHUNK_BYTES, len(data)), start - since)
+                step = min(max(_CHUNK_BYTES, len(data)), start)
                 start -= step
                 log.seek(start)
                 data = log.read(step) + data
@@ -57,15 +63,36 @@ def _tail(path: Path, lines: int, *, probes: bool, since: int = 0) -> list[str]:
     return found[-lines:]
 
 
-def why_it_died(path: Path, since: int) -> str:
-    """The telling line among the last 200 that were written behind byte `since`, or ""; an earlier
-    process may have left others. What was rotated begins anew.
+def mark_start(log: Path, name: str, at: float) -> None:
+    """Append the line that separates this run of a process from its earlier ones (`at` is seconds
+    since the epoch). Best effort: a server whose log cannot be written starts without.
     """
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return ""
-    return telling_line(_tail(path, 200, probes=False, since=since if since <= size else 0))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    with (
+        contextlib.suppress(OSError, SkyctlError),
+        os.fdopen(create_private_file(log, os.O_APPEND), "ab+") as file,
+    ):
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # the earlier process died amid a line
+                file.write(b"\n")
+        file.write(f"{_MARK}{name} at {when}\n".encode())
+
+
+def is_mark(line: str) -> bool:
+    """Whether a process was started at this line."""
+    return line.startswith(_MARK)
+
+
+def this_run(lines: Sequence[str]) -> list[str]:
+    """The lines after the last start."""
+    begin = max((number for number, line in enumerate(lines, 1) if is_mark(line)), default=0)
+    return list(lines[begin:])
+
+
+def why_it_died(path: Path) -> str:
+    """The telling line among the last 200 of the last run, or ""."""
+    return telling_line(this_run(tail(path, 200)))
 
 
 def is_probe(line: str) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.core.results import Processes
 from skyctl.core.service import FleetService
-from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
+from skyctl.core.status import INTENDED_STATES, FleetStatus, Health, ReplicaStatus
 from skyctl.store.state import ServerRow
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ async def find_drift(
     Raises:
         UsageError: the fleet file cannot be planned here (its API key is not set, …).
     """
-    if status.health == "down":
+    if status.health == Health.DOWN:
         return []
     servers = (await fleet.weights()).servers
     changes = None

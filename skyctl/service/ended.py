@@ -45,6 +45,7 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
     `details` has the status, and under `logs` the last lines of each server that failed.
     """
     from skyctl.core.status import BY_DOWN, INTERRUPTED, ended_by_others
+    from skyctl.engines.logs import this_run
 
     if status.operation is None or not status.operation.error:
         return None
@@ -62,6 +63,6 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
         hint=f"{kept}read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down",
         details={
             "status": status.to_json(),
-            "logs": {name: list(logs.get(name, ())) for name in names},
+            "logs": {name: this_run(logs.get(name, ())) for name in names},
         },
     )

@@ -85,13 +85,13 @@ class SupervisedFleet(RemoteFleet):
 
     async def _on_record(self, verb: str, asked: object, why: FleetDownError) -> Any:
         from skyctl.core.results import Processes
-        from skyctl.core.status import FleetStatus
+        from skyctl.core.status import FleetStatus, Health
         from skyctl.service.unsupervised import UnsupervisedFleet
         from skyctl.store.state import FleetState
 
         if not self.ref.paths.database.exists():  # it was never started
             if verb == "status":
-                return FleetStatus(self.name, "down", (), None, supervised=False)
+                return FleetStatus(self.name, Health.DOWN, (), None, supervised=False)
             if verb == "processes":
                 return Processes()
             if verb in ("findings", "events", "kept_versions"):

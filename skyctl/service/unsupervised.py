@@ -11,7 +11,14 @@ from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.service import StatusQuery
-from skyctl.core.status import FleetStatus, FrontStatus, Reason, ReplicaStatus, RouterStatus
+from skyctl.core.status import (
+    FleetStatus,
+    FrontStatus,
+    Health,
+    Reason,
+    ReplicaStatus,
+    RouterStatus,
+)
 from skyctl.core.urls import access, control_token
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -67,7 +74,7 @@ class UnsupervisedFleet(RecordedFleet):
             reasons = (Reason(message, "start it again: skyctl up"),)
         return FleetStatus(
             name=self.paths.name,
-            health="degraded" if left else "down",
+            health=Health.DEGRADED if left else Health.DOWN,
             replicas=replicas if left else (),
             router=_front(RouterStatus, fronts.get("router")) if left else None,
             tinker=_front(FrontStatus, fronts.get("tinker")) if left else None,

@@ -23,7 +23,7 @@ from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
 from skyctl.core.service import TakenDown
-from skyctl.engines.logs import tail, telling_line
+from skyctl.engines.logs import mark_start, why_it_died
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -86,7 +86,7 @@ async def ensure_running(paths: FleetPaths) -> bool:
         while not await _answers(client):
             ended = child.poll() is not None and not supervisor_running(paths)
             if ended or time.monotonic() > deadline:
-                why = telling_line(tail(paths.supervisor_log, 50)) or "it does not answer"
+                why = why_it_died(paths.supervisor_log) or "it does not answer"
                 raise SkyctlError(
                     f"the supervisor of fleet {paths.name} did not start: {why}",
                     hint=f"its log is {paths.supervisor_log}",
@@ -98,6 +98,7 @@ async def ensure_running(paths: FleetPaths) -> bool:
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     paths.prepare()
     argv = [sys.executable, "-m", "skyctl.supervisor", "--fleet", paths.name]
+    mark_start(paths.supervisor_log, "supervisor", time.time())
     return start_detached(argv, paths, paths.supervisor_log)
 
 

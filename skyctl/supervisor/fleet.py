@@ -27,7 +27,7 @@ from skyctl.core.status import (
     assess,
 )
 from skyctl.engines.base import Server, ServerMetrics
-from skyctl.engines.logs import latest_message, tail
+from skyctl.engines.logs import latest_message, tail, this_run
 from skyctl.errors import SkyctlError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.store.adapters import served
@@ -182,8 +182,13 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         )
     if running.tinker is not None:
         tinker = FrontStatus(**_front_row(running.tinker))
-    rollout = _rollout(running)
-    health, reasons = assess(rows, router, tinker, rolling=rollout is not None)
+    health, reasons = assess(
+        rows,
+        router,
+        tinker,
+        pushing=running.push_job is not None,
+        operation=running.under_way.kind if running.under_way else "",
+    )
     if (lost := running.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
     if running.not_listening:
@@ -201,7 +206,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         weight_version=running.state.weights().version,
         operation=running.operation,
         job=running.push_job.id if running.push_job else None,
-        rollout=rollout,
+        rollout=_rollout(running),
         adapters=tuple(one.served_as for one in served(running.state).values()),
         tinker=tinker,
     )
@@ -240,8 +245,9 @@ def _replica_row(
     failures: Mapping[str, str],
 ) -> ReplicaStatus:
     router = running.router
-    starting = replica.phase in ("waiting", "starting")
-    lines = tail(running.paths.log(replica.name), _LOG_LINES) if starting else []
+    lines: list[str] = []
+    if replica.phase == "starting":
+        lines = this_run(tail(running.paths.log(replica.name), _LOG_LINES))
     state, reason = replica.state, replica.row.quarantine or replica.reason
     failed = failures.get(replica.name)
     if failed and state in INTENDED_STATES:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skyctl.core.plan import FrontSpec, ServerSpec
-from skyctl.engines.logs import why_it_died
+from skyctl.engines.logs import mark_start, why_it_died
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -77,7 +77,6 @@ class KeptRunning(ABC):
         self.adopted = False  # its process was started by an earlier supervisor
         self._task: asyncio.Task[None] | None = None
         self._ending: ChildProcess | None = None  # being stopped
-        self._log_from = 0  # where its process begins to write; unknown of one that was adopted
         self._unsaved = False  # what is known of its process is not on record
 
     @property
@@ -214,7 +213,7 @@ class KeptRunning(ABC):
         self._before_spawn()
         env = {**self.host.environment(self._context.paths), **env}
         log = self._context.paths.log(self.name)
-        self._log_from = log.stat().st_size if log.exists() else 0
+        mark_start(log, self.name, intent.started_at)
         process = self.host.spawn(argv, env, log, intent.token)
         reached(f"{self.role}.spawned")
         self._save(replace(intent, phase="running", identity=process.identity))
@@ -233,7 +232,7 @@ class KeptRunning(ABC):
 
     def _death(self, process: ChildProcess) -> str:
         """How its process ended, and the error that it wrote."""
-        why = why_it_died(self._context.paths.log(self.name), self._log_from)
+        why = why_it_died(self._context.paths.log(self.name))
         return f"{process.exit_text()}{self._lifetime()}" + (f": {why}" if why else "")
 
     def _lifetime(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -49,6 +50,14 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     logs = fleet.run("logs", "-n", "5")
     assert "stubs-0    │ " in logs.stdout and "supervisor │ " in logs.stdout
 
+    fleet.run("pause", "stubs-0")
+    assert "skyctl resume stubs-0" in fleet.run("status", "--exit-code").stdout
+    fleet.run("pause")
+    paused = fleet.json("status", "--exit-code", expect=1)["data"]
+    assert paused["health"] == "paused" and paused["reasons"][0]["hint"] == "skyctl resume"
+    fleet.run("resume")
+    assert fleet.json("status", "--exit-code")["data"]["health"] == "healthy"
+
     fleet.run("scale", "3")
     assert {name: row["pid"] for name, row in fleet.replicas().items()}.items() >= {
         (name, row["pid"]) for name, row in rows.items()
@@ -58,6 +67,8 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     fleet.run("restart", "stubs-0")
     [(name, row)] = fleet.replicas().items()
     assert name == "stubs-0" and row["pid"] != rows["stubs-0"]["pid"] and row["routed"]
+    runs = fleet.run("logs", "stubs-0", "-n", "1000").stdout.count("│ ── skyctl starts stubs-0 at ")
+    assert runs == 2
 
     unknown = fleet.json("restart", "stubs-7", expect=4)
     assert "stubs-0" in unknown["error"]["hint"]
@@ -86,8 +97,9 @@ def test_an_up_that_down_ends_says_so(fleet: StubFleet) -> None:
     fleet.write(replicas=1, faults='{"startup_delay_s": 600}')
     up = fleet.start("up")
     deadline = time.monotonic() + 30
-    while fleet.json("status")["data"]["health"] == "down":
+    while (health := fleet.json("status")["data"]["health"]) == "down":
         assert time.monotonic() < deadline
+    assert health == "starting"
     fleet.run("down", "--drain-timeout", "0")
     _, said = up.communicate(timeout=60)
     assert up.returncode == 1
@@ -103,9 +115,12 @@ def test_a_replica_that_exits_at_start_fails_up_with_the_end_of_its_log(fleet: S
     assert "skyctl logs stubs-0" in failed.stderr
     status = fleet.json("status", "--exit-code", expect=4)["data"]
     assert status["replicas"][0]["state"] == "failed"
-    # the file is mended: up tries again
-    fleet.write(replicas=1)
-    fleet.run("up")
+    # the file is mended: up tries again, and shows nothing of the run before
+    fleet.write(replicas=1, faults='{"startup_delay_s": 600}')
+    late = fleet.json("up", "--timeout", "3", expect=124)
+    fleet.run("wait", "--timeout", "0", expect=124)
+    status = fleet.json("status")["data"]
+    assert status["health"] == "starting" and "told to exit" not in json.dumps(status), late
 
 
 def test_a_rollback_of_the_first_push_brings_back_what_servers_were_started_with(

@@ -424,7 +424,7 @@ async def test_a_router_that_keeps_dying_is_given_up_and_servers_go_on(tmp_path:
             await eventually(lambda: router.state != "ready")
         await eventually(lambda: router.state == "failed")
         found = await report(supervisor)
-        assert found.health == "degraded" and "router is failed" in found.reasons[0].message
+        assert found.health == "unavailable" and "router is failed" in found.reasons[0].message
         assert states(supervisor) == {"a": "ready", "b": "ready"}
         assert (await supervisor.pause(Pause(mode="keep", timeout_s=2.0)))[0].status == "ok"
 

@@ -485,6 +485,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.supervisor.daemon.Supervisor": _Supervisor,
     "skyctl.supervisor.daemon.become_subreaper": lambda: None,
     "skyctl.supervisor.daemon._log": lambda line: SimManaged.world.tell(f"supervisor: {line}"),
+    "skyctl.supervisor.kept.mark_start": lambda *_: None,  # nothing is written to logs
     "skyctl.launch.local.host.LOCAL": replace(
         LOCAL,
         spawn=SimManaged.spawn,

@@ -76,7 +76,7 @@ async def test_a_fleet_is_driven_from_another_machine(there: There) -> None:
         await fleet.resume(Resume())
         assert list(await fleet.logs()) == ["a"]
         assert (await fleet.jobs(), (await fleet.urls()).name) == ((), "stubs")
-        with pytest.raises(NotFoundError, match="replica 'z'"):
+        with pytest.raises(NotFoundError, match="no server 'z'"):
             await fleet.pause(Pause(servers=("z",)))
 
 

@@ -512,7 +512,7 @@ async def test_a_status_sees_an_engine_that_died_before_the_next_probe(
         await bring_up(supervisor, fleet_plan([server], health=health))
         found = await report(supervisor)
         assert found.replicas[0].state == state
-        assert (found.health == "degraded") == (state == "unreachable")
+        assert (found.health == "unavailable") == (state == "unreachable")
         if found.reasons:
             assert found.reasons[0].message.startswith("a is unreachable: ")
 
@@ -667,7 +667,7 @@ async def test_a_replica_that_is_starting_is_paused_when_it_is_ready(tmp_path: P
 async def test_an_unknown_replica_is_refused_with_the_known_names(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        with pytest.raises(NotFoundError, match="no replica 'z'") as caught:
+        with pytest.raises(NotFoundError, match="no server 'z'") as caught:
             await supervisor.restart(Restart(("z",)))
         assert "a" in caught.value.hint
 

@@ -9,7 +9,16 @@ import pytest
 
 from skyctl.core.health import routable
 from skyctl.core.plan import FrontSpec
-from skyctl.engines.logs import latest_message, message, tail, telling_line, why_it_died
+from skyctl.engines.logs import (
+    is_mark,
+    latest_message,
+    mark_start,
+    message,
+    tail,
+    telling_line,
+    this_run,
+    why_it_died,
+)
 from skyctl.fleetfile.arguments import PlanWarning
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
@@ -133,15 +142,21 @@ def test_the_telling_line_is_the_cause_and_not_its_consequence() -> None:
 
 def test_a_process_did_not_die_of_what_an_earlier_one_wrote(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
-    assert why_it_died(log, 0) == ""
-    log.write_text("ValueError: the first\n")
-    since = log.stat().st_size
-    assert (why_it_died(log, 0), why_it_died(log, since)) == ("ValueError: the first", "")
+    assert why_it_died(log) == ""
+    mark_start(log, "a", 0.0)
+    with log.open("a") as file:
+        file.write("ValueError: the first")  # it died amid the line
+    assert why_it_died(log) == "ValueError: the first"
+    mark_start(log, "a", 1.0)
+    assert why_it_died(log) == "" and latest_message(this_run(tail(log, 9))) == ""
     with log.open("a") as file:
         file.write("started\nOSError: the second\n")
-    assert why_it_died(log, since) == "OSError: the second"
-    log.write_text("KeyError: 1\n")  # it was rotated
-    assert why_it_died(log, since) == "KeyError: 1"
+    assert why_it_died(log) == "OSError: the second"
+    shown = tail(log, 9)
+    assert [is_mark(line) for line in shown] == [True, False, True, False, False]
+    assert this_run(shown) == ["started", "OSError: the second"]
+    log.write_text("KeyError: 1\n")  # it was rotated, and its start with it
+    assert why_it_died(log) == "KeyError: 1"
 
 
 def test_a_log_line_loses_its_prefix() -> None:

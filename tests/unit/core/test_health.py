@@ -1,0 +1,112 @@
+"""The fleet's health is what its users meet, and the reasons say what ends it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyctl.core.status import FrontStatus, Health, ReplicaStatus, RouterStatus, assess
+from skyctl.errors import ExitCode
+
+
+def replicas(*states: str, **fields: Any) -> list[ReplicaStatus]:
+    return [
+        ReplicaStatus(f"f-{number}", state, f"http://h:{number}", **fields)
+        for number, state in enumerate(states)
+    ]
+
+
+ROUTER = RouterStatus("ready", "http://h:9")
+DIED = {"restart_reason": "killed by signal 9", "restarts": 1}
+
+
+@pytest.mark.parametrize(
+    ("states", "more", "health"),
+    [
+        (("ready", "ready"), {}, Health.HEALTHY),
+        (("ready", "paused"), {}, Health.PARTIAL),
+        (("ready", "starting"), {}, Health.PARTIAL),
+        (("ready", "updating"), {"pushing": True}, Health.PARTIAL),
+        (("ready", "stopped"), {"operation": "restart"}, Health.PARTIAL),
+        (("ready", "stopped"), {}, Health.DEGRADED),
+        (("ready", "restarting"), {}, Health.DEGRADED),
+        (("ready", "quarantined"), {}, Health.DEGRADED),
+        (("starting", "starting"), {}, Health.STARTING),
+        (("starting", "paused"), {}, Health.STARTING),
+        (("updating", "updating"), {}, Health.STARTING),
+        (("updating", "updating"), {"pushing": True}, Health.UPDATING),
+        (("updating", "paused"), {"pushing": True}, Health.UPDATING),
+        (("paused", "paused"), {}, Health.PAUSED),
+        (("paused", "asleep"), {}, Health.PAUSED),
+        (("asleep", "asleep"), {}, Health.ASLEEP),
+        (("stopping", "ready"), {"operation": "down", "routed": False}, Health.STOPPING),
+        (("paused", "dead"), {}, Health.UNAVAILABLE),
+        (("quarantined", "quarantined"), {}, Health.UNAVAILABLE),
+        (("ready", "ready"), {"routed": False}, Health.UNAVAILABLE),
+        (("stopped", "dead"), {}, Health.DOWN),
+        ((), {}, Health.DOWN),
+    ],
+)
+def test_the_health_says_what_users_meet(
+    states: tuple[str, ...], more: dict[str, Any], health: Health
+) -> None:
+    asked = dict(more)
+    routed = {"routed": asked.pop("routed", None)}
+    verdict, reasons = assess(replicas(*states, **routed), ROUTER, **asked)
+    assert verdict == health
+    assert bool(reasons) == (health is not Health.HEALTHY and states != ())
+    faulty = {"restarting", "quarantined", "dead"} & set(states)
+    unserved = health in (Health.DEGRADED, Health.UNAVAILABLE)
+    assert any(reason.fault for reason in reasons) == bool(faulty or unserved)
+
+
+@pytest.mark.parametrize(
+    ("front", "health"),
+    [
+        (RouterStatus("starting", "http://h:9"), Health.STARTING),
+        (RouterStatus("failed", "http://h:9"), Health.UNAVAILABLE),
+        (RouterStatus("starting", "http://h:9", restart_reason="exit 1"), Health.UNAVAILABLE),
+        (FrontStatus("starting", "http://h:8"), Health.PARTIAL),
+        (FrontStatus("failed", "http://h:8"), Health.DEGRADED),
+    ],
+)
+def test_users_reach_no_server_without_the_router(front: FrontStatus, health: Health) -> None:
+    is_router = isinstance(front, RouterStatus)
+    verdict, _ = assess(
+        replicas("ready"), front if is_router else ROUTER, None if is_router else front
+    )
+    assert verdict == health
+
+
+def test_a_server_that_died_is_no_ordinary_start() -> None:
+    verdict, (reason,) = assess(replicas("starting", **DIED), ROUTER)
+    assert verdict == Health.UNAVAILABLE
+    assert reason.fault and reason.message == "f-0 is starting: killed by signal 9"
+
+
+def test_prefill_alone_answers_nobody() -> None:
+    prefill, decode = replicas("ready", role="prefill"), replicas("paused", role="decode")
+    assert assess([*prefill, *decode], ROUTER)[0] == Health.PAUSED
+    assert assess([*prefill, *replicas("ready", role="decode")], ROUTER)[0] == Health.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("states", "hint"),
+    [
+        (("paused", "paused"), "skyctl resume"),
+        (("asleep", "asleep"), "skyctl wake"),
+        (("ready", "paused"), "skyctl resume f-1"),
+        (("asleep", "ready", "asleep"), "skyctl wake f-0 f-2"),
+    ],
+)
+def test_what_was_requested_names_what_ends_it(states: tuple[str, ...], hint: str) -> None:
+    _, (reason,) = assess(replicas(*states), ROUTER)
+    assert not reason.fault and reason.hint == hint
+
+
+@pytest.mark.parametrize("health", Health)
+def test_the_exit_code_is_0_while_users_are_served(health: Health) -> None:
+    served = health in (Health.HEALTHY, Health.PARTIAL, Health.UPDATING)
+    down = ExitCode.NOT_FOUND if health is Health.DOWN else ExitCode.FAILED
+    assert health.exit_code == (ExitCode.OK if served else down)
