@@ -127,8 +127,9 @@ def _commands(planned: FleetPlan) -> list[Text]:
         texts += [_command(f"{server.name} on {one['node']}", one) for one in rest]
     if planned.router is not None:
         roles = dict.fromkeys(server.role for server in planned.servers)
-        workers = " ".join(routing(planned.config.engine).workers({role: ["…"] for role in roles}))
-        texts.append(_command("router", planned.router.to_json(), more=workers))
+        urls = {role: ["…"] for role in roles}
+        workers = routing(planned.config.engine).workers(urls, planned.router.argv)
+        texts.append(_command("router", planned.router.to_json(), more=" ".join(workers)))
     if planned.tinker is not None:
         texts.append(_command("tinker", planned.tinker.to_json()))
     return texts

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from skyctl import engines
 from skyctl.core.urls import access, api_key, control_token
@@ -67,7 +68,14 @@ def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:
         cuda=plan.device == "cuda",
         router=plan.router is not None,
         largest_world_size=max(server.world_size for server in plan.servers),
+        hosts=tuple(sorted(_hosts(plan))),
     )
+
+
+def _hosts(plan: FleetPlan) -> set[str]:
+    """Where clients reach the fleet, as far as that is known before its start."""
+    urls = [spec.url for spec in (*plan.servers, plan.router, plan.tinker) if spec is not None]
+    return {host for url in urls if (host := urlsplit(url).hostname)}
 
 
 def _examine_file(

@@ -6,6 +6,7 @@ Each check takes the facts and what the fleet needs, and yields findings.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from skyctl.children import entries_of, is_bypassed, proxies_of
 from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
 from skyctl.launch.local.devices import available_memory, gpu_query, gpu_rows
 from skyctl.units import format_bytes
@@ -70,6 +72,7 @@ class MachineFacts:
     open_files_hard: int | None = None
     state_root: str = ""
     state_free: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def gather(python: str | None, state_root: Path) -> MachineFacts:
@@ -90,6 +93,7 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
         open_files_hard=hard,
         state_root=str(state_root),
         state_free=_free_space(state_root),
+        environment=dict(os.environ),
     )
 
 
@@ -166,11 +170,16 @@ def _free_space(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a fleet needs of the machine. `cuda` None: there is no fleet."""
+    """What a fleet needs of the machine."""
 
     cuda: bool | None = None
+    """None: there is no fleet."""
     router: bool = True
+    """Whether requests go through a router."""
     largest_world_size: int = 1
+    """Of its servers."""
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    """Where clients reach it."""
 
 
 def check_machine(facts: MachineFacts, needs: Needs) -> list[Finding]:
@@ -312,6 +321,20 @@ def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
         yield ok(said)
 
 
+def proxy(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
+    """Do clients reach the fleet without a proxy? Most read these variables; skyctl does not."""
+    environment = facts.environment
+    variables = [name for name in proxies_of(environment) if name.lower() != "https_proxy"]
+    hosts = [host for host in needs.hosts if not is_bypassed(host, environment)]
+    if variables and hosts:
+        listed = ",".join(dict.fromkeys([*entries_of(environment), *hosts]))
+        yield warning(
+            f"{variables[0]} is set, and NO_PROXY does not have {', '.join(hosts)}: clients such "
+            "as curl, openai and tinker ask the proxy for this fleet (skyctl's own do not)",
+            f"export NO_PROXY={listed} no_proxy={listed}",
+        )
+
+
 CHECKS = {
     "gpus": gpus,
     "driver": driver,
@@ -321,4 +344,5 @@ CHECKS = {
     "memory-lock": memory_lock,
     "open-files": open_files,
     "disk-space": disk_space,
+    "proxy": proxy,
 }

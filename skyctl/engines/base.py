@@ -571,13 +571,14 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """An engine's router. `command` starts it, without the workers, which `workers` adds by their
-    role ("" for one that does all); a router for pairs takes workers only as it starts; `client`
-    has its routes, `metrics` reads its metrics port; both get a deadline in seconds.
+    """An engine's router. `command` starts it, without the workers, which `workers` adds to that
+    command line by their role ("" for one that does all); a router for pairs takes workers only as
+    it starts; `client` has its routes, `metrics` reads its metrics port; both get a deadline in
+    seconds.
     """
 
     command: Callable[[RouterLaunch], tuple[str, ...]]
-    workers: Callable[[Mapping[str, Sequence[str]]], Sequence[str]]
+    workers: Callable[[Mapping[str, Sequence[str]], Sequence[str]], Sequence[str]]
     client: Callable[[ControlClient, str, float], Router]
     metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
     removal: Callable[[str, str], str]

@@ -63,6 +63,10 @@ class Front(KeptRunning):
         """The command line of its next process."""
         return self.spec.argv
 
+    def _variables(self) -> Mapping[str, str]:
+        """What is added to the environment of its next process."""
+        return self.spec.env
+
     @property
     def state(self) -> str:
         """One word for `status`."""
@@ -78,7 +82,9 @@ class Front(KeptRunning):
             self._woken.clear()
             await self._woken.wait()
         self._to("starting")
-        started = self._adopt(adopted) if adopted else self._spawn(self._command(), self.spec.env)
+        started = (
+            self._adopt(adopted) if adopted else self._spawn(self._command(), self._variables())
+        )
         self.process = started
         if reason := await self._until_ready(started):
             return reason

@@ -26,6 +26,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from skyctl.children import bypassing
 from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
@@ -247,7 +248,8 @@ class Replica(KeptRunning):
         engine = ENGINES[self.spec.engine]
         held = {engine.closed_variable: str(self._context.paths.held(self.name))}
         env = self._context.credentials.fill(self.spec.env, engine.key_variable)
-        return self._spawn(self.spec.argv, {**env, **held})
+        # SGLang's first requests are to itself, at its own address
+        return self._spawn(self.spec.argv, bypassing({**env, **held}, [self.spec.host]))
 
     def _before_spawn(self) -> None:
         self.forget_weights()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import get_args
 
 from skyctl import engines
+from skyctl.children import EVERY_ADDRESS, bypassing
 from skyctl.core.plan import RouterSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import ServerRole
@@ -117,7 +118,10 @@ class RouterChild(Front):
         urls: dict[str, list[str]] = {}
         for name, url in sorted(self._desired().items()):
             urls.setdefault(self._context.role(name), []).append(url)
-        return (*self.spec.argv, *self._routing.workers(urls))
+        return (*self.spec.argv, *self._routing.workers(urls, self.spec.argv))
+
+    def _variables(self) -> Mapping[str, str]:
+        return bypassing(self.spec.env, EVERY_ADDRESS)  # servers may join it from anywhere
 
     def _after_end(self) -> None:
         self._set_workers(frozenset())

@@ -12,11 +12,11 @@ from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
+from skyctl.children import child_environment
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import A_GPU, Node
 from skyctl.launch.remote.session import command_on, connection_environment
-from skyctl.startup import inherited
 from skyctl.store.owned import own_stdin
 from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
@@ -53,7 +53,7 @@ class Opened:
 
 
 def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
-    environment = {**inherited(), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environment = child_environment({"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     # it is given GPUs by nvidia-smi's numbers, which this variable would renumber
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return environment if nccl_settings is None else applied(environment, nccl_settings)

@@ -14,13 +14,13 @@ from typing import Any
 from tests.forking import command
 
 ROOT = Path(__file__).parents[2]
-_FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
+FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 # Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
 INTERPRETER = f"""#!/bin/sh
 export PYTHONPATH={ROOT}:$PYTHONPATH
 case "$2" in
 *.headless) shift 2; exec {sys.executable} -m tests.stub.follower "$@" ;;
-vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
+vllm_router*) shift 2; exec {sys.executable} {FAKE_ROUTER} "$@" ;;
 vllm*|*.serve) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
 esac
 case "$3" in skyctl*) exec {sys.executable} "$@" ;; esac
@@ -34,7 +34,7 @@ def stands_for(words: Sequence[str]) -> list[str]:
     if second.endswith(".headless"):
         return [sys.executable, "-m", "tests.stub.follower", *words[2:]]
     if second.startswith("vllm_router"):
-        return [sys.executable, str(_FAKE_ROUTER), *words[2:]]
+        return [sys.executable, str(FAKE_ROUTER), *words[2:]]
     if second.startswith("vllm") or second.endswith(".serve"):
         return [sys.executable, "-m", "tests.stub.server", *words[2:]]
     return [sys.executable, *words] if third.startswith("skyctl") else []

@@ -17,6 +17,7 @@ from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from tests.faults.stub_fleet import FAKE_ROUTER, INTERPRETER, StubFleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
@@ -94,6 +95,46 @@ async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlC
         await router.add_worker(first + "/")
         await router.add_worker(first)
         assert sorted(await router.workers()) == sorted([first, second])
+
+
+def routed_fleet(directory: Path, extra: str, replicas: int) -> StubFleet:
+    """A fleet of stubs whose router is the real one."""
+    fleet = StubFleet(directory)
+    fleet.write(replicas=replicas, extra=extra)
+    stands_in = f"vllm_router*) shift 2; exec {sys.executable} {FAKE_ROUTER}"
+    assert stands_in in INTERPRETER
+    interpreter = INTERPRETER.replace(stands_in, f"vllm_router*) exec {sys.executable}")
+    (directory / "python").write_text(interpreter)
+    return fleet
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked_for_servers(tmp_path: Path, variable: str) -> None:
+    fleet = routed_fleet(tmp_path, "", replicas=1)
+    fleet.environ = {variable: "http://127.0.0.1:9"}
+    try:
+        fleet.run("up", "--timeout", "30")
+        fleet.run("generate", "hi", "--max-tokens", "2")
+        doctor = fleet.run("doctor")
+        assert f"{variable} is set, and NO_PROXY does not have 127.0.0.1" in doctor.stdout
+    finally:
+        fleet.run("down")
+
+
+def test_power_of_two_serves_with_one_server_and_chooses_among_those_that_join(
+    tmp_path: Path,
+) -> None:
+    fleet = routed_fleet(tmp_path, "router: {policy: power_of_two}", replicas=1)
+    try:
+        fleet.run("up", "--timeout", "30")
+        fleet.run("generate", "hi", "--max-tokens", "2")
+        router = fleet.json("status")["data"]["router"]
+        assert (router["state"], router["workers"], router["restarts"]) == ("ready", 1, 0)
+        fleet.run("scale", "2")
+        after = fleet.json("status")["data"]["router"]
+        assert (after["workers"], after["pid"]) == (2, router["pid"])
+    finally:
+        fleet.run("down")
 
 
 async def test_adding_a_dead_worker_ends_at_our_deadline(client: ControlClient) -> None:

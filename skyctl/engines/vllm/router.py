@@ -44,8 +44,14 @@ def router_command(launch: RouterLaunch) -> tuple[str, ...]:
     return (launch.python, "-m", _MODULE, *router_flags(arguments))
 
 
-def router_workers(urls: Mapping[str, Sequence[str]]) -> list[str]:
-    """Its workers on that command line, by role."""
+def router_workers(urls: Mapping[str, Sequence[str]], argv: Sequence[str] = ()) -> list[str]:
+    """Its workers on the command line `argv`, by role.
+
+    With `power_of_two` the router refuses to start with one worker, though it serves with one that
+    is left and takes others. It counts the URLs, and keeps one that is there twice once.
+    """
+    if "power_of_two" in argv:
+        urls = {role: [*of, *of] if len(of) == 1 else of for role, of in urls.items()}
     if "" in urls:
         return ["--worker-urls", *urls[""]]
     return router_flags({role: list(of) for role, of in urls.items()})

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import psutil
 
+from skyctl.children import child_environment
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local import segments
-from skyctl.startup import inherited
 from skyctl.store.identity import (
     ProcessIdentity,
     boot_id,
@@ -48,7 +48,7 @@ def start_detached(
     try:
         return subprocess.Popen(
             argv,
-            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
+            env=child_environment({"SKYCTL_HOME": str(paths.root)}),
             stdin=stdin,
             stdout=descriptor,
             stderr=descriptor,
@@ -91,7 +91,7 @@ class ManagedProcess:
         try:
             popen = subprocess.Popen(
                 list(argv),
-                env={**inherited(), **env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)},
+                env=child_environment({**env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)}),
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,

@@ -65,6 +65,13 @@ def test_a_sound_machine_has_nothing_to_fix_and_says_what_it_has() -> None:
         ({"open_files": 1024}, [("warning", "open-files")]),
         ({"open_files": 1024, "open_files_hard": 1024}, [("warning", "open-files")]),
         ({"state_free": 1024}, [("error", "disk-space")]),
+        ({"environment": {"HTTP_PROXY": "http://p"}}, [("warning", "proxy")]),
+        (
+            {"environment": {"all_proxy": "http://p", "no_proxy": "10.0.0.1"}},
+            [("warning", "proxy")],
+        ),
+        ({"environment": {"HTTP_PROXY": "http://p", "NO_PROXY": "127.0.0.1"}}, []),
+        ({"environment": {"HTTPS_PROXY": "http://p", "HTTP_PROXY": ""}}, []),
         ({"shm_size": None, "memory_lock": None, "open_files": None, "state_free": None}, []),
     ],
 )
@@ -85,6 +92,15 @@ def test_cuda_12_runs_on_an_older_driver() -> None:
     assert found(driver="550.1", packages=packages) == []
     both = {**packages, "nvidia-nccl-cu13": "2.28"}
     assert found(packages=both) == [("warning", "nccl")]
+
+
+def test_clients_of_servers_elsewhere_need_them_in_no_proxy() -> None:
+    needs = Needs(cuda=False, hosts=("10.0.0.5", "127.0.0.1"))
+    environment = {"HTTP_PROXY": "http://p", "NO_PROXY": "a.b,127.0.0.1"}
+    facts = replace(SOUND, environment=environment)
+    (finding,) = [f for f in check_machine(facts, needs) if f.check == "proxy"]
+    assert "NO_PROXY does not have 10.0.0.5: clients" in finding.message
+    assert finding.fix == "export NO_PROXY=a.b,127.0.0.1,10.0.0.5 no_proxy=a.b,127.0.0.1,10.0.0.5"
 
 
 def test_a_machine_without_vllm_is_told_so_only_where_no_fleet_file_says_it() -> None:

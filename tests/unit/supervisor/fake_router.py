@@ -19,8 +19,11 @@ parser.add_argument("--prometheus-port", type=int, default=0)
 parser.add_argument("--worker-urls", nargs="*", default=[])
 parser.add_argument("--prefill", action="append", default=[])
 parser.add_argument("--decode", action="append", default=[])
+parser.add_argument("--policy")
 options, _ignored = parser.parse_known_args()
-workers: list[str] = [*options.worker_urls, *options.prefill, *options.decode]
+if options.policy == "power_of_two" and len(options.worker_urls) == 1:
+    parser.error("Power-of-two policy requires at least 2 workers")
+workers = list(dict.fromkeys([*options.worker_urls, *options.prefill, *options.decode]))
 turns = itertools.count()
 answers = {"requests": 0, "request_errors": 0}
 
