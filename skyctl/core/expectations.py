@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
@@ -14,7 +15,7 @@ from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record
 from skyctl.store.contents import known_content
 from skyctl.store.expected import by_files
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
 
@@ -50,16 +51,17 @@ def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:
         return ()
 
 
-def records_of(state: FleetState, rows: tuple[KnownRows, ...]) -> dict[str, Record]:
+def records_of(
+    servers: Iterable[ServerRow], weights: FleetWeights, rows: tuple[KnownRows, ...]
+) -> dict[str, Record]:
     """What servers hold by the record; `rows` are those of the fleet's weights."""
-    version = state.weights().version
     return {
-        row.name: Record(
-            row.weight_version,
-            row.weights_digest or "",
-            rows if row.weight_version is not None and row.weight_version == version else (),
+        server.name: Record(
+            server.weight_version,
+            server.weights_digest or "",
+            rows if server.weight_version and server.weight_version == weights.version else (),
         )
-        for row in state.servers()
+        for server in servers
     }
 
 

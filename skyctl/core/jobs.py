@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
 from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState, FleetWeights, ServerRow
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
 
@@ -360,13 +360,16 @@ def _publish_in_part(
 
 
 async def verify_servers(
-    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+    targets: Sequence[ServerTarget],
+    rows: Iterable[ServerRow],
+    client: ControlClient,
+    state: FleetState,
 ) -> Verification:
-    """Compare what servers hold with each other, the record and the fleet's checkpoint."""
+    """Compare what servers hold with each other, their `rows` and the fleet's checkpoint."""
     from skyctl.push.verify import verify
 
-    rows = await asyncio.to_thread(rows_of, state.weights())
-    records = records_of(state, rows)
+    weights = state.weights()
+    records = records_of(rows, weights, await asyncio.to_thread(rows_of, weights))
     return await verify(targets, client=client, timeout_s=_VERIFY_TIMEOUT_S, records=records)
 
 

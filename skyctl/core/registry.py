@@ -195,19 +195,29 @@ def _copy(text: bytes, path: Path) -> None:
 
 
 def refuse_another_file(ref: FleetRef) -> None:
-    """A copied directory is a likely mistake: its `up` would take over another fleet's servers.
+    """A copied directory is a likely mistake: it would take over another fleet's servers, or the
+    records of them. A file that was moved goes on where it was.
 
     Raises:
-        ConflictError: the fleet runs from another file of the same name, which still exists.
+        ConflictError: the fleet runs, or is attached, from another file of the same name, which
+            still exists.
     """
-    if ref.file is None or not supervisor_running(ref.paths):
+    runs = supervisor_running(ref.paths)
+    origin = _origin(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
+    before = Path(origin.get("file", ""))
+    if ref.file is None or not before.is_file() or before.samefile(ref.file):
         return
-    before = Path(_origin(ref.paths).get("file") or ref.file)
-    if before.exists() and not before.samefile(ref.file) and _from_file(before).name == ref.name:
-        raise ConflictError(
-            f"fleet {ref.name} is up already, from {before}",
-            hint=f"give this one a `name:` of its own, or first: skyctl down --fleet {ref.name}",
-        )
+    with contextlib.suppress(FleetFileError):  # it may be being edited, and be that fleet's still
+        if _from_file(before).name != ref.name:
+            return
+    if runs:
+        state, then = "up", f"or first: skyctl down --fleet {ref.name}"
+    else:
+        state, then = "attached", f"or use that one: skyctl status --fleet {ref.name}"
+    raise ConflictError(
+        f"fleet {ref.name} is {state} already, from {before}",
+        hint=f"give this one a `name:` of its own, {then}",
+    )
 
 
 def _choose(file: Path | None, name: str | None) -> Path | str:

@@ -25,6 +25,7 @@ from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
 from skyctl.launch import HOSTS
 from skyctl.plugins import Plugins
 from skyctl.store.paths import expanded
+from skyctl.store.server_names import normalized
 from skyctl.units import parse_bytes
 
 
@@ -612,10 +613,9 @@ class FleetConfig(_Section):
                 raise ValueError("write either `model` (skyctl starts servers) or `servers`")
             if not self.servers:
                 raise ValueError("`servers` is empty")
-            if isinstance(self.servers, list):
-                listed = [url.rstrip("/") for url in self.servers]
-                if len(set(listed)) < len(listed):
-                    raise ValueError("`servers` lists a URL twice")
+            listed = self.servers if isinstance(self.servers, list) else []
+            if len({normalized(url) for url in listed}) < len(listed):
+                raise ValueError("`servers` lists a URL twice")
             if "router" in self.model_fields_set and not isinstance(self.router, str):
                 raise ValueError("with `servers`, `router` is the URL of a running router")
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
@@ -13,7 +12,7 @@ from skyctl import engines
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.recorded import RecordedFleet
-from skyctl.core.registry import FleetRef, remember
+from skyctl.core.registry import FleetRef, refuse_another_file, remember
 from skyctl.core.results import WeightsState
 from skyctl.core.service import (
     CloseUpdate,
@@ -30,15 +29,15 @@ from skyctl.core.service import (
     Wake,
 )
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.core.urls import FleetUrls, access, api_key, control_token
+from skyctl.core.urls import FleetUrls, access
 from skyctl.engines.base import ServerMetrics
 from skyctl.errors import SkyctlError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.service.discovery import Located, locate
+from skyctl.service.attached_servers import AttachedServers
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
-from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
+from skyctl.store.in_doubt import close_orphans, close_sender, refuse_held
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
@@ -53,12 +52,11 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 5.0
 _WATCHED_S = 5.0
 """How long discovered servers are reused for `status`: `top` and `wait` poll it."""
-_WHERE = "servers_were_at"
 
 
 class AttachedFleet(RecordedFleet):
-    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order; if the file says how to
-    discover them, they are discovered again before each verb.
+    """Servers by URL, named `<fleet>-0`, `-1`, … in the order in which the fleet file first listed
+    them; if the file says how to discover them, they are discovered again before each verb.
 
     Pushes run in this process: `start_push` begins one and `wait_job` must be awaited in the same
     `connect` block, or the push is cancelled when the block ends.
@@ -69,38 +67,15 @@ class AttachedFleet(RecordedFleet):
         self.ref = ref
         self._client = client or ControlClient()
         self._pushes: dict[str, asyncio.Task[None]] = {}
-        keys = access(ref.config, ref.paths)
-        self._token, self._key = control_token(keys), api_key(keys)
         self._trainers: dict[str, Trainer] = {}
-        self.targets: tuple[ServerTarget, ...] = ()
-        self._located_at = 0.0
-        self._not_found = ""
 
-    async def _located(
-        self, *, within_s: float = 0.0, or_frozen: bool = False
-    ) -> tuple[ServerTarget, ...]:
-        """The servers as they are now, or were within `within_s` seconds. Raises as `locate`; with
-        `or_frozen`, only where no server is known to be frozen: else those are taken.
-        """
-        now = asyncio.get_running_loop().time()
-        if self.targets and not self._not_found and now - self._located_at < within_s:
-            return self.targets
-        self._not_found = ""
-        try:
-            located = await locate(self.ref)
-        except SkyctlError as error:
-            located = self._frozen() if or_frozen else ()
-            if not located:
-                raise
-            self._not_found = error.message
-        self.targets = tuple(
-            ServerTarget(name, url, self._token, self.ref.config.engine, self._key)
-            for name, url in located
-        )
-        self._located_at = now
-        return self.targets
+    @property
+    def targets(self) -> tuple[ServerTarget, ...]:
+        """The servers as they were last located."""
+        return self._servers.targets
 
     async def __aenter__(self) -> Self:
+        refuse_another_file(self.ref)
         # a failing disk must not prevent thawing a fleet
         self.state = FleetState(self.paths.database, or_memory=True)
         self.state.retention = Retention(**self.ref.config.history.model_dump())
@@ -108,6 +83,7 @@ class AttachedFleet(RecordedFleet):
             remember(self.ref)
         except StateUnwritable as error:
             LOST.append(Unrecorded(self.paths.database, 1, error.message, error.hint))
+        self._servers = AttachedServers(self.ref, self._client, self.state)
         close_orphans(self.state)
         if self.paths.staging.exists():
             from skyctl.checkpoints.staging import sweep
@@ -136,12 +112,10 @@ class AttachedFleet(RecordedFleet):
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every server and the router, asked now and all at once (nobody else could know)."""
-        targets = await self._located(within_s=_WATCHED_S)
+        targets = await self._servers.locate(within_s=_WATCHED_S)
         router, workers = await self._router()
-        rows = {row.name: row for row in self.state.servers()}
-        asking = (
-            _server(self._client, t, rows.get(t.name, ServerRow(t.name)), workers) for t in targets
-        )
+        rows = self._servers.rows()
+        asking = (_server(self._client, t, rows[t.name], workers) for t in targets)
         replicas = tuple(await asyncio.gather(*asking))
         health, reasons = assess(replicas, router)
         return FleetStatus(
@@ -171,9 +145,6 @@ class AttachedFleet(RecordedFleet):
         thaws = isinstance(asked, Resume | Wake)
         act = Act.of_verb(asked.verb)
         with await self._turn(act, f"skyctl {asked.verb}", or_frozen=thaws):
-            not_found = self._not_found
-            if not thaws:
-                self._remember_where()
             outcomes = await verbs.run(
                 asked,
                 self._named(asked.servers),
@@ -181,20 +152,9 @@ class AttachedFleet(RecordedFleet):
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
             )
-        why = f"looked for where it was: {not_found}"
-        return tuple(one.noting(why) for one in outcomes) if not_found else outcomes
-
-    def _remember_where(self) -> None:
-        """So that what is frozen now can be thawed when nothing says any more where it is."""
-        if not isinstance(self.ref.config.servers, list):
-            found = [(target.name, target.url) for target in self.targets]
-            self.state.set(_WHERE, json.dumps(dict([*self._frozen(), *found])))
-
-    def _frozen(self) -> tuple[Located, ...]:
-        """The discovered servers that skyctl paused, or put to sleep, where they were then."""
-        frozen = {row.name for row in self.state.servers() if row.paused or row.sleep_level}
-        were = json.loads(self.state.get(_WHERE) or "{}")
-        return tuple((name, url) for name, url in were.items() if name in frozen)
+        if not (not_found := self._servers.not_found):
+            return outcomes
+        return tuple(one.noting(f"looked for where it was: {not_found}") for one in outcomes)
 
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push in this process."""
@@ -220,7 +180,7 @@ class AttachedFleet(RecordedFleet):
         from skyctl.push.senderless_delivery import ask_targets
         from skyctl.service.attached_push import push_fleet
 
-        fleet = push_fleet(self.ref, await self._located(), PushRequest(""), self.state)
+        fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
         return await ask_targets(fleet, asked, self._client)
 
     async def _begin(self, asked: PushRequest, trainer: Trainer | None = None) -> str:
@@ -233,7 +193,7 @@ class AttachedFleet(RecordedFleet):
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
             refuse_held(self.state, trainer.process if trainer else None)
-            self._forget_gone()
+            self._servers.forget_gone()
             job, task = begin(
                 self.ref, self.targets, asked, self._client, self.state, turn, trainer
             )
@@ -243,36 +203,30 @@ class AttachedFleet(RecordedFleet):
         self._pushes[job.id] = task
         return job.id
 
-    def _forget_gone(self) -> None:
-        """Forget discovered servers that are gone, if nothing need be remembered of them."""
-        if isinstance(self.ref.config.servers, list):
-            return
-        there, doubted = {target.name for target in self.targets}, in_doubt(self.state)
-        for row in self.state.servers():
-            meant = row.paused or row.sleep_level or row.quarantine or row.name in doubted
-            if row.name not in there and not meant:
-                self.state.forget_server(row.name)
-
     async def model_path(self) -> str | None:
         """What the servers run, by the last push or their own report."""
         from skyctl.service.attached_push import model_path
 
-        return await model_path(await self._located(), self._client, self.state)
+        return await model_path(await self._servers.locate(), self._client, self.state)
 
     async def staging(self) -> Staging:
         return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
     async def weights(self) -> WeightsState:
         """The recorded weights of discovered servers, without discovering them again."""
-        rows = {row.name: row for row in self.state.servers()}
+        rows = tuple(self.state.servers())
         if isinstance(self.ref.config.servers, list):
-            rows = {t.name: rows.get(t.name, ServerRow(t.name)) for t in await self._located()}
-        return replace(await super().weights(), servers=tuple(rows.values()))
+            targets = await self._servers.locate()
+            recorded = self._servers.rows()
+            rows = tuple(recorded[target.name] for target in targets)
+        return replace(await super().weights(), servers=rows)
 
     async def verify_weights(self) -> Verification:
         from skyctl.core.jobs import verify_servers
 
-        return await verify_servers(await self._located(), self._client, self.state)
+        targets = await self._servers.locate()
+        rows = self._servers.rows().values()
+        return await verify_servers(targets, rows, self._client, self.state)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
         from skyctl.adapters.change import change_all, retire
@@ -314,14 +268,15 @@ class AttachedFleet(RecordedFleet):
     async def findings(self) -> tuple[Finding, ...]:
         from skyctl.service.attached_recovery import find
 
-        return await find(await self._located(), self._client, self.state)
+        await self._servers.locate()
+        return await find(self._servers, self._client, self.state)
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
         """Recover from outside. Waits for a push, or another recovery, at most `timeout_s`."""
         from skyctl.service.attached_recovery import recover
 
         return await recover(
-            self.ref, self._located, self._client, self.state, wait_s=asked.timeout_s
+            self.ref, self._servers, self._client, self.state, wait_s=asked.timeout_s
         )
 
     async def urls(self) -> FleetUrls:
@@ -331,7 +286,7 @@ class AttachedFleet(RecordedFleet):
             name=self.ref.name,
             model=self.ref.config.served_model_name,
             router=router.rstrip("/") if isinstance(router, str) else None,
-            servers={target.name: target.url for target in await self._located()},
+            servers={target.name: target.url for target in await self._servers.locate()},
             access=access(self.ref.config, self.paths),
             engine=self.ref.config.engine,
         )
@@ -343,15 +298,20 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def _turn(self, act: Act, what: str, *, or_frozen: bool = False) -> Turn:
-        """The right to act on a fleet whose dead pushes have all been noticed."""
+        """The right to act on a fleet whose dead pushes have all been noticed, and whose servers
+        have their own records.
+        """
         turn = await self.arbiter.turn(act, what)
         try:
-            await self._located(or_frozen=or_frozen)
-            close_orphans(self.state, in_turn=True)
+            close_orphans(self.state, in_turn=True)  # by the names that servers had then
+            await self._servers.locate(or_frozen=or_frozen)
+            if await self._servers.adopt(alone=act is not Act.VERB):
+                return turn
         except BaseException:
             turn.release()
             raise
-        return turn
+        turn.release()  # others that share it use the names on record
+        return await self._turn(Act.SLEEP, what, or_frozen=or_frozen)
 
     def _named(self, servers: Sequence[str]) -> tuple[ServerTarget, ...]:
         if not servers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,10 +18,11 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.service import attached_push
+from skyctl.service.attached_servers import AttachedServers
 from skyctl.store import adapters as store
-from skyctl.store.in_doubt import close_orphans, in_doubt
+from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState, ServerRow
+from skyctl.store.state import FleetState
 
 _TURN_WAIT_S = 120.0
 _ROUTER_TIMEOUT_S = 5.0
@@ -29,35 +30,30 @@ _GONE = "not among the servers that were found"
 
 
 async def find(
-    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+    servers: AttachedServers, client: ControlClient, state: FleetState
 ) -> tuple[Finding, ...]:
-    """What is wrong with each server, observed now."""
-    seen = await observe(client, targets)
-    doubts, weights = in_doubt(state), state.weights()
-    rows = {row.name: row for row in state.servers()}
-    judged = [
-        judge(
-            one,
-            rows.get(one.server, ServerRow(one.server)),
-            doubts.get(one.server),
-            weights,
-            ours=False,
-        )
-        for one in seen
-    ]
+    """What is wrong with each located server, observed now."""
+    seen = await observe(client, servers.targets)
+    suspects = await servers.suspects(seen)
+    rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
+    judged = []
+    for target, one in zip(servers.targets, seen, strict=True):
+        suspect = suspects.get(target.url)
+        doubt = suspect.doubt if suspect else doubts.get(one.server)
+        judged.append(judge(one, rows[one.server], doubt, weights, ours=False))
     # reported once: what a push left in a server that is gone matters when it comes back
+    present = {target.name for target in servers.targets}
     gone = [
-        Finding(name, "unreachable", f"{_GONE}; {one.why}", "quarantine")
-        for name, one in doubts.items()
-        if name not in {target.name for target in targets}
-        and not (rows.get(name, ServerRow(name)).quarantine or "").startswith(_GONE)
+        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {doubt.why}", "quarantine")
+        for name, doubt in doubts.items()
+        if name not in present and not (rows[name].quarantine or "").startswith(_GONE)
     ]
     return (*judged, *gone)
 
 
 async def recover(
     ref: FleetRef,
-    locate: Callable[[], Awaitable[Sequence[ServerTarget]]],
+    servers: AttachedServers,
     client: ControlClient,
     state: FleetState,
     *,
@@ -65,7 +61,7 @@ async def recover(
 ) -> tuple[Recovered, ...]:
     """Find what is wrong and repair it; one report per server.
 
-    Waits for a push, or another recovery, at most `wait_s` seconds, and only then calls `locate`.
+    Waits for a push, or another recovery, at most `wait_s` seconds, and only then locates servers.
 
     Raises:
         ConflictError: another recovery, or a push, has not ended by then.
@@ -73,12 +69,13 @@ async def recover(
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
     close_orphans(state)  # before any wait: followers of a job learn that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
-        targets = await locate()
         close_orphans(state, in_turn=True)
-        by_name = {target.name: target for target in targets}
+        await servers.locate()
+        await servers.adopt(alone=True)
+        by_name = {target.name: target for target in servers.targets}
         actions = _Actions(ref, by_name, client, state)
-        recovered = await carry_out(await find(targets, client, state), actions)
-        await _bring_to_adapters(targets, client, state, ref.config.control_timeout_s)
+        recovered = await carry_out(await find(servers, client, state), actions)
+        await _bring_to_adapters(servers.targets, client, state, ref.config.control_timeout_s)
         return tuple(recovered)
 
 

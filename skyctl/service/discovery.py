@@ -16,18 +16,15 @@ from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.schema import refuse_password
 from skyctl.http.lookup import addresses
-
-Located = tuple[str, str]
-"""A server's name and URL."""
+from skyctl.store.server_names import Located, normalized
 
 _LINE = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})\s+)?(?P<url>https?://[^\s/]+\S*)")
 _MOST, _MOST_BYTES = 4096, 2**20
 
 
 async def locate(ref: FleetRef) -> tuple[Located, ...]:
-    """The servers of an attached fleet. Those listed in its file are `<fleet>-0`, `-1`, …;
-    discovered ones have their given name, else one made of host and port, which stays theirs when
-    others come and go.
+    """The servers of an attached fleet. Discovered ones have their given name, else one made of
+    host and port; those listed in its file have none (`server_names.name_servers`).
 
     Raises:
         NotFoundError: nothing was found.
@@ -36,8 +33,7 @@ async def locate(ref: FleetRef) -> tuple[Located, ...]:
     """
     servers = ref.config.servers
     if servers is None or isinstance(servers, list):
-        listed = enumerate(servers or ())
-        return tuple((f"{ref.name}-{index}", url.rstrip("/")) for index, url in listed)
+        return tuple(("", url.rstrip("/")) for url in servers or ())
     if servers.dns is not None:
         what, asked = f"the address of {servers.dns}", _addresses(servers.dns)
     else:
@@ -55,8 +51,9 @@ async def locate(ref: FleetRef) -> tuple[Located, ...]:
             f"fleet {ref.name} has no server: {what} named none",
             hint="skyctl asks this for the servers: see `servers:` in the fleet file",
         )
-    for kind, number in (("named", 0), ("at", 1)):
-        often = [key for key, count in Counter(one[number] for one in found).items() if count > 1]
+    names, urls = ([name for name, _ in found], [normalized(url) for _, url in found])
+    for kind, values in (("named", names), ("at", urls)):
+        often = [value for value, count in Counter(values).items() if count > 1]
         if often:
             raise _failed(ref, f"{what} has more than one server {kind} {often[0]}")
     return tuple(found)

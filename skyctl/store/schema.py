@@ -97,6 +97,11 @@ CREATE TABLE server_adapters (
     server TEXT NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
     PRIMARY KEY (server, name)) WITHOUT ROWID;
 """,
+    # servers that skyctl did not start are known by their URL (`store/server_names.py`)
+    5: """
+ALTER TABLE servers ADD COLUMN url TEXT NOT NULL DEFAULT '';
+ALTER TABLE servers ADD COLUMN located INTEGER NOT NULL DEFAULT 0;
+""",
 }
 """The statements that upgrade a file to each version from the one before."""
 

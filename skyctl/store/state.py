@@ -20,6 +20,16 @@ from skyctl.store.processes import ProcessRow, live_processes
 
 _PRUNE_EVERY_EVENTS = 500
 
+_BY_SERVER = {
+    "servers": "name",
+    "in_doubt": "server",
+    "server_adapters": "server",
+    "launches": "server",
+}
+"""Tables that say something of a server, and the column that has its name."""
+_RENAMING = ">"
+"""Marks new names until all are given: no name begins with it."""
+
 TRAINER = "trainer"
 """Transport of weights that a trainer sends itself."""
 
@@ -44,6 +54,12 @@ class ServerRow:
     weights_digest: str | None = None
     quarantine: str | None = None
     weights_awake: bool = False
+    url: str = ""
+    """Where it is (`server_names.normalized`); "" for one that skyctl starts, which is known by its
+    process.
+    """
+    located: bool = False
+    """Whether it was among those that were located when names were last recorded."""
 
     @property
     def intended(self) -> Literal["running", "paused", "asleep"]:
@@ -204,6 +220,23 @@ class FleetState(Database):
                     f"ON CONFLICT (name) DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
                 )
 
+    def rename_servers(self, renamed: Mapping[str, str]) -> None:
+        """Give everything that is recorded of these servers to their new names, in one step: names
+        may be exchanged.
+        """
+        with self.transaction():
+            for table, column in _BY_SERVER.items() if renamed else ():
+                for name, new in renamed.items():
+                    self.write(
+                        f"UPDATE {table} SET {column} = ? WHERE {column} = ?",
+                        f"{_RENAMING}{new}",
+                        name,
+                    )
+                self.write(
+                    f"UPDATE {table} SET {column} = substr({column}, 2) "
+                    f"WHERE substr({column}, 1, 1) = ?", _RENAMING,
+                )  # fmt: skip
+
     def forget_server(self, name: str) -> None:
         with self.transaction():
             self.write("DELETE FROM servers WHERE name = ?", name)
@@ -282,5 +315,5 @@ def _process(row: sqlite3.Row) -> ProcessRow:
 
 
 def _server(row: sqlite3.Row) -> ServerRow:
-    flags = {name: bool(row[name]) for name in ("paused", "weights_awake")}
+    flags = {name: bool(row[name]) for name in ("paused", "weights_awake", "located")}
     return ServerRow(**{**dict(row), **flags})

@@ -239,7 +239,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase == "up"]
-        return await jobs.verify_servers(targets, self.client, self.state)
+        return await jobs.verify_servers(targets, self.state.servers(), self.client, self.state)
 
     async def undo(self) -> None:
         await self._stop_operation(INTERRUPTED)

@@ -125,7 +125,7 @@ async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
         listed.write_text(f"a {first}\n")
         found = {one.server: one for one in await fleet.recover()}
         assert found["a"].ok and not found["b"].ok
-        assert "not among the servers that were found; push-1" in found["b"].detail
+        assert f"not among the servers that were found ({second}); push-1" in found["b"].detail
         assert [one.server for one in await fleet.recover()] == ["a"]
         listed.write_text("")
         assert [row.name for row in (await fleet.weights()).servers] == ["a", "b"]

@@ -14,11 +14,12 @@ from skyctl.core.registry import (
     base_dir_of,
     find,
     known_fleets,
+    refuse_another_file,
     remember,
     select,
     select_paths,
 )
-from skyctl.errors import FleetFileError, NotFoundError, UsageError
+from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
 from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, fleet_paths, state_root
 from skyctl.store.state import FleetState
 
@@ -143,6 +144,32 @@ def test_what_relative_paths_were_relative_to_stays_when_a_link_on_the_way_moves
     (tmp_path / "current").unlink()
     (tmp_path / "current").symlink_to(tmp_path / "two")
     assert base_dir_of(ref) == tmp_path / "one"
+
+
+@pytest.mark.parametrize("text", ["name: known\nservers: [http://127.0.0.1:1]\n", "name: ["])
+def test_a_second_file_of_an_attached_fleets_name_is_refused(
+    here: Path, tmp_path: Path, text: str
+) -> None:
+    first = write(tmp_path / "project", "known")
+    keep(select(first, None))
+    second = select(write(tmp_path / "copy", "known"), None)
+    first.write_text(text)  # perhaps it is being edited
+    with pytest.raises(ConflictError, match=f"known is attached already, from {first}") as refused:
+        refuse_another_file(second)
+    assert refused.value.hint.endswith("skyctl status --fleet known")
+    refuse_another_file(select(first, "known"))
+
+
+@pytest.mark.parametrize("became", ["moved", "another fleet's"])
+def test_the_file_of_an_attached_fleet_may_move(here: Path, tmp_path: Path, became: str) -> None:
+    first = write(tmp_path / "project", "known")
+    keep(select(first, None))
+    second = write(tmp_path / "moved", "known")
+    if became == "moved":
+        first.unlink()
+    else:
+        write(tmp_path / "project", "other")
+    refuse_another_file(select(second, None))
 
 
 def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
 ) -> None:
     """Its process lives, and could not put on record that it left a server half loaded."""
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        await fleet.pause()  # as each push does, it records which server is which
         job = fleet.state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
             fleet.state.journal.tell(job.id, JobEvent.stage(stage))

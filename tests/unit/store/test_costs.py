@@ -46,6 +46,7 @@ async def test_a_push_into_two_servers_takes_few_statements(
     statements: list[str] = []
     stubs = [StubServer(), StubServer()]
     async with attached_fleet(tmp_path / "home", monkeypatch, stubs) as fleet:
+        await fleet.resume()  # the first act records which server is which
         file = fleet.state._file
         assert file is not None
         file.set_trace_callback(statements.append)
@@ -57,7 +58,7 @@ async def test_a_push_into_two_servers_takes_few_statements(
         assert set(job.servers) == {"far-0", "far-1"}
     # each state of a server is one; those that take and leave the lock are not counted
     counted = [one for one in statements if " locks " not in one]
-    assert len(counted) <= 40, "\n".join(counted)
+    assert len(counted) <= 42, "\n".join(counted)
 
 
 async def test_a_pause_of_two_servers_calls_few_functions(
@@ -79,6 +80,7 @@ async def test_a_pause_of_two_servers_calls_few_functions(
                 before_a_request = len(frames)
 
     async with attached_fleet(tmp_path / "home", monkeypatch, [StubServer()] * 2) as fleet:
+        await fleet.resume()
         sys.setprofile(look)
         try:
             async with AttachedFleet(fleet.ref) as again:
@@ -87,7 +89,7 @@ async def test_a_pause_of_two_servers_calls_few_functions(
             sys.setprofile(None)
     assert [outcome.ok for outcome in outcomes] == [True, True]
     assert 0 < before_a_request <= 200
-    assert len(frames) <= 400, Counter(one.f_code.co_qualname for one in frames.values())
+    assert len(frames) <= 440, Counter(one.f_code.co_qualname for one in frames.values())
 
 
 def test_only_the_owner_reads_a_whole_file_for_corruption(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Servers that a list or a look-up puts elsewhere keep their own records."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core.registry import FleetRef
+from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.service.attached import AttachedFleet
+from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.paths import fleet_paths
+from tests.stub.app import StubServer
+from tests.stub.inprocess import StubTransport
+from tests.stub.state import Scheduler
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+PAUSE = Pause(mode="keep", clear_cache=False)
+Edit = Callable[..., Any]
+
+
+class Servers:
+    """Stub servers, at `http://stub-N` and in any other spelling that `other` gives."""
+
+    def __init__(self, count: int, directory: Path) -> None:
+        model = str(write_checkpoint(directory / "model", tiny_tensors(1)))
+        self.stubs = [StubServer() for _ in range(count)]
+        for stub in self.stubs:
+            stub.engine.model = model
+        self.transport = StubTransport(self.stubs)
+        self.urls = [target.url for target in self.transport.targets]
+        self._directory = directory
+
+    def other(self, place: int, host: str) -> str:
+        """Another URL of a server."""
+        self.transport._apps[host] = self.stubs[place].asgi
+        return f"http://{host}"
+
+    @asynccontextmanager
+    async def fleet(self, servers: Any) -> AsyncIterator[AttachedFleet]:
+        config = FleetConfig.model_validate({"name": "far", "servers": servers})
+        ref = FleetRef("far", fleet_paths("far"), config, self._directory, None)
+        async with AttachedFleet(ref, client=ControlClient(transport=self.transport)) as fleet:
+            yield fleet
+
+    @property
+    def served(self) -> list[str]:
+        return [weights for stub in self.stubs for weights in stub.engine.served]
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Servers:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    return Servers(3, tmp_path)
+
+
+async def break_off(servers: Servers, fleet: AttachedFleet, place: int, name: str) -> None:
+    """Leave a server as a push leaves it that dies half-way."""
+    await fleet.resume()  # as each act does, it records which server is which
+    engine = servers.stubs[place].engine
+    engine.scheduler, engine.half_loaded, engine.broke_off = Scheduler.PAUSED_ALL, True, True
+    left = InDoubt(name, "push-1", "update", half_updated=True, thaw=True)
+    doubt(fleet.state, {name: left})
+
+
+@pytest.mark.parametrize(
+    ("edited", "broken"),
+    [
+        pytest.param(lambda a, b, c: [b, c], "far-1", id="the first is dropped"),
+        pytest.param(lambda a, b, c: [b, a, c], "far-1", id="reordered"),
+        pytest.param(lambda a, b, c: ["http://new:1", a, b, c], "far-1", id="one is inserted"),
+        pytest.param(lambda a, b, c: [a, f"{b}:80/".replace("stub", "STUB")], "far-1", id="case"),
+    ],
+)
+async def test_an_edited_list_gives_no_server_the_record_of_another(
+    servers: Servers, edited: Edit, broken: str
+) -> None:
+    async with servers.fleet(servers.urls) as fleet:
+        await break_off(servers, fleet, 1, "far-1")
+    servers.other(1, "STUB-1:80")
+    async with servers.fleet(edited(*servers.urls)) as fleet:
+        thawed = {one.server: one for one in await fleet.resume(Resume())}
+        assert thawed[broken].status == "skipped" and "skyctl recover" in thawed[broken].detail
+        status = {one.name: one.state for one in (await fleet.status()).replicas}
+        assert list(status) == [one.server for one in await fleet.pause(PAUSE)]
+        assert status[broken] == "quarantined"
+        await fleet.wake(Wake())
+        found = {one.server: one.found for one in await fleet.findings()}
+        assert found[broken] == "half-updated"
+        await fleet.recover()
+        await fleet.resume()
+    assert "half loaded" not in servers.served
+
+
+@pytest.mark.parametrize("state", ["paused", "asleep"])
+async def test_a_server_found_frozen_while_one_in_doubt_is_missing_is_not_thawed(
+    servers: Servers, state: str
+) -> None:
+    """It may be that one, by another spelling of its URL."""
+    async with servers.fleet(servers.urls[:2]) as fleet:
+        await break_off(servers, fleet, 1, "far-1")
+        if state == "asleep":
+            servers.stubs[1].engine.asleep, servers.stubs[1].engine.sleep_level = {"weights"}, 1
+    respelled = [servers.urls[0], servers.other(1, "127.0.0.1")]
+    async with servers.fleet(respelled) as fleet:
+        found = {one.server: one.found for one in await fleet.findings()}
+        assert found["far-2"] == "half-updated"  # also before it is on record
+        await fleet.pause(PAUSE)  # does not make it one that skyctl has paused
+        for verb in (fleet.resume, fleet.wake):
+            outcome = (await verb())[1]
+            assert outcome.status == "skipped", outcome
+            for said in (f"found {state}", "far-1 (http://stub-1)", "type: skyctl recover"):
+                assert said in outcome.detail
+        if state == "asleep":
+            return
+        _, healed, *_ = await fleet.recover()
+        assert healed.ok, healed
+        assert servers.stubs[1].engine.paused  # whoever paused it, it was not skyctl
+        assert (await fleet.resume())[1].ok
+    assert "half loaded" not in servers.served
+    async with servers.fleet(servers.urls[:2]) as fleet:  # its own record is still there
+        assert [one.state for one in (await fleet.status()).replicas][1] == "quarantined"
+
+
+async def test_a_new_server_that_serves_is_not_suspected(servers: Servers) -> None:
+    async with servers.fleet(servers.urls[:2]) as fleet:
+        await break_off(servers, fleet, 1, "far-1")
+    async with servers.fleet([servers.urls[0], servers.urls[2]]) as fleet:
+        await fleet.pause(PAUSE)
+        assert [one.ok for one in await fleet.resume()] == [True, True]
+
+
+async def test_a_server_that_left_and_returns_has_its_own_record(servers: Servers) -> None:
+    async with servers.fleet(servers.urls) as fleet:
+        await fleet.pause(Pause(mode="keep", clear_cache=False, servers=("far-0",)))
+        await fleet.sleep(Sleep(servers=("far-1",)))
+    async with servers.fleet(servers.urls[2:]) as fleet:
+        assert [one.server for one in await fleet.resume()] == ["far-2"]
+    async with servers.fleet(servers.urls[::-1]) as fleet:
+        outcomes = {one.server: one for one in await fleet.resume()}
+        assert list(outcomes) == ["far-2", "far-1", "far-0"]
+        assert outcomes["far-0"].detail == "" and outcomes["far-1"].status == "skipped"
