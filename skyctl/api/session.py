@@ -52,16 +52,21 @@ class Session:
                 self._connected = await self._stack.enter_async_context(connect(self._ref))
             return self._connected
 
-    async def generation(self, server: str | None = None) -> GenerationClient:
+    async def generation(
+        self, server: str | None = None, timeout_s: float | None = None
+    ) -> GenerationClient:
         """The data plane: through the router, or straight to one server.
 
         Raises:
             FleetDownError, NotFoundError, ServerError: there is nothing to send requests to.
+            DeadlineExceeded: what there is was not known after `timeout_s` seconds.
         """
         fleet = await self.connected()
         async with self._opening:
             if server not in self._generation:
-                client = GenerationClient(await find_endpoint(fleet, server=server))
+                client = GenerationClient(
+                    await find_endpoint(fleet, server=server, timeout_s=timeout_s)
+                )
                 self._generation[server] = await self._stack.enter_async_context(client)
             return self._generation[server]
 
@@ -170,7 +175,7 @@ class GeneratingFleet(SessionHolder):
             session_id=session_id,
         )
         async with self._session() as session:
-            client = await session.generation(server)
+            client = await session.generation(server, timeout_s)
             results = [
                 result
                 async for result in client.generate_many(
@@ -239,7 +244,7 @@ class GeneratingFleet(SessionHolder):
             raise UsageError("an answer comes in one piece here", hint="take it out: stream")
         check_session(session_id, path)
         async with self._session() as session:
-            client = await session.generation()
+            client = await session.generation(timeout_s=timeout_s)
             try:
                 return await client.ask(path, body, session_id=session_id, timeout_s=timeout_s)
             except ServerError:

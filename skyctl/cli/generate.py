@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -140,14 +141,17 @@ def generate(
 
     async def run() -> list[GenerationResult]:
         async with connect(ref) as running:
-            endpoint = await find_endpoint(running, server=server)
+            endpoint = await find_endpoint(running, server=server, timeout_s=timeout)
+        remaining_s = _remaining_s(timeout, began)
         async with GenerationClient(endpoint, retry=RetryPolicy(max_retries=retries)) as client:
             if prompt is not None and len(requests) == 1 and output_file is None:
-                one = await client.generate_one(requests[0], timeout_s=timeout, on_text=output.raw)
+                result = await client.generate_one(
+                    requests[0], timeout_s=remaining_s, on_text=output.raw
+                )
                 output.raw("\n")
-                return [one]
+                return [result]
             with _results_file(output_file) as sink:
-                return await _to_jsonl(client, requests, concurrency, timeout, sink)
+                return await _to_jsonl(client, requests, concurrency, remaining_s, sink)
 
     results = in_loop(run())
     taken_s = time.perf_counter() - began
@@ -188,6 +192,14 @@ def read_requests(
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _remaining_s(timeout_s: float | None, began: float) -> float | None:
+    """What is left of a deadline, up to the next tenth of a second, as errors show it."""
+    if timeout_s is None:
+        return None
+    tenths = math.ceil((began + timeout_s - time.perf_counter()) * 10)
+    return min(max(tenths, 0) / 10, timeout_s)
 
 
 def _results_file(path: Path | None) -> AbstractContextManager[TextIO | None]:

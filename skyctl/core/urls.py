@@ -73,17 +73,24 @@ def access(config: FleetConfig, paths: FleetPaths) -> Access:
 
 @dataclass(frozen=True)
 class FleetUrls:
-    """URLs without a trailing slash. `model` is the name to put into requests, None if unknown;
-    `router_metrics` is the URL of the router's Prometheus page; `engine` is the servers' engine.
-    """
+    """Where a fleet is reached. URLs are without a trailing slash."""
 
     name: str
+    """The fleet's."""
     model: str | None
+    """The name to put into requests; None if unknown."""
     router: str | None
+    """Its URL; None for a fleet without one."""
     servers: Mapping[str, str]
+    """URLs by name."""
     router_metrics: str | None = None
+    """The URL of the router's Prometheus page; None if unknown."""
     access: Access = Access()
+    """Where the keys are."""
     engine: str = "vllm"
+    """The servers'."""
+    routed: bool | None = None
+    """False while the router has no server, and none is starting; None if unknown."""
 
     @property
     def entry(self) -> str | None:

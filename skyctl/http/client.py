@@ -26,6 +26,7 @@ QueryValue = str | int | float | bool | Sequence[str]
 
 _JSON = {"content-type": "application/json"}
 _ERROR_TEXT_LIMIT = 300
+WHICH_TAKE_REQUESTS = "which servers take requests, and why the others do not: skyctl status"
 
 
 class ControlClient:
@@ -168,7 +169,7 @@ def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerErr
     elif status == 404 and text == "Not Found":  # FastAPI's answer for an unknown path
         text = "it has no such route"
     elif status == 503:
-        hint = "which servers take requests, and why the others do not: skyctl status"
+        hint = WHICH_TAKE_REQUESTS
     return ServerError(f"{where} answered {status}: {text}", status=status, hint=hint)
 
 

@@ -225,6 +225,7 @@ class Supervisor(RunningFleet, SupervisorService):
             router_metrics=metrics,
             access=access(plan.config, self.paths),
             engine=plan.config.engine,
+            routed=rollout.takes_requests(self),
         )
 
     async def model_path(self) -> str | None:

@@ -217,13 +217,8 @@ async def settle_router(running: RunningFleet) -> None:
 async def settle_fronts(running: RunningFleet) -> None:
     """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
     await settle_router(running)
-    router = running.router
     if running.tinker is not None:
-        await _settle(
-            running,
-            running.tinker,
-            lambda: _to_come(running) and (router is None or router.state not in _GIVEN_UP),
-        )
+        await _settle(running, running.tinker, lambda: takes_requests(running))
 
 
 async def _settle(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
@@ -240,6 +235,12 @@ def _to_come(running: RunningFleet) -> bool:
     """Whether there is a server to route to, or one starting."""
     replicas = running.replicas.values()
     return bool(running.desired()) or any(r.phase not in SETTLED for r in replicas)
+
+
+def takes_requests(running: RunningFleet) -> bool:
+    """Whether the fleet takes requests, or will by itself."""
+    router = running.router
+    return _to_come(running) and (router is None or router.state not in _GIVEN_UP)
 
 
 def raise_for_failures(running: RunningFleet) -> None:

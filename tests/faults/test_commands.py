@@ -6,6 +6,8 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
@@ -48,6 +50,37 @@ async def test_generate_overwrites_neither_its_prompts_nor_what_it_may_not(tmp_p
     assert "would be overwritten" in same[1]["error"]["message"]
     assert "cannot write" in away[1]["error"]["message"]
     assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"prompt": "a"}
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_server_that_hangs_does_not_keep_generate_from_beginning(
+    tmp_path: Path, named: bool
+) -> None:
+    """Whatever the router would have asked it."""
+    hangs = {"/v1/models": Fault("hang")}
+    stubs = [StubServer(faults=hangs), StubServer(faults=hangs if named else {})]
+    async with running(stubs) as targets:
+        file = attached(tmp_path, targets)
+        text = f"router: {targets[0].url}\n" + ("served_model_name: stub\n" * named)
+        file.write_text(file.read_text() + text)
+        code, envelope = await skyctl(
+            *("generate", "hi", "--max-tokens", "2", "--timeout", "20"),
+            home=tmp_path / "home",
+            file=file,
+        )
+    assert code == 0, envelope
+    assert len(envelope["data"]["results"][0]["token_ids"]) == 2
+
+
+async def test_the_deadline_of_generate_includes_what_it_looks_up_first(tmp_path: Path) -> None:
+    async with running([StubServer(faults={"/v1/models": Fault("hang")})]) as targets:
+        code, envelope = await skyctl(
+            *("generate", "hi", "--timeout", "0.5"),
+            home=tmp_path / "home",
+            file=attached(tmp_path, targets),
+        )
+    assert code == 124
+    assert envelope["error"]["message"] == "where requests go was not known after 0.5 s"
 
 
 async def test_generate_says_partial_when_some_requests_fail(tmp_path: Path) -> None:
