@@ -188,13 +188,14 @@ _skyctl() {
                 --canary) _skyctl_files; return ;;
                 --sleep-after) true; return ;;
                 --scan-nan|--no-scan) true; return ;;
+                --allow-config) true; return ;;
                 --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
                 --stage) _skyctl_words "auto gpu host stream"; return ;;
                 --stage-rate) true; return ;;
                 --layout) _skyctl_words "auto runtime checkpoint"; return ;;
                 --chunk-size) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --mode --rolling --canary --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --transport --stage --stage-rate --layout --delta --chunk-size -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --mode --rolling --canary --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --delta --chunk-size -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

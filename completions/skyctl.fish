@@ -220,6 +220,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l verify -d 'C
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l no-verify -d 'Compare the servers\' weights at the end (default).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l scan-nan -l no-scan -x -d 'Look for NaN and infinity first, or never (default: as tensors pass).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l allow-unproven-reload -d 'Accept another digest than the same checkpoint had before.'
+complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l allow-config -x -d 'Accept another value of this key of config.json (repeatable).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l transport -x -a 'auto nccl ipc gloo shm disk' -d 'See: skyctl help transports (auto: by topology).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage -x -a 'auto gpu host stream' -d 'Where the checkpoint waits for the freeze: GPU or host memory, or in a ring of chunks (auto: the GPU if it fits).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage-rate -x -d 'Bytes read per second while servers serve, such as 2GB (default: no bound).'

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import locate, read_config
-from skyctl.checkpoints.compat import compare_configs, in_short
+from skyctl.checkpoints.compat import in_short
+from skyctl.checkpoints.configs import Difference, compare_configs
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
 from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json
@@ -305,7 +306,7 @@ def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -
     base = adapter.config.get("base_model_name_or_path")
     if not base or not isinstance(base, str) or not bases:
         return
-    problems: list[str] = []
+    problems: list[Difference] = []
     here = expanded(base)
     with suppress(PreflightError):  # what cannot be read is compared by its name
         if running.config and os.path.isfile(here / "config.json"):  # noqa: PTH113 - see _same_model

@@ -247,6 +247,7 @@ class Fleet(GeneratingFleet):
         dry_run: bool = False,
         scan_nan: bool | None = None,
         allow_unproven_reload: bool = False,
+        allow_config: Sequence[str] = (),
         canary: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
         rolling: int = 0,
@@ -287,6 +288,8 @@ class Fleet(GeneratingFleet):
             scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False checks
                 nothing, None checks what is sent.
             allow_unproven_reload: accept weights that get another digest than expected.
+            allow_config: keys of config.json in which the checkpoint may differ from what the
+                servers run; they keep computing by theirs.
             canary: prompts that the new weights must answer as expected before users get them, as
                 the path or the content of a canary file (docs/how-to/careful-pushes.md).
             rolling: update this many servers at a time, out of the router, while the others serve.
@@ -317,6 +320,7 @@ class Fleet(GeneratingFleet):
             dry_run=dry_run,
             scan_nan=scan_nan,
             allow_unproven_reload=allow_unproven_reload,
+            allow_config=tuple(allow_config),
             canary=_canary(canary),
             keep=keep,
             rolling=rolling,

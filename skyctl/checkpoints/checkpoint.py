@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ _layouts: dict[tuple[str, ...], str] = {}
 """Layout digests by the headers they follow from; the latest few."""
 _indexes: dict[str, _Index] = {}
 """Indexes by the digests of their files; the latest few."""
-_agreeing: dict[tuple[str, tuple[str, ...]], bool] = {}
-"""Indexes and shards that name the same tensors, by their digests; the latest few."""
+_absent: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+"""Tensors that an index names and its shards lack, by their digests; the latest few."""
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # torch.distributed.checkpoint, Megatron, DeepSpeed
 _OF_TRAINERS = ("*.distcp", "*/*.distcp", "latest_checkpointed_iteration.txt", "global_step*")
@@ -55,7 +55,8 @@ class _Index:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. `tensors` are in shard order, file order within a shard.
+    """A checkpoint on disk. `tensors` are in shard order, file order within a shard. `absent` are
+    names that its index has and its shards have not: servers may not need them.
 
     `layout_digest` covers names, dtypes, shapes and sizes: equal for two checkpoints of one model.
     `identity_digest` adds each file's inode, size and times: it changes when a file is written or
@@ -66,6 +67,7 @@ class Checkpoint:
     shards: tuple[Shard, ...]
     tensors: tuple[Tensor, ...]
     config: Mapping[str, Any]
+    absent: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -145,8 +147,9 @@ def _not_here(path: str) -> NotFoundError:
     return NotFoundError(f"checkpoint {path} does not exist", hint=hint)
 
 
-def read_checkpoint(path: str) -> Checkpoint:
-    """Read the headers of a checkpoint directory (or a hub id in the local cache).
+def read_checkpoint(path: str, *, check_index: bool = True) -> Checkpoint:
+    """Read the headers of a checkpoint directory (or a hub id in the local cache). Without
+    `check_index` the index only says which files belong to it.
 
     Raises:
         NotFoundError: there is no such path.
@@ -178,13 +181,14 @@ def read_checkpoint(path: str) -> Checkpoint:
                 other = names[tensors[tensor.name].shard]
                 raise PreflightError(f"{directory}: {tensor.name} is in both {other} and {name}")
             tensors[tensor.name] = tensor
-    checkpoint = Checkpoint(directory, tuple(shards), tuple(tensors.values()), config)
-    if index is not None:
-        agree = partial(_check_index, directory, index, tensors)
-        remembered(_agreeing, (index.digest, checkpoint.headers), agree)
     if not tensors:
         raise PreflightError(f"checkpoint {path} holds no tensors")
-    return checkpoint
+    checkpoint = Checkpoint(directory, tuple(shards), tuple(tensors.values()), config)
+    if index is None or not check_index:
+        return checkpoint
+    check = partial(_check_index, directory, index, tensors)
+    absent = remembered(_absent, (index.digest, checkpoint.headers), check)
+    return replace(checkpoint, absent=absent) if absent else checkpoint
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -217,6 +221,18 @@ def _read_index(directory: Path) -> _Index | None:
         raise PreflightError(f"{path} is not a valid index: {error!r}") from error
     digest = digest_header(raw)
     return remembered(_indexes, digest, lambda: _Index(digest, _parse_index(raw, path)))
+
+
+def index_problem(directory: Path) -> str:
+    """What keeps an engine from loading the files that an index names; "" if nothing does, or if
+    there is no index.
+    """
+    try:
+        index = _read_index(directory)
+    except PreflightError as error:
+        return error.message
+    missing = [name for name in index.names if not _exists(directory / name)] if index else []
+    return f"{directory} lacks {missing[0]}, which its index names" if missing else ""
 
 
 def _parse_index(raw: bytes, path: Path) -> dict[str, str]:
@@ -258,18 +274,18 @@ def _shard_names(directory: Path) -> list[str]:
     return ours
 
 
-def _check_index(directory: Path, index: _Index, tensors: Mapping[str, Tensor]) -> bool:
-    """Check that index and shards name the same tensors in the same files."""
+def _check_index(directory: Path, index: _Index, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Check that the index has all tensors, in their files; returns the names of others in it."""
     for tensor, name in index.weight_map.items():
         found = tensors.get(tensor)
-        if found is None or index.names[found.shard] != name:
+        if found is not None and index.names[found.shard] != name:
             raise PreflightError(f"{directory}: the index puts {tensor} in {name}, it is not there")
     for tensor, found_tensor in tensors.items():
         if tensor not in index.weight_map:
             raise PreflightError(
                 f"{directory}: {index.names[found_tensor.shard]} holds {tensor}, the index lacks it"
             )
-    return True
+    return tuple(name for name in index.weight_map if name not in tensors)
 
 
 def mistaken_for(directory: Path) -> tuple[str, str]:

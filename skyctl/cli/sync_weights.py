@@ -147,6 +147,15 @@ def sync_weights(
             rich_help_panel=CHECKS,
         ),
     ] = False,
+    allow_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-config",
+            metavar="KEY",
+            help="Accept another value of this key of config.json (repeatable).",
+            rich_help_panel=CHECKS,
+        ),
+    ] = None,
     transport: Annotated[
         TransportOption,
         typer.Option(
@@ -253,6 +262,7 @@ def sync_weights(
         dry_run=dry_run,
         scan_nan=scan_nan,
         allow_unproven_reload=allow_unproven_reload,
+        allow_config=tuple(allow_config or ()),
         canary=prompts,
         keep=keep,
         rolling=rolling or 0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from skyctl.checkpoints.checkpoint import mistaken_for
+from skyctl.checkpoints.checkpoint import index_problem, mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
@@ -93,6 +93,8 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
     elif not (path / "config.json").is_file():
         message, instead = mistaken_for(path)
         yield Problem(f"model {written!r}: {message}", instead)
+    elif problem := index_problem(path):
+        yield Problem(f"model {written!r}: {problem}", "copy or download it completely")
 
 
 def learn_arguments(

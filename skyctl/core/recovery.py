@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from skyctl import engines
+from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.core.diagnosis import Action, Finding
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
@@ -285,7 +286,8 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         expected_digest=weights.checkpoint_digest,
         expected_content=weights.content_digest,
         verify=verify,
-        scan_nan=False,  # they were accepted when they were pushed
+        scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
+        allow_config=(ALL_KEYS,),
     )
     refuse_changed(request, found)
     # a trainer may overwrite them at any moment: the push reads what was looked at here

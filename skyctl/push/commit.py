@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -273,6 +274,7 @@ async def _push_back(
         verify=run.request.verify,
         scan_nan=False,  # they were accepted when they were pushed
         allow_unproven_reload=run.request.allow_unproven_reload,
+        allow_config=(ALL_KEYS,),
         expected_digest=committed.checkpoint_digest,
         expected_content=committed.content_digest,
     )

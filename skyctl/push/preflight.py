@@ -13,7 +13,6 @@ from typing import Any
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.checkpoints.header import remembered
 from skyctl.errors import PreflightError
@@ -24,6 +23,7 @@ from skyctl.launch.local.devices import available_memory
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
 from skyctl.push.expected import refuse_broken
+from skyctl.push.fit import check_fit
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
@@ -247,11 +247,10 @@ async def preflight(
     # without a sender nobody else looks at the bytes
     if request.scan_nan or (transport is None and request.scan_nan is None and not request.dry_run):
         await asyncio.to_thread(refuse_not_finite, checkpoint)
-    model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
-    notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
+    sites = _sites(fleet, facts, client, colocated=request.colocated)
+    notes += await check_fit(request, checkpoint, fleet, facts, sites)
     chunk_size = request.chunk_size or fleet.chunk_size
     workers = sum(fact.world_size for fact in facts)
-    sites = _sites(fleet, facts, client, colocated=request.colocated)
     delta = None
     if request.delta:
         delta = await _delta(request, choice, checkpoint, fleet, sites)
@@ -324,14 +323,14 @@ async def _preflight_update(
     facts = await ask_servers(fleet, client=client)
     notes = check_servers(facts)
     refuse_update_problems(facts)
+    sites = _sites(fleet, facts, client)
     checkpoint, identity = Checkpoint(Path(), (), (), {}), secrets.token_hex(16)
     if request.checkpoint:
         checkpoint = await asyncio.to_thread(_read, request)
         identity = checkpoint.identity_digest
-        notes += await asyncio.to_thread(check_compatible, checkpoint, fleet.model_path)
+        notes += await check_fit(request, checkpoint, fleet, facts, sites)
     elif request.verify:
         notes.append("no checkpoint of these weights: servers are compared with each other alone")
-    sites = _sites(fleet, facts, client)
     if request.verify:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(

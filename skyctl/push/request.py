@@ -42,9 +42,10 @@ class PushRequest:
     `weight_version` None derives one from the checkpoint's digest. `traceparent` is the caller's
     W3C trace context. `scan_nan` refuses NaN and infinity: True scans all weights before a server
     is touched, False none, None those that the sender reads on its way. `allow_unproven_reload`
-    accepts weights whose digests are not the expected ones. `expected_digest` is the checkpoint's
-    identity_digest when it was pushed before: one that has changed since is refused, unless
-    its content is still `expected_content` (`push/versions.py`).
+    accepts weights whose digests are not the expected ones. `allow_config` are keys of config.json
+    in which the checkpoint may differ from what the servers run, "*" for all. `expected_digest` is
+    the checkpoint's identity_digest when it was pushed before: one that has changed since is
+    refused, unless its content is still `expected_content` (`push/versions.py`).
     `canary` is what `push/canary.py` reads from a canary file. `keep`: the fleet makes its own
     copy, and keeps it. `rolling` is how many servers are updated at a time while the others serve,
     0 for all. `colocated`: sleeping servers are woken for it. `sleep_after` is the level to sleep
@@ -66,6 +67,7 @@ class PushRequest:
     dry_run: bool = False
     scan_nan: bool | None = None
     allow_unproven_reload: bool = False
+    allow_config: tuple[str, ...] = ()
     expected_digest: str | None = None
     traceparent: str | None = None
     canary: dict[str, Any] | None = None

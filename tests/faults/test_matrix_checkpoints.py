@@ -15,6 +15,7 @@ from skyctl.push.request import PushRequest
 from skyctl.push.transaction import push
 from tests.unit.push.checkpoints import (
     CONFIG,
+    change_index,
     filled,
     safetensors,
     tiny_tensors,
@@ -101,11 +102,10 @@ def index_leads_outside(path: Path) -> None:
 
 
 def index_names_nothing(path: Path) -> None:
-    write_checkpoint(path, shards=2)
-    index = path / "model.safetensors.index.json"
-    data = json.loads(index.read_text())
-    data["weight_map"]["model.ghost.weight"] = "model-00001-of-00002.safetensors"
-    index.write_text(json.dumps(data))
+    tensors = tiny_tensors()
+    del tensors["model.norm.weight"]
+    write_checkpoint(path, tensors, shards=2)
+    change_index(path, {"model.norm.weight": "model-00001-of-00002.safetensors"})
 
 
 def pickles(path: Path) -> None:
@@ -142,7 +142,7 @@ CHECKPOINTS: dict[Callable[[Path], None], str] = {
     header_is_no_json: "model.safetensors",
     offsets_overlap: "model.safetensors",
     index_leads_outside: "index.json",
-    index_names_nothing: "model.ghost.weight",
+    index_names_nothing: r"model.norm.weight is missing",
     pickles: r"no \*.safetensors",
     no_config: "no config.json",
     config_is_no_json: "config.json",

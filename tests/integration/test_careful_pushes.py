@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import kill
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -213,3 +215,26 @@ def test_a_dry_run_tells_what_a_push_then_takes(real_fleet: FleetCli) -> None:
     print("freeze:", result["freeze_window_s"], "told:", ways["host"]["freeze_s"])
     print(told["assumptions"])
     assert ways["host"]["freeze_s"] == pytest.approx(result["freeze_window_s"], rel=0.01)
+
+
+def test_what_a_push_cannot_change_is_refused_or_noted(
+    real_fleet: FleetCli, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+    def variant(name: str, **changes: Any) -> str:
+        directory = shutil.copytree(real_fleet.directory / "checkpoints/b", tmp_path / name)
+        config = json.loads((directory / "config.json").read_text()) | changes
+        written = {key: value for key, value in config.items() if value is not None}
+        (directory / "config.json").write_text(json.dumps(written))
+        return str(directory)
+
+    yarn = variant("yarn", rope_parameters=rope)
+    refused = real_fleet.run("sync-weights", yarn, expect=1).stderr
+    assert "rope_parameters.rope_type is yarn here, the servers run default" in refused
+    real_fleet.run("sync-weights", yarn, "--dry-run", "--allow-config", "rope_parameters")
+    # as transformers 4 wrote it, with other stop tokens
+    older = variant("older", rope_parameters=None, layer_types=None, rope_theta=1e4)
+    (tmp_path / "older" / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
+    (note,) = real_fleet.data("sync-weights", older, "--dry-run")["job"]["result"]["notes"]
+    assert note.startswith("generation_config.json (stop tokens")

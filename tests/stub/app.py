@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.stub import fit
 from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
@@ -224,6 +225,8 @@ class StubServer:
             return JSONResponse({"results": [self._config()] * workers})
         if method == "skyctl_update_problem":
             return JSONResponse({"results": [self.engine.update_problem] * workers})
+        if method == "skyctl_fit":
+            return JSONResponse({"results": [fit.answer(self.engine, **body["kwargs"])] * workers})
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tests.stub import rows
+from tests.stub import fit, rows
 
 MEMORY = frozenset({"weights", "kv_cache"})
 CACHES = frozenset({"prefix", "external", "encoder"})
@@ -87,6 +87,9 @@ class StubEngine:
     not_finite: str = ""
     update_problem: str = ""
     settings: dict[str, Any] = field(default_factory=dict)  # more sections of its configuration
+    hf_overrides: dict[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()  # tensors that its loader leaves out
+    ties_output: bool = False
     nccl_settings: dict[str, str] = field(default_factory=dict)
     weight_version: str = "default"
     scheduler: Scheduler = Scheduler.RUNNING
@@ -114,6 +117,7 @@ class StubEngine:
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
         self.contents = rows.of_checkpoint(self.model)
+        self.config = fit.config_of(self.model)
         self.changed = asyncio.Condition()
         self.abort_count = 0
         self._chunks: list[dict[str, Any]] = []

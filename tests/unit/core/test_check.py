@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from skyctl.checkpoints.checkpoint import INDEX_NAME
 from skyctl.core import check
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
@@ -84,6 +85,25 @@ def test_a_directory_without_config_is_no_checkpoint(base_dir: Path, interpreter
     assert "no config.json" in message
     (message,) = problems(plan(base_dir, interpreter, model="./checkpoints/a/config.json"))
     assert "is a file" in message
+
+
+@pytest.mark.parametrize(
+    ("index", "part"),
+    [
+        ('{"weight_map": {"a": "gone.safetensors"}}', "lacks gone.safetensors, which its index"),
+        ('{"weight_map": {"a": ', "is not a valid index"),
+        (
+            '{"weight_map": {"a": "config.json", "mtp.b": "config.json"}}',
+            "",
+        ),  # vLLM looks no closer
+    ],
+)
+def test_a_model_whose_index_leads_nowhere_is_reported(
+    base_dir: Path, interpreter: str, index: str, part: str
+) -> None:
+    (base_dir / "checkpoints/a" / INDEX_NAME).write_text(index)
+    messages = problems(plan(base_dir, interpreter))
+    assert [part in message for message in messages] == ([True] if part else [])
 
 
 def test_a_model_that_is_an_adapter_is_told_so(base_dir: Path, interpreter: str) -> None:

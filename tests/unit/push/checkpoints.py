@@ -94,3 +94,15 @@ def rewrite_unseen(directory: Path, tensors: Mapping[str, tuple[str, list[int], 
             file.write(safetensors(tensors))
         os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert shard.stat().st_size == before.st_size
+
+
+def change_index(directory: Path, change: Mapping[str, str | None]) -> None:
+    """Name other shards, or none, for tensors of its index."""
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name, shard in change.items():
+        if shard is None:
+            del index["weight_map"][name]
+        else:
+            index["weight_map"][name] = shard
+    path.write_text(json.dumps(index))

@@ -19,9 +19,9 @@ from tests.stub.state import EngineRefused, StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
-BEFORE_FREEZE = 3
+BEFORE_FREEZE = 4
 """Calls of /collective_rpc to each server before a push freezes it: what it was started with, its
-problems and its digest."""
+problems, whether the checkpoint fits, and its digest."""
 
 
 class LoopbackTransport(httpx.AsyncBaseTransport):

@@ -21,6 +21,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,14 @@ class RowQuestion:
         if len(self.shape) < 2:
             return 1, prod(self.shape)
         return self.shape[0], prod(self.shape[1:])
+
+
+class TensorUse(StrEnum):
+    """What a server's loader makes of a checkpoint tensor. Of several workers the first counts."""
+
+    LOADED = "loaded"
+    REFUSED = "refused"
+    IGNORED = "ignored"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion, collect
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.layout_load import LayoutLoader
 
+_STARTED_AT = time.time()
 pack_after_updates()  # vLLM imports this module in its workers, before they have a model
 
 
@@ -124,6 +126,21 @@ class SkyctlWorkerExtension:
     def skyctl_update_problem(self) -> str:
         """Why this worker must not be pushed to; "" if it may. See `experts.py`."""
         return update_problem(self.model_runner.get_model())
+
+    def skyctl_fit(
+        self, config: Mapping[str, Any], tensors: Sequence[tuple[str, str, Sequence[int]]]
+    ) -> dict[str, Any]:
+        """How a checkpoint with this config.json, and tensors (name, torch dtype, shape), fits this
+        worker's model; see `fit.py`.
+        """
+        from skyctl.engines.vllm.inside.fit import configurations, ties_output, uses
+
+        model = self.model_runner.get_model()
+        return {
+            **configurations(self.vllm_config.model_config, config, started_at=_STARTED_AT),
+            "uses": uses(model, tensors),
+            "ties_output": ties_output(model),
+        }
 
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
