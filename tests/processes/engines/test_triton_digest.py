@@ -6,27 +6,19 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 _COMPARE = """
-import torch
 from skyctl.engines.vllm.inside import triton_digest
 from skyctl.engines.vllm.inside.device_digest import digest_on_device
-from skyctl.engines.vllm.inside.wire import BLOCK_WORDS
+from skyctl.engines.vllm.inside.wire import LANES
+from tests.unit.engines.digest_cases import for_the_kernel
 
-triton_digest._RUN_WORDS = 4096
-torch.manual_seed(1)
-tensors = [
-    torch.randint(-(2**62), 2**62, (size,), dtype=torch.int64) for size in (1, 4095, 4096, 20001)
-]
-tensors.append(torch.randn(64, 32, dtype=torch.bfloat16))
-tensors.append(torch.tensor(1.5))
-tensors += [torch.arange(1, 1 + size, dtype=torch.uint8) for size in (1, 7, 13, 4096 * 8 + 3)]
+triton_digest._RUN_WORDS = 2 * LANES
+tensors = for_the_kernel()
 assert triton_digest.sum_words(tensors).tolist() == digest_on_device(tensors)
-large = torch.empty(3 * BLOCK_WORDS, dtype=torch.int64)
-factors = {factor for *_, factor, _ in triton_digest._runs(0, large.data_ptr(), large.nbytes)}
-assert len(factors) == 3
 """
 
 
@@ -35,6 +27,7 @@ def test_the_kernel_gives_the_numbers_of_the_plain_code() -> None:
     # the variable is read when triton is imported: a process of its own
     done = subprocess.run(
         [sys.executable, "-c", _COMPARE],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

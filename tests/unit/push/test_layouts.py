@@ -205,6 +205,8 @@ def half_updated(one: Site) -> Site:
         (site(Workers(report(), report(1))), "2 of 1 workers of demo-0 tell their layout"),
         (site(Workers(report(reason="mla derives tensors"))), "mla derives tensors"),
         (site(Workers(report() | {"version": 9})), "speaks version 9 of layouts"),
+        (site(Workers(report() | {"version": "3.3"})), "speaks version 3.3 of layouts"),
+        (site(Workers(report() | {"version": 3})), "speaks version 3 of layouts"),
         (
             site(Workers(report(parameters=PARAMETERS[:1]))),
             "no parameter is made of d",

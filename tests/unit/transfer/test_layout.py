@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from skyctl.checkpoints.header import Tensor
 from skyctl.engines.vllm.inside.layout_wire import (
+    LAYOUT_VERSION,
     Copy,
     LayoutReport,
     ParameterLayout,
@@ -64,6 +65,13 @@ def test_tensors_are_sent_in_the_order_in_which_parameters_hold_them() -> None:
         Copy(0, 1, 1, 6, 24, 6, 0, 6),
     )
     assert Program.from_wire(program.to_wire()) == program
+
+
+def test_a_program_of_another_version_is_refused_before_its_numbers_are_compared() -> None:
+    program = Program("layout", (("norm", "bfloat16", (3,)),), ()).to_wire()
+    for version in ("3.3", None):
+        with pytest.raises(ValueError, match=f"version {version}, not {LAYOUT_VERSION}"):
+            Program.from_wire(program | {"version": version})
 
 
 def test_a_parameter_whose_tensors_are_in_two_chunks_is_copied_in_two_parts() -> None:

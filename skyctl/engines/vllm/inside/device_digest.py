@@ -1,8 +1,23 @@
 """Digest tensors in place: a few milliseconds for a model that takes seconds to copy out.
 
-Each tensor's bytes, as 64-bit words, are multiplied by fixed odd numbers that depend on the word's
-position and summed modulo 2^64. A change of any one word always changes the sum (an odd factor has
-an inverse); other changes are missed with a probability of about 2^-64.
+A tensor's bytes are 64-bit little-endian words, the last one padded with zeros, in rows of `LANES`.
+Its number is the sum, modulo 2^64, of `mix(word) * odd[row] * odd[lane]`: `mix` permutes the words,
+and the odd factors are fixed and look random.
+
+- A change of one word is never missed: an odd factor has an inverse.
+- If several words change, let 2^v be the largest power of two that divides all differences of their
+  mixed words. Of all choices of the factors, at most (64 - v) / 2^(63 - v) miss the change. `mix`
+  keeps v small: whichever bits of a word change, v reaches n for about 2^-n of all words. So a
+  change of content, other than one computed to be missed, is missed with a probability of about
+  2^-56, or 2^-53 if every word that changes was the same and becomes the same.
+
+Nothing less than two multiplications would do for `mix`. A product with an odd number, and a sum of
+such products, keeps only 64 - k bits of a difference in bits from k on: signs, which are bit 63,
+could change in any even number of words. With one fold of the upper half onto the lower, negating
+both float32 of a word, bits 63 and 31, would again be a difference in bit 63.
+
+Whoever wants two contents with one number can compute them: the factors are public. Numbers of
+tensors of different sizes are not comparable.
 """
 
 from __future__ import annotations
@@ -13,7 +28,10 @@ from importlib.util import find_spec
 import torch
 
 from skyctl.engines.vllm.inside.layout_copy import octets_of
-from skyctl.engines.vllm.inside.wire import BLOCK_WORDS, GOLDEN, MIX, following_factor
+from skyctl.engines.vllm.inside.wire import GOLDEN, LANES, MIX
+
+_BLOCK_WORDS = 2048 * LANES  # 32 MiB: what is computed from a block stays in the GPU's cache
+_WORD = 8
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """Within it, attributes of vLLM's parameters cost what those of plain tensors do: a tenth."""
@@ -22,7 +40,7 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """One number per tensor (all on one device), with a single wait for the device at the end.
 
-    Extra memory: at most about 64 MiB. Deterministic: integer sums do not depend on their order.
+    Extra memory: at most about 32 MiB. Deterministic: integer sums do not depend on their order.
     """
     if not tensors:
         return []
@@ -33,11 +51,9 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
         from skyctl.engines.vllm.inside.triton_digest import sum_words
 
         sums[plain] = sum_words([tensors[i] for i in plain])
-    if rest := sorted(set(range(len(tensors))) - set(plain)):
-        most = max(tensors[i].numel() * tensors[i].element_size() for i in rest) // 8
-        factors = _factors(0, min(most, BLOCK_WORDS), device)
-        last = _factors(BLOCK_WORDS - 7, BLOCK_WORDS, device)
-        sums[rest] = torch.stack([_sum(tensors[i], factors, last) for i in rest])
+    if others := sorted(set(range(len(tensors))) - set(plain)):
+        lanes = _factors(0, LANES, device)
+        sums[others] = torch.stack([_sum(tensors[i], lanes) for i in others])
     return [int(value) for value in sums.tolist()]
 
 
@@ -52,33 +68,34 @@ _has_kernel = find_spec("triton") is not None
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it lies in aligned words on a CUDA device, which one kernel sums for all tensors."""
-    aligned = bool(tensor.numel()) and not tensor.data_ptr() % 8
+    aligned = bool(tensor.numel()) and not tensor.data_ptr() % _WORD
     return tensor.device.type == "cuda" and aligned and tensor.is_contiguous()
 
 
-def _factors(begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers, one for each of these positions in a block."""
-    mixed = torch.arange(begin + 1, end + 1, dtype=torch.int64, device=device) * GOLDEN
-    mixed ^= mixed >> 29
-    mixed *= MIX
-    return mixed | 1
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """Mix a flat int64 tensor in place."""
+    halves = words.view(torch.int32)
+    lower, upper = halves[::2], halves[1::2]  # words are little-endian
+    for multiplier in (GOLDEN, MIX):
+        words *= multiplier
+        lower ^= upper
+    return words
 
 
-def _sum(tensor: torch.Tensor, factors: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """`last`: the factors of the bytes behind the last whole word."""
+def _factors(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers: those of lanes begin at 0, those of rows at LANES."""
+    return _mix(torch.arange(first + 1, first + 1 + count, device=device)) | 1
+
+
+def _sum(tensor: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
     octets = octets_of(tensor.contiguous())
-    whole = octets.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    words = octets[:whole]
-    if words.data_ptr() % 8:  # a view into something larger; 64-bit words must be aligned
-        words = words.clone()
-    words = words.view(torch.int64)
-    factor = 1
-    for begin in range(0, words.numel(), BLOCK_WORDS):
-        block = words[begin : begin + BLOCK_WORDS]
-        total += (block * factors[: block.numel()]).sum() * factor
-        factor = following_factor(factor)
-    if whole < octets.numel():
-        rest = octets[whole:].to(torch.int64)
-        total += (rest * last[-rest.numel() :]).sum()
+    for begin in range(0, octets.numel(), _BLOCK_WORDS * _WORD):
+        block = octets[begin : begin + _BLOCK_WORDS * _WORD]
+        rows = -(-block.numel() // (LANES * _WORD))
+        words = torch.zeros(rows * LANES, dtype=torch.int64, device=tensor.device)
+        words.view(torch.uint8)[: block.numel()] = block
+        sums = _mix(words).view(rows, LANES).mul_(lanes).sum(1)
+        first = LANES + begin // (LANES * _WORD)
+        total += (sums * _factors(first, rows, tensor.device)).sum()
     return total

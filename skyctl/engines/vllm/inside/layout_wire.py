@@ -13,8 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUT_VERSION = 3
-"""Version of this format. A worker with another version is pushed to by vLLM's loader."""
+from skyctl.engines.vllm.inside.wire import DIGEST_VERSION
+
+LAYOUT_VERSION = f"3.{DIGEST_VERSION}"
+"""Version of this format, and of the numbers by which parameters are compared with what was sent. A
+worker with another version is pushed to by vLLM's loader, a sender with another refuses a push.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,14 @@ class Program:
     copies: tuple[Copy, ...]
 
     def to_wire(self) -> dict[str, Any]:
-        return {**vars(self), "copies": [copy.to_wire() for copy in self.copies]}
+        copies = [copy.to_wire() for copy in self.copies]
+        return {"version": LAYOUT_VERSION, **vars(self), "copies": copies}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Program:
-        """Inverse of `to_wire`."""
+        """Inverse of `to_wire`; another version raises ValueError."""
+        if (version := data.get("version")) != LAYOUT_VERSION:
+            raise ValueError(f"a program of version {version}, not {LAYOUT_VERSION}")
         return cls(
             data["layout"],
             tuple((name, dtype, tuple(shape)) for name, dtype, shape in data["parameters"]),

@@ -33,24 +33,16 @@ SPIN_VARIABLE = "SKYCTL_SPIN_S"
 BACKEND = "skyctl"
 """Name of the weight-transfer backend that servers are started with."""
 
-BLOCK_WORDS = 4 * 1024 * 1024
+LANES = 2048
 GOLDEN = -7046029254386353131
 MIX = -4658895280553007687
-"""Constants of the tensor numbers (`device_digest.py`), which both sides compute: words per block
-(32 MiB: the product of a block stays in the GPU's cache), 2^64 / golden ratio as a signed number,
-and a multiplier of splitmix64.
+"""Constants of the tensor numbers (`device_digest.py`): words per row, 2^64 / golden ratio as a
+signed number, and a multiplier of splitmix64.
 """
-
-_STEP = 1000003
 
 _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
 _ANSWER = "skyctl-answer-"
 _held: list[int] = []  # the descriptor of this worker's last answer
-
-
-def following_factor(factor: int) -> int:
-    """The odd number of a tensor's next block; that of the first is 1."""
-    return factor * _STEP & 0x7FFF_FFFF_FFFF_FFFF | 1
 
 
 @dataclass
@@ -112,9 +104,9 @@ class ChunkUpdate:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
 
 
-DIGEST_VERSION = 3
-"""How digests are computed. Incremented with every change of the algorithm: digests of two versions
-cannot be compared. Workers of the first version report none.
+DIGEST_VERSION = 4
+"""How digests and tensor numbers are computed. Incremented with every change of the algorithm:
+results of two versions cannot be compared. Workers of the first version report none.
 """
 
 ROW_WIDTH = 64

@@ -1,0 +1,18 @@
+"""The digest's kernel as it is compiled for a GPU."""
+
+from __future__ import annotations
+
+from tests.gpu.conftest import need_gpus
+
+
+def test_the_compiled_kernel_gives_the_numbers_of_the_plain_code() -> None:
+    need_gpus(1, "triton")
+    from skyctl.engines.vllm.inside.device_digest import digest_on_device
+    from skyctl.engines.vllm.inside.triton_digest import sum_words
+    from tests.unit.engines.digest_cases import for_the_kernel
+
+    tensors = for_the_kernel()
+    numbers = digest_on_device(tensors)
+    on_gpu = [tensor.cuda() for tensor in tensors]
+    assert sum_words(on_gpu).tolist() == numbers
+    assert digest_on_device(on_gpu) == numbers
