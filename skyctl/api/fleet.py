@@ -15,7 +15,7 @@ from skyctl.api.session import GeneratingFleet
 from skyctl.api.updates import Adapters, Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
-from skyctl.core.registry import FleetRef, find, select
+from skyctl.core.registry import FleetRef, find, select, supervisor_running
 from skyctl.core.results import KeptVersion, WeightsState
 from skyctl.core.service import (
     Control,
@@ -120,7 +120,8 @@ class Fleet(GeneratingFleet):
         if not isinstance(self._ref, FleetRef):
             async with self._connected() as fleet:
                 return await fleet.down(Down(drain_timeout_s))
-        bring_up.refuse_attached(self._ref)
+        if not supervisor_running(self._ref.paths):
+            bring_up.refuse_attached(self._ref)
         config = self._ref.config
         taken = await take_down(
             self._ref.paths,

@@ -50,13 +50,9 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     from skyctl.errors import SkyctlError
 
     ref = _chosen(ctx)
-    if isinstance(ref.config.servers, list):
-        names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
-    elif ref.attached:
-        names = []  # a key press does not discover servers
-    else:
-        names = [replica.name for replica in expand_replicas(ref.config)]
-    # a fleet that was scaled has replicas that its file does not list
+    names = [] if ref.attached else [replica.name for replica in expand_replicas(ref.config)]
+    # a fleet that was scaled has replicas that its file does not list; attached servers are named
+    # by their records, and those that must be discovered are not discovered for a key press
     with suppress(SkyctlError):
         names += [row.name for row in ask(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]

@@ -175,7 +175,7 @@ def down(
 
 def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
     """The fleet's paths and its two deadlines; defaults if its file no longer loads."""
-    from skyctl.core.registry import select, select_paths
+    from skyctl.core.registry import select, select_paths, supervisor_running
     from skyctl.errors import FleetFileError
     from skyctl.service.bring_up import refuse_attached
 
@@ -185,7 +185,8 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
         if fleet is None:
             raise
         return select_paths(file, fleet), 30.0, 15.0
-    refuse_attached(ref)
+    if not supervisor_running(ref.paths):
+        refuse_attached(ref)
     return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s
 
 

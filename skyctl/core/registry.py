@@ -194,6 +194,11 @@ def _copy(text: bytes, path: Path) -> None:
         place_private_file(path, text, replace=True)
 
 
+def was_attached(paths: FleetPaths) -> bool:
+    """Whether the fleet is remembered as one whose servers skyctl did not start."""
+    return _written_origin(paths).get("kind") == "attached"
+
+
 def refuse_another_file(ref: FleetRef) -> None:
     """A copied directory is a likely mistake: it would take over another fleet's servers, or the
     records of them. A file that was moved goes on where it was.

@@ -12,7 +12,7 @@ from skyctl import engines
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.recorded import RecordedFleet
-from skyctl.core.registry import FleetRef, refuse_another_file, remember
+from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
 from skyctl.core.results import WeightsState
 from skyctl.core.service import (
     CloseUpdate,
@@ -31,7 +31,7 @@ from skyctl.core.service import (
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.core.urls import FleetUrls, access
 from skyctl.engines.base import ServerMetrics
-from skyctl.errors import SkyctlError, StateUnwritable, UsageError, no_server
+from skyctl.errors import ConflictError, SkyctlError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.attached_servers import AttachedServers
@@ -76,6 +76,11 @@ class AttachedFleet(RecordedFleet):
 
     async def __aenter__(self) -> Self:
         refuse_another_file(self.ref)
+        if supervisor_running(self.paths):  # the file started servers before it listed some
+            raise ConflictError(
+                f"fleet {self.ref.name} is up: skyctl started its servers",
+                hint=f"first: skyctl down --fleet {self.ref.name}",
+            )
         # a failing disk must not prevent thawing a fleet
         self.state = FleetState(self.paths.database, or_memory=True)
         self.state.retention = Retention(**self.ref.config.history.model_dump())

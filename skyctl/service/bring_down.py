@@ -6,9 +6,9 @@ import asyncio
 from contextlib import suppress
 
 from skyctl.checkpoints.staging import sweep
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef, supervisor_running, was_attached
 from skyctl.core.service import Down, TakenDown
-from skyctl.errors import FleetDownError, SkyctlError
+from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.store.in_doubt import close_orphans
@@ -22,6 +22,14 @@ from skyctl.supervisor.rollout import host_of, raise_all, stop_recorded
 def goes_down(error: SkyctlError) -> bool:
     """Whether a supervisor refused, or was absent, because its fleet is being taken down."""
     return isinstance(error, FleetDownError) or error.details.get("operation") == "down"
+
+
+def attached_error(name: str) -> UsageError:
+    """The error of `up`, `down` and the like on a fleet whose servers skyctl did not start."""
+    return UsageError(
+        f"fleet {name} is attached: skyctl did not start its servers",
+        hint="start and stop them where they are; look at them: skyctl status",
+    )
 
 
 async def after_down(ref: FleetRef) -> None:
@@ -45,9 +53,12 @@ async def take_down(
     """Take a fleet down, through its supervisor or, if that is dead, without it. Idempotent.
 
     Raises:
+        UsageError: skyctl did not start its servers: what it has frozen must stay on record.
         SkyctlError: something could not be stopped.
         ConflictError: an `up` that is under way does not end its part in time.
     """
+    if was_attached(paths):
+        raise attached_error(paths.name)
     if not paths.database.exists():
         return TakenDown((), False)
     reached("down.asked")

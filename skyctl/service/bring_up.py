@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import planned, usable
-from skyctl.core.registry import FleetRef, remember
+from skyctl.core.registry import FleetRef, remember, was_attached
 from skyctl.core.service import FleetService, StatusQuery
 from skyctl.core.status import BY_DOWN, FleetStatus, ended_by_others
 from skyctl.errors import (
@@ -19,15 +19,16 @@ from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
     SkyctlError,
-    UsageError,
     VersionMismatch,
 )
 from skyctl.kill_points import reached
-from skyctl.service.bring_down import after_down, goes_down
+from skyctl.service.bring_down import after_down, attached_error, goes_down
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.supervised import SupervisedFleet
+from skyctl.store.in_doubt import in_doubt
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 
@@ -47,10 +48,31 @@ class Begun:
 def refuse_attached(ref: FleetRef) -> None:
     """Raise UsageError for a fleet whose servers skyctl did not start."""
     if ref.config.attached:
-        raise UsageError(
-            f"fleet {ref.name} is attached: skyctl did not start its servers",
-            hint="start and stop them where they are; look at them: skyctl status",
-        )
+        raise attached_error(ref.name)
+
+
+def _forget_attached(ref: FleetRef) -> None:
+    """The file listed servers before, and starts some now: those have other records.
+
+    Raises:
+        ConflictError: what skyctl did to the others must be undone first.
+    """
+    if not was_attached(ref.paths) or not ref.paths.database.exists():
+        return
+    with FleetState(ref.paths.database) as state:
+        doubts = in_doubt(state)
+        frozen = [
+            row.name
+            for row in state.servers()
+            if row.intended != "running" or row.quarantine or row.name in doubts
+        ]
+        if frozen:
+            raise ConflictError(
+                f"fleet {ref.name} was attached to servers that are on record as paused, asleep or "
+                f"quarantined: {', '.join(frozen)}",
+                hint="give this one a `name:` of its own",
+            )
+        state.forget_run()
 
 
 async def begin_up(
@@ -86,6 +108,7 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
         async with SupervisedFleet(ref) as fleet:
             ports = await fleet.held_ports()
         plan = usable(planned(ref.config, ref.base_dir, ports, router=router), ports, ref.file)
+        _forget_attached(ref)
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)
         reached("up.supervised")
