@@ -75,9 +75,9 @@ async def _find_endpoint(fleet: FleetService, server: str | None) -> Endpoint:
             f"no server of fleet {urls.name} takes requests", hint=WHICH_TAKE_REQUESTS
         )
     key = api_key(urls.access)
-    # whichever answers first: the router would ask one of them, which may hang
-    candidates = [server] if server else list(urls.servers)
-    targets = [ServerTarget(name, urls.servers[name], key, urls.engine) for name in candidates]
+    # whichever answers first: the router alone would ask one of them, which may hang
+    candidates = {server: url} if server else {**urls.servers, "router": url}
+    targets = [ServerTarget(name, at, key, urls.engine) for name, at in candidates.items()]
     model = urls.model or await _served_model(targets)
     # the router drops the key on its way to /detokenize: the servers are asked directly
     return Endpoint(url, model, key, server_urls=tuple(urls.servers.values()))

@@ -87,7 +87,16 @@ def test_the_api_key_opens_inference_and_no_control_route(servers: Servers) -> N
     assert status("GET", url + "/metrics", headers) == 200
     for method, path in servers.routes:
         if HARMFUL.search(path) and not path.startswith(("/v1/", "/invocations")):
-            assert status(method, url + path, headers) == 401, path
+            for ending in ("", "%0A", "/%0A", "%E2%80%A8"):
+                assert status(method, url + path + ending, headers) == 401, path
+    for path in (
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/inference/v1/abort_requests",
+    ):
+        for ending in ("", "/", "%0A", "/%0A"):
+            assert status("POST", url + path + ending, headers) == 401, path
+            assert status("POST", url + path + "%0A", servers.bearer) == 400, path
 
 
 def test_a_websocket_is_refused_before_it_opens(servers: Servers) -> None:
