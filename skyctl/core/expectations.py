@@ -5,19 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
-from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.checkpoints.checkpoint import locate, read_checkpoint
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import SkyctlError
 from skyctl.push.request import PushFleet
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record
+from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.contents import known_content
 from skyctl.store.expected import by_files
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
+_SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "*processor_config.json",
+    "*.py",
+)
+"""Files beside the weights that decide what a server answers."""
 
 
 def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) -> PushFleet:
@@ -65,15 +79,51 @@ def records_of(
     }
 
 
-def model_on_disk(spec: ServerSpec) -> str:
-    """Identifies the files of the directory that a server is started with; "" if unknown."""
-    if "--model" not in spec.argv:
-        return ""
+def base_of(spec: ServerSpec) -> str:
+    """The model that a server is started with, a directory or a hub id; "" if it names none."""
+    return spec.argv[spec.argv.index("--model") + 1] if "--model" in spec.argv else ""
+
+
+def files_of(model: str) -> BaseFiles:
+    """The files of a model as they are now, as far as they are on this machine."""
+    directory = locate(model) if model else None
+    if directory is None:
+        return BaseFiles()
     try:
-        checkpoint = read_checkpoint(spec.argv[spec.argv.index("--model") + 1])
+        shards = by_files(read_checkpoint(model).identity_digest)
     except SkyctlError:
-        return ""  # a hub id that vLLM fetches itself, or weights in another format
-    return by_files(checkpoint.identity_digest)
+        shards = ""  # not downloaded yet, or weights in another format
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted({path for pattern in _SETTINGS for path in directory.glob(pattern)}):
+        with suppress(OSError):
+            digest.update(json.dumps([path.name, path.stat().st_size]).encode())
+            digest.update(path.read_bytes())
+    return BaseFiles(shards, digest.hexdigest())
+
+
+def other_settings(base: BaseWeights, launched: BaseFiles | None) -> str:
+    """Why a server must not serve that was started from these files, None if nobody looked."""
+    if launched and base.files.settings and launched.settings != base.files.settings:
+        return "configuration, tokenizer or chat template were changed since the fleet came up"
+    return ""
+
+
+def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, digest: str) -> str:
+    """Why a server that nobody has pushed to must not serve; "" if it may. Pure.
+
+    `digest` is that of its weights in this engine and arrangement (`place`), "" if it cannot say.
+    Digests decide where there are two, files only where not.
+    """
+    expected = base.digests.get(place, "")
+    if expected and digest:
+        why = f"it holds other weights than the fleet began with (digest {digest}, not {expected})"
+        return "" if digest == expected else why
+    if launched and base.files.shards:
+        same = launched.shards == base.files.shards
+        return "" if same else "its checkpoint was overwritten since the fleet came up"
+    if base.digests and not digest:
+        return "its weights cannot be compared with those that the fleet began with"
+    return ""
 
 
 def arguments_of(spec: ServerSpec) -> str:

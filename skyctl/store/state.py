@@ -30,6 +30,9 @@ _BY_SERVER = {
 _RENAMING = ">"
 """Marks new names until all are given: no name begins with it."""
 
+BASE_KEY = "base"
+"""Where the fleet's base weights are on record (`store/base_weights.py`)."""
+
 TRAINER = "trainer"
 """Transport of weights that a trainer sends itself."""
 
@@ -282,7 +285,8 @@ class FleetState(Database):
             ):
                 self.write(f"DELETE FROM {table}")
             self.write(
-                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"
+                "DELETE FROM meta WHERE key IN "
+                f"('weights', 'ports', 'going_down', 'restarts', '{BASE_KEY}')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
+from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
-from skyctl.core.expectations import arguments_of, informed
+from skyctl.core.expectations import (
+    arguments_of,
+    base_of,
+    files_of,
+    informed,
+    other_settings,
+    other_weights,
+)
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
 from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import PushFleet, PushObserver, PushServer
+from skyctl.push.verify import arrangement_of, weights_digest
+from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
+from skyctl.store.expected import ExpectedDigest, Learned
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.replica import Replica
+
+_LOG = logging.getLogger(__name__)
 
 
 def push_fleet(
@@ -86,6 +100,68 @@ def started_with(plan: FleetPlan) -> str | None:
     directory = locate(plan.model_path)
     found = directory is not None and any(directory.glob("*.safetensors"))
     return plan.model_path if found else None
+
+
+def record_files(state: FleetState, plan: FleetPlan) -> None:
+    """Put on record what the models of a plan are now, before servers are started with them; what
+    is on record stays while the fleet is up.
+    """
+    known = base_weights(state)
+    models = {base_of(spec) for spec in plan.servers} - {""}
+    if models != known.keys():
+        record_base(state, {m: known.get(m) or BaseWeights(files_of(m)) for m in sorted(models)})
+
+
+async def compare_with_base(
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+) -> None:
+    """Quarantine a server that was not started with what the fleet came up with. Before the first
+    push its weights are compared by digest.
+    """
+    model, launched = base_of(replica.spec), replica.launched
+    engine, digest = "", replica.row.weights_digest or ""
+    began = state.weights().version is None and replica.row.weight_version is None
+    if began and not digest:
+        engine, digest = await _digest_at_start(replica, state, plan, client)
+    base = base_weights(state).get(model, BaseWeights())
+    place = f"{engine} {arrangement_of(digest)}"
+    problem = other_settings(base, launched)
+    if began and not problem:
+        problem = other_weights(base, launched, place, digest)
+    replica.compared = True
+    if problem:
+        replica.update_row(
+            quarantine=f"{model}: {problem}; put its files back, then: skyctl restart "
+            f"{replica.name}; or push what the fleet is to serve: skyctl sync-weights CKPT"
+        )
+    elif engine:
+        with state.transaction():
+            learn_base(state, model, place, digest)
+            replica.update_row(weights_digest=digest)
+            if launched and launched.shards:
+                launch = ExpectedDigest(launched.shards, engine, digest, "launch")
+                state.expected.learn(Learned([launch]).to_json())
+
+
+async def _digest_at_start(
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+) -> tuple[str, str]:
+    """The engine of a server, with its arguments, and the digest of its weights; "" if it cannot
+    say, or the fleet verifies nothing.
+    """
+    transfer = plan.config.weight_transfer
+    if not transfer.verify or "dummy" in replica.spec.argv:  # random weights
+        return "", ""
+    server = engines.server(client, replica.target, timeout_s=plan.config.control_timeout_s)
+    try:
+        found = await weights_digest(server, timeout_s=transfer.update_timeout_s)
+        version = await server.version()
+    except ServerError as error:
+        _LOG.warning("%s: its weights were not looked at: %s", replica.name, error.message)
+        return "", ""
+    if found.how and plan.device == "cpu":  # vLLM's checksums of linear layers are of nothing there
+        return "", ""
+    return f"{version}+{arguments_of(replica.spec)}", found.digest
 
 
 async def bring_to_weights(

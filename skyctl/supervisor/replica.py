@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.children import bypassing
-from skyctl.core.expectations import model_on_disk
+from skyctl.core.expectations import base_of, files_of
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
@@ -35,7 +35,8 @@ from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch.base import ChildProcess
-from skyctl.store.adapters import record_server, served
+from skyctl.store.adapters import record_server
+from skyctl.store.base_weights import BaseFiles
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import trust
 from skyctl.store.paths import create_private_file
@@ -82,7 +83,8 @@ class Replica(KeptRunning):
         self.reached_by_push = ""  # a failed push that reached it while it was starting
         self._closed = False
         self._worth_restarting = False  # until it was up once with this spec
-        self._launched_with = ""
+        self.launched: BaseFiles | None = None  # what it was started from; None if nobody looked
+        self.compared = False  # with what the fleet came up with, since its start
         self._row = context.state.server(spec.name)
         self._shown = self.state
 
@@ -227,8 +229,9 @@ class Replica(KeptRunning):
         self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
         if not adopted:  # what it has loaded is known if the files did not change meanwhile
-            same = self._launched_with == model_on_disk(self.spec)
-            self._context.state.expected.launched(self.name, self._launched_with if same else "")
+            now = await asyncio.to_thread(files_of, base_of(self.spec))
+            self.launched = now.unless_changed(self.launched)
+            self._context.state.expected.launched(self.name, self.launched.shards)
         self._to("admitting")
         admitted = False
         while not admitted:
@@ -254,16 +257,11 @@ class Replica(KeptRunning):
     def _before_spawn(self) -> None:
         self.forget_weights()
         self.reached_by_push, self.resume_when_up = "", False
-        self._launched_with = model_on_disk(self.spec)
+        self.launched, self.compared = files_of(base_of(self.spec)), False
         self._context.state.expected.launched(self.name, "")
         self._after_end()
         record_server(self._context.state, self.name, {})
-        moved_on = self._context.state.weights().version is not None
-        moved_on = moved_on or bool(served(self._context.state))
-        if self._context.pushing() or moved_on or self._row.paused or self._row.sleep_level:
-            self.hold()
-        else:
-            self._release()
+        self.hold()
 
     def _release(self) -> None:
         held = self._context.paths.held(self.name)

@@ -396,6 +396,7 @@ class Supervisor(RunningFleet, SupervisorService):
         self.on_plan(plan)
         # before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(ports_of(plan)))
+        admission.record_files(self.state, plan)
 
     def _refuse_another_launcher(self, plan: FleetPlan) -> None:
         """Only the launcher that started a process can end it."""
@@ -494,6 +495,9 @@ class Supervisor(RunningFleet, SupervisorService):
             await self.pushes.over.wait()
             if replica.reached_by_push:
                 raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
+            if not replica.compared:
+                await admission.compare_with_base(replica, self.state, plan, self.client)
+                continue
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights()

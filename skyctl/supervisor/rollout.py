@@ -65,8 +65,9 @@ async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) ->
     plan = running.require_plan()
     for replica in replicas:
         await restart(running, replica, plan)
-        if replica.phase != "up":
-            raise SkyctlError(f"{replica.name} did not come back: {replica.reason}")
+        if replica.phase != "up" or replica.row.quarantine:
+            why = replica.row.quarantine or replica.reason
+            raise SkyctlError(f"{replica.name} did not come back: {why}")
     await settle_router(running)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.service import JobQuery
+from skyctl.core.service import JobQuery, Restart
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.expected import by_files
@@ -201,6 +201,67 @@ async def test_what_a_server_was_launched_with_is_held_against_its_first_push(
         assert len({one.digest for one in known.digests}) == (2 if rewritten else 1)
 
 
+def write_settings(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{}")
+
+
+OTHER = {
+    "weights": (lambda model: write_checkpoint(model, tiny_tensors(9)), "holds other weights"),
+    "settings": (write_settings, "configuration, tokenizer or chat template were changed"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+async def test_a_replica_that_restarts_from_other_files_than_its_siblings_is_not_admitted(
+    tmp_path: Path, base: Path, what: str
+) -> None:
+    overwrite, message = OTHER[what]
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(
+            supervisor, fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        )
+        rows = {name: supervisor.replicas[name].row for name in "ab"}
+        assert rows["a"].weights_digest and rows["a"].weights_digest == rows["b"].weights_digest
+        overwrite(base)
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        assert message in (supervisor.replicas["a"].row.quarantine or "")
+        assert routed(supervisor) == {"b"} and supervisor.paths.held("a").exists()
+        # the others are not restarted into the same
+        await supervisor.restart(Restart())
+        await eventually(lambda: supervisor.under_way is None)
+        assert (
+            supervisor.operation is not None and "did not come back" in supervisor.operation.error
+        )
+        assert states(supervisor)["b"] == "ready"
+        if what == "weights":  # a push gives the fleet one version again
+            await supervisor.start_push(PushRequest(str(base)))
+            await eventually(lambda: supervisor.push_job is None)
+            assert set(states(supervisor).values()) == {"ready"}
+
+
+async def test_files_that_were_only_copied_are_the_same_base(tmp_path: Path, base: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([pushable("a", base)], stub_router()))
+        before = pid_of(supervisor, "a")
+        write_checkpoint(base)  # the same bytes
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] in ("restarting", "starting"))
+        await eventually(lambda: states(supervisor)["a"] in ("ready", "quarantined"))
+        assert states(supervisor)["a"] == "ready"
+
+
+async def test_replicas_that_first_start_with_different_weights_do_not_both_serve(
+    tmp_path: Path, base: Path, new: Path
+) -> None:
+    """As on machines whose directories of one name have other content."""
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        other = replace(plan.servers[1], env={**plan.servers[1].env, "STUB_LOADS": str(new)})
+        supervisor.change_to(replace(plan, servers=(plan.servers[0], other)))
+        await eventually(lambda: sorted(states(supervisor).values()) == ["quarantined", "ready"])
+
+
 async def test_a_directory_that_is_written_while_servers_load_it_is_nobodys_launch(
     tmp_path: Path, base: Path
 ) -> None:
@@ -211,5 +272,6 @@ async def test_a_directory_that_is_written_while_servers_load_it_is_nobodys_laun
         await eventually(lambda: "a" in supervisor.replicas)
         await eventually(lambda: supervisor.replicas["a"].phase == "starting")
         write_checkpoint(base, tiny_tensors(9))
-        await eventually(lambda: states(supervisor)["a"] == "ready")
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        assert "was overwritten" in (supervisor.replicas["a"].row.quarantine or "")
         assert supervisor.state.expected.launches() == {"a": ""}
