@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.expectations import arguments_of, informed, model_on_disk
+from skyctl.core.expectations import arguments_of, files_of, informed, other_weights
 from skyctl.core.jobs import record_failure, record_result
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import PushError
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, ServerPush
+from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import write_checkpoint
@@ -93,13 +94,45 @@ def spec(*argv: str) -> ServerSpec:
     return ServerSpec("a", ("python", "-m", "vllm", *argv), {}, "127.0.0.1", 8000)
 
 
-def test_the_model_on_disk_is_named_by_its_files(tmp_path: Path) -> None:
+def test_a_models_files_are_named_by_their_bytes_and_settings(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "c")
-    name = model_on_disk(spec("--model", str(path)))
-    assert name == by_files(read_checkpoint(str(path)).identity_digest)
-    assert model_on_disk(spec("--model", "org/not-here")) == "" == model_on_disk(spec())
+    before = files_of(str(path))
+    assert before.shards == by_files(read_checkpoint(str(path)).identity_digest)
+    assert files_of("org/not-here") == BaseFiles() == files_of("")
+    (path / "README.md").write_text("not a setting")
+    assert files_of(str(path)) == before == before.unless_changed(before)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    after = files_of(str(path))
+    assert after.shards == before.shards and after.settings != before.settings
+    assert after.unless_changed(before) == BaseFiles(before.shards)
     write_checkpoint(tmp_path / "c", {})
-    assert model_on_disk(spec("--model", str(path))) != name
+    assert files_of(str(path)).shards != before.shards
+
+
+FILES = BaseFiles("files:1", "settings")
+BASE = BaseWeights(FILES, {"0.32 tp1": "d1"})
+
+
+@pytest.mark.parametrize(
+    ("base", "launched", "place", "digest", "problem"),
+    [
+        (BASE, FILES, "0.32 tp1", "d1", ""),
+        (BASE, FILES, "0.32 tp1", "d2", "holds other weights"),
+        (BASE, BaseFiles("files:2"), "0.32 tp1", "d1", ""),  # the same bytes in other files
+        (BASE, BaseFiles("files:2"), "0.32 tp2", "d2", "was overwritten"),
+        (BASE, FILES, "0.32 tp2", "d2", ""),  # the first of its arrangement
+        (BASE, FILES, "", "", ""),  # it cannot say
+        (BASE, BaseFiles(), "", "", "was overwritten"),
+        (BASE, None, "", "", "cannot be compared"),
+        (BaseWeights(), BaseFiles(), "0.32 tp1", "d1", ""),
+        (BaseWeights(), BaseFiles(), "", "", ""),
+    ],
+)
+def test_digests_decide_and_files_only_where_there_are_not_two(
+    base: BaseWeights, launched: BaseFiles | None, place: str, digest: str, problem: str
+) -> None:
+    answer = other_weights(base, launched, place, digest)
+    assert problem in answer and bool(problem) == bool(answer)
 
 
 def test_servers_that_differ_in_their_port_alone_have_the_same_arguments() -> None:
