@@ -37,15 +37,15 @@ async def find(
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
     judged = []
-    for target, one in zip(servers.targets, seen, strict=True):
+    for target, observed in zip(servers.targets, seen, strict=True):
         suspect = suspects.get(target.url)
-        doubt = suspect.doubt if suspect else doubts.get(one.server)
-        judged.append(judge(one, rows[one.server], doubt, weights, ours=False))
+        record = suspect.record if suspect else doubts.get(target.name)
+        judged.append(judge(observed, rows[target.name], record, weights, ours=False))
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
     gone = [
-        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {doubt.why}", "quarantine")
-        for name, doubt in doubts.items()
+        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {record.why}", "quarantine")
+        for name, record in doubts.items()
         if name not in present and not (rows[name].quarantine or "").startswith(_GONE)
     ]
     return (*judged, *gone)

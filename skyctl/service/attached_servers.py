@@ -29,7 +29,7 @@ from skyctl.store.state import FleetState, ServerRow
 class Suspect:
     """A server that may be one in doubt under another URL."""
 
-    doubt: InDoubt
+    record: InDoubt
     """What it has to be repaired of; it is never thawed for having been found frozen."""
     reason: str
     """Why it is quarantined."""
@@ -101,31 +101,37 @@ class AttachedServers:
             for target in self.targets:
                 if suspect := suspects.get(target.url):
                     self._state.update_server(target.name, quarantine=suspect.reason)
-                    doubt(self._state, {target.name: replace(suspect.doubt, server=target.name)})
+                    doubt(self._state, {target.name: replace(suspect.record, server=target.name)})
             self._name()
         return True
 
     async def suspects(self, observed: Sequence[Observed] | None = None) -> dict[str, Suspect]:
         """Servers that may be one in doubt under another URL (a different spelling, a tunnel, a new
-        address), by URL: it is missing, and they have appeared since then, and do not serve.
+        address), by URL: they have appeared since then, and do not serve.
         """
         before = {row.url for row in self._recorded if row.located}
         new = [target for target in self.targets if normalized(target.url) not in before]
         doubts = self.in_doubt() if new else {}
-        missing = [doubts[name] for name in doubts.keys() - {t.name for t in self.targets}]
-        new = [target for target in new if missing and target.name not in doubts]
-        if not new:
+        new = [target for target in new if target.name not in doubts]
+        if not new or not doubts:
             return {}
-        likely = max(missing, key=lambda doubt: (doubt.half_updated, number_of(doubt.job)))
+        present = {target.name for target in self.targets}
+        likely = max(
+            doubts.values(),
+            key=lambda record: (
+                record.server not in present,
+                record.half_updated,
+                number_of(record.job),
+            ),
+        )
         at = self.rows()[likely.server].url or "an unknown URL"
         if observed is None:
             observed = await observe(self._client, new)
-        states = {one.server: _frozen_state(one) for one in observed}
+        states = {seen.server: _frozen_state(seen) for seen in observed}
         return {
             target.url: Suspect(
                 replace(likely, half_updated=True, thaw=False, woken=False, digest="", version=""),
-                f"found {state} while {likely.server} ({at}) is missing, and may be that server: "
-                f"{likely.why}",
+                f"found {state}, and may be {likely.server} ({at}) by another URL: {likely.why}",
             )
             for target in new
             if (state := states[target.name])
@@ -139,8 +145,9 @@ class AttachedServers:
 
     def in_doubt(self) -> dict[str, InDoubt]:
         """Every server in doubt, located or not, by name."""
-        doubts = ((self._naming.now(name), one) for name, one in in_doubt(self._state).items())
-        return {name: replace(one, server=name) for name, one in doubts}
+        doubts = in_doubt(self._state).values()
+        renamed = (replace(record, server=self._naming.now(record.server)) for record in doubts)
+        return {record.server: record for record in renamed}
 
     def forget_gone(self) -> None:
         """Forget discovered servers that are gone, if nothing need be remembered of them."""

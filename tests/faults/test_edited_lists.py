@@ -63,7 +63,8 @@ async def test_a_half_loaded_server_serves_nobody_whatever_becomes_of_the_list(
         servers(fleet, *edited)
         name = "far-2" if edit == "respelled" else "far-1"
         for verb in ("resume", "pause", "resume", "wake", "recover --yes", "resume"):
-            assert name in await listed(fleet, *verb.split()), verb
+            row = (await listed(fleet, *verb.split()))[name]
+            assert "old weights" not in row["detail"], row
             assert engine.paused, verb
         assert (await listed(fleet, "status"))[name]["state"] == "quarantined"
         mend(engine)

@@ -14,10 +14,10 @@ __all__ = ["servers"]
 async def test_a_push_into_a_suspect_scrubs_it_and_leaves_it_paused(
     servers: Servers, tmp_path: Path
 ) -> None:
-    here = servers.other(0, "127.0.0.1:1")
-    async with servers.fleet([here, servers.urls[1]]) as fleet:
+    first = servers.other(0, "127.0.0.1:1")
+    async with servers.fleet([first, servers.urls[1]]) as fleet:
         await break_off(servers, fleet, 1, "far-1")
-    async with servers.fleet([here, servers.other(1, "127.0.0.1:2")]) as fleet:
+    async with servers.fleet([first, servers.other(1, "127.0.0.1:2")]) as fleet:
         checkpoint = write_checkpoint(tmp_path / "new", tiny_tensors(2))
         job = await fleet.wait_job(
             await fleet.start_push(PushRequest(str(checkpoint))), timeout_s=30
@@ -37,12 +37,12 @@ async def test_a_given_name_that_moves_takes_no_record_along(
     async with servers.fleet({"command": "cat servers.txt"}) as fleet:
         await break_off(servers, fleet, 0, "a")
         listing.write_text(f"a {second}\nb {first}\n")
-        found = {one.server: one.found for one in await fleet.findings()}
+        found = {row.server: row.found for row in await fleet.findings()}
         assert found == {"a": "healthy", "b": "half-updated"}  # before names are on record
-        outcomes = {one.server: one.status for one in await fleet.resume()}
+        outcomes = {row.server: row.status for row in await fleet.resume()}
         assert outcomes == {"a": "ok", "b": "skipped"}
         listing.write_text(f"a {second}\nb {third}\n")
-        assert [one.ok for one in await fleet.resume()] == [True, True]
-        [missing] = [one for one in await fleet.findings() if one.action != "nothing"]
+        assert [row.ok for row in await fleet.resume()] == [True, True]
+        [missing] = [row for row in await fleet.findings() if row.action != "nothing"]
         assert missing.server == f"b@{first}" and first in missing.detail
     assert "half loaded" not in servers.served

@@ -65,8 +65,8 @@ async def break_off(servers: Servers, fleet: AttachedFleet, place: int, name: st
     await fleet.resume()  # as each act does, it records which server is which
     engine = servers.stubs[place].engine
     engine.scheduler, engine.half_loaded, engine.broke_off = Scheduler.PAUSED_ALL, True, True
-    left = InDoubt(name, "push-1", "update", half_updated=True, thaw=True)
-    doubt(fleet.state, {name: left})
+    record = InDoubt(name, "push-1", "update", half_updated=True, thaw=True)
+    doubt(fleet.state, {name: record})
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ async def test_an_edited_list_gives_no_server_the_record_of_another(
         await break_off(servers, fleet, 1, "far-1")
     servers.other(1, "STUB-1:80")
     async with servers.fleet(edited(*servers.urls)) as fleet:
-        thawed = {one.server: one for one in await fleet.resume(Resume())}
+        thawed = {row.server: row for row in await fleet.resume(Resume())}
         assert thawed[broken].status == "skipped" and "skyctl recover" in thawed[broken].detail
-        status = {one.name: one.state for one in (await fleet.status()).replicas}
-        assert list(status) == [one.server for one in await fleet.pause(PAUSE)]
+        status = {row.name: row.state for row in (await fleet.status()).replicas}
+        assert list(status) == [row.server for row in await fleet.pause(PAUSE)]
         assert status[broken] == "quarantined"
         await fleet.wake(Wake())
-        found = {one.server: one.found for one in await fleet.findings()}
+        found = {row.server: row.found for row in await fleet.findings()}
         assert found[broken] == "half-updated"
         await fleet.recover()
         await fleet.resume()
@@ -99,7 +99,7 @@ async def test_an_edited_list_gives_no_server_the_record_of_another(
 
 
 @pytest.mark.parametrize("state", ["paused", "asleep"])
-async def test_a_server_found_frozen_while_one_in_doubt_is_missing_is_not_thawed(
+async def test_a_server_that_appears_frozen_while_one_is_in_doubt_is_not_thawed(
     servers: Servers, state: str
 ) -> None:
     """It may be that one, by another spelling of its URL."""
@@ -109,14 +109,14 @@ async def test_a_server_found_frozen_while_one_in_doubt_is_missing_is_not_thawed
             servers.stubs[1].engine.asleep, servers.stubs[1].engine.sleep_level = {"weights"}, 1
     respelled = [servers.urls[0], servers.other(1, "127.0.0.1")]
     async with servers.fleet(respelled) as fleet:
-        found = {one.server: one.found for one in await fleet.findings()}
+        found = {row.server: row.found for row in await fleet.findings()}
         assert found["far-2"] == "half-updated"  # also before it is on record
         await fleet.pause(PAUSE)  # does not make it one that skyctl has paused
         for verb in (fleet.resume, fleet.wake):
             outcome = (await verb())[1]
             assert outcome.status == "skipped", outcome
-            for said in (f"found {state}", "far-1 (http://stub-1)", "type: skyctl recover"):
-                assert said in outcome.detail
+            for words in (f"found {state}", "far-1 (http://stub-1)", "type: skyctl recover"):
+                assert words in outcome.detail
         if state == "asleep":
             return
         _, healed, *_ = await fleet.recover()
@@ -125,7 +125,15 @@ async def test_a_server_found_frozen_while_one_in_doubt_is_missing_is_not_thawed
         assert (await fleet.resume())[1].ok
     assert "half loaded" not in servers.served
     async with servers.fleet(servers.urls[:2]) as fleet:  # its own record is still there
-        assert [one.state for one in (await fleet.status()).replicas][1] == "quarantined"
+        assert [row.state for row in (await fleet.status()).replicas][1] == "quarantined"
+
+
+async def test_so_is_a_second_spelling_beside_the_first(servers: Servers) -> None:
+    async with servers.fleet(servers.urls[:2]) as fleet:
+        await break_off(servers, fleet, 1, "far-1")
+    async with servers.fleet([*servers.urls[:2], servers.other(1, "127.0.0.1")]) as fleet:
+        assert [row.status for row in await fleet.resume()] == ["ok", "skipped", "skipped"]
+    assert "half loaded" not in servers.served
 
 
 async def test_a_new_server_that_serves_is_not_suspected(servers: Servers) -> None:
@@ -133,7 +141,7 @@ async def test_a_new_server_that_serves_is_not_suspected(servers: Servers) -> No
         await break_off(servers, fleet, 1, "far-1")
     async with servers.fleet([servers.urls[0], servers.urls[2]]) as fleet:
         await fleet.pause(PAUSE)
-        assert [one.ok for one in await fleet.resume()] == [True, True]
+        assert [row.ok for row in await fleet.resume()] == [True, True]
 
 
 async def test_a_server_that_left_and_returns_has_its_own_record(servers: Servers) -> None:
@@ -141,8 +149,8 @@ async def test_a_server_that_left_and_returns_has_its_own_record(servers: Server
         await fleet.pause(Pause(mode="keep", clear_cache=False, servers=("far-0",)))
         await fleet.sleep(Sleep(servers=("far-1",)))
     async with servers.fleet(servers.urls[2:]) as fleet:
-        assert [one.server for one in await fleet.resume()] == ["far-2"]
+        assert [row.server for row in await fleet.resume()] == ["far-2"]
     async with servers.fleet(servers.urls[::-1]) as fleet:
-        outcomes = {one.server: one for one in await fleet.resume()}
+        outcomes = {row.server: row for row in await fleet.resume()}
         assert list(outcomes) == ["far-2", "far-1", "far-0"]
         assert outcomes["far-0"].detail == "" and outcomes["far-1"].status == "skipped"

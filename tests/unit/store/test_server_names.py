@@ -52,8 +52,8 @@ def test_records_follow_their_servers_through_exchanged_names(tmp_path: Path) ->
     with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
         before = {"a": A, "b": B, "old": ""}
         state.update_servers({name: {"url": url} for name, url in before.items()})
-        left = InDoubt("a", "push-1", "update", half_updated=True, thaw=True)
-        doubt(state, {"a": left})
+        record = InDoubt("a", "push-1", "update", half_updated=True, thaw=True)
+        doubt(state, {"a": record})
         recorded = {row.name: row.url for row in state.servers()}
         record_names(state, name_servers("far", [("a", B), ("b", C), ("old", D)], recorded))
         now = {row.name: row.url for row in state.servers()}
