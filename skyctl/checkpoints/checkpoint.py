@@ -23,6 +23,7 @@ from skyctl.checkpoints.header import (
     read_plain,
     remembered,
 )
+from skyctl.checkpoints.hub import MAIN, HubReference
 from skyctl.errors import NotFoundError, PreflightError
 from skyctl.store.paths import expanded
 
@@ -34,7 +35,6 @@ _indexes: dict[str, _Index] = {}
 """Indexes by the digests of their files; the latest few."""
 _absent: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
 """Tensors that an index names and its shards lack, by their digests; the latest few."""
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # torch.distributed.checkpoint, Megatron, DeepSpeed
 _OF_TRAINERS = ("*.distcp", "*/*.distcp", "latest_checkpointed_iteration.txt", "global_step*")
 _NO_CHECKPOINT = "give a Hugging Face directory: config.json and *.safetensors"
@@ -103,24 +103,16 @@ def _digest(value: Any) -> str:
 
 
 def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The local directory (or file) that `path` means: itself, or a hub id in the local hub cache.
+    """The local directory (or file) that `path` means: itself, or a hub id in the local hub cache,
+    perhaps with a revision (`ORG/NAME@REVISION`).
 
     None if there is nothing local by that name. Never goes to the network.
     """
     candidate = expanded(path)
     if _exists(candidate):
         return Path(os.path.abspath(candidate))  # noqa: PTH100  (resolve() would lose the name)
-    if not _HUB_ID.match(path):
-        return None
-    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub")
-    repository = cache / f"models--{path.replace('/', '--')}"
-    try:
-        revision = (repository / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / revision
-    return snapshot if revision and snapshot.is_dir() else None
+    reference = HubReference.parse(path)
+    return None if reference is None else reference.snapshot(environ)
 
 
 def _exists(path: Path) -> bool:
@@ -142,8 +134,10 @@ def absolute(path: str) -> str:
 
 def _not_here(path: str) -> NotFoundError:
     hint = f"give a local directory; this name means {expanded(path).absolute()}"
-    if _HUB_ID.match(path) and "/" in path and not _exists(Path(path).parent):
-        hint = f"a hub id must be downloaded first: hf download {path}"
+    reference = HubReference.parse(path)
+    if reference is not None and "/" in reference.model and not _exists(Path(path).parent):
+        revision = "" if reference.revision == MAIN else f" --revision {reference.revision}"
+        hint = f"a hub id must be downloaded first: hf download {reference.model}{revision}"
     return NotFoundError(f"checkpoint {path} does not exist", hint=hint)
 
 

@@ -1,4 +1,4 @@
-"""What `validate` and `plan` share: the chosen fleet, and the ports it already holds."""
+"""What `validate` and `plan` share: the chosen fleet, and what a plan of it keeps."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) ->
     return select(argument or file, fleet)
 
 
-def held_ports(ref: FleetRef) -> dict[str, int]:
+def kept(ref: FleetRef) -> tuple[dict[str, int], dict[str, str]]:
     """Ports of the fleet's live processes by name, so that they are neither moved nor reported as
-    taken.
+    taken; and what its models mean.
 
-    Best effort: a state that cannot be read holds no ports.
+    Best effort: a state that cannot be read keeps nothing.
     """
     import sqlite3
 
     from skyctl.cli.asking import in_loop
     from skyctl.service.supervised import SupervisedFleet
 
-    async def ask() -> dict[str, int]:
+    async def ask() -> tuple[dict[str, int], dict[str, str]]:
         async with SupervisedFleet(ref) as fleet:
-            return await fleet.held_ports()
+            return await fleet.kept()
 
     try:
-        return {} if ref.attached else in_loop(ask())
+        return ({}, {}) if ref.attached else in_loop(ask())
     except (SkyctlError, OSError, sqlite3.Error):
-        return {}
+        return {}, {}

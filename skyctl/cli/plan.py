@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyctl.cli.fleet_file import FileArgument, chosen_fleet, held_ports
+from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def plan(
     if ref.attached:
         _emit_attached(ref)
         return
-    planned = plan_here(ref.config, ref.base_dir, known_ports=held_ports(ref))
+    ports, pins = kept(ref)
+    planned = plan_here(ref.config, ref.base_dir, known_ports=ports, pins=pins)
     for warning in planned.warnings:
         output.warn(warning)
     output.emit(planned.to_json(), _overview(planned), _table(planned), *_commands(planned))
@@ -70,7 +71,11 @@ def _overview(planned: FleetPlan) -> Text:
 
     from skyctl.units import format_bytes
 
-    origin = "" if Path(planned.model_path).is_absolute() else "  (from the hub)"
+    origin = ""
+    if not Path(planned.model_path).is_absolute():
+        commit = next((pin for name, pin in planned.pins.items() if planned.base.endswith(pin)), "")
+        where = f"commit {commit[:12]} of the local cache" if commit else "the servers download it"
+        origin = f"  (from the hub: {where})"
     rows = [
         ("fleet", planned.name),
         ("device", planned.device),

@@ -312,7 +312,7 @@ async def _looked_up(
         from skyctl.push.versions import rollback
 
         kept = [one.kept for one in await running.kept_versions()]
-        return rollback(request, state.pushes, kept, version, state.base)
+        return rollback(request, state.pushes, kept, version, state.base, state.base_digest)
     from skyctl import output
     from skyctl.push.versions import reused_label
 

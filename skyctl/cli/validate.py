@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.fleet_file import FileArgument, chosen_fleet, held_ports
+from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.units import count_of
 
@@ -79,8 +79,8 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
         plan = plan_offline(ref.config, ref.base_dir)
         return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"
     learn_arguments(ref.config, ref.base_dir, output.note)
-    held = held_ports(ref)
-    plan = plan_here(ref.config, ref.base_dir, known_ports=held)
+    held, pins = kept(ref)
+    plan = plan_here(ref.config, ref.base_dir, known_ports=held, pins=pins)
     own = set(held.values())
     if "router" in held and plan.router is not None:
         own.add(plan.router.metrics_port)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from skyctl.checkpoints.checkpoint import index_problem, mistaken_for
+from skyctl.checkpoints.checkpoint import index_problem, locate, mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
@@ -297,7 +297,7 @@ def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
         )
     if tinker.longest(plan.config.args) is None:
         try:
-            tinker.context_of(plan.model_path)
+            tinker.context_of(str(locate(plan.base) or plan.model_path))
         except SkyctlError as error:
             yield Problem(error.message, error.hint)
 

@@ -79,11 +79,6 @@ def records_of(
     }
 
 
-def base_of(spec: ServerSpec) -> str:
-    """The model that a server is started with, a directory or a hub id; "" if it names none."""
-    return spec.argv[spec.argv.index("--model") + 1] if "--model" in spec.argv else ""
-
-
 def files_of(model: str) -> BaseFiles:
     """The files of a model as they are now, as far as they are on this machine."""
     directory = locate(model) if model else None
@@ -128,7 +123,7 @@ def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, dig
 
 def arguments_of(spec: ServerSpec) -> str:
     """Identifies the arguments that shape a server's model: others may give other digests."""
-    told = list(spec.argv)
+    told = spec.as_written(spec.argv)
     for option in _NOT_THE_MODEL:
         if option in told:
             at = told.index(option)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os.path
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 from pydantic import InstanceOf
 
+from skyctl.checkpoints.checkpoint import locate
+from skyctl.core.pinning import Pins, model_of, references, with_revisions
 from skyctl.core.placement import (
     Place,
     Replica,
@@ -70,6 +73,25 @@ class ServerSpec:
     role: str = ""
     followers: tuple[Follower, ...] = ()
     master_port: int = 0
+    commits: dict[str, str] = field(default_factory=dict)
+    """Commits in its command line, each with the revision that the fleet file asks for."""
+
+    def as_written(self, argv: Sequence[str]) -> list[str]:
+        """A command line with the fleet file's revisions: a pin is no change of the plan."""
+        words = list(argv)
+        for commit, revision in self.commits.items():
+            words = [word.replace(commit, revision) for word in words]
+        return words
+
+    @property
+    def base(self) -> str:
+        """The model that it is started with, as `locate` finds it; "" if it names none."""
+        return _model_in(self.argv)
+
+    @property
+    def base_as_written(self) -> str:
+        """The same with the fleet file's revision, which stays when the model is pinned later."""
+        return _model_in(self.as_written(self.argv))
 
     @property
     def machines(self) -> str | None:
@@ -112,6 +134,14 @@ class ServerSpec:
                 for one in self.followers
             ],
         }
+
+
+def _model_in(argv: Sequence[str]) -> str:
+    """A directory, or `ORG/NAME@REVISION`; "" if there is none."""
+    options = dict(itertools.pairwise(argv))
+    model = options.get("--model", "")
+    revision = options.get("--revision") if model and not Path(model).is_absolute() else None
+    return f"{model}@{revision}" if revision else model
 
 
 @dataclass(frozen=True)
@@ -159,6 +189,13 @@ class FleetPlan:
     python: str = sys.executable
     free_gpus: tuple[int, ...] = ()
     tinker: FrontSpec | None = None
+    pins: dict[str, str] = field(default_factory=dict)
+    """What the fleet's models mean while it is up (`core/pinning.py`)."""
+
+    @property
+    def base(self) -> str:
+        """The model that servers are started with, as `locate` finds it: pinned, if it is here."""
+        return (self.servers[0].base if self.servers else "") or self.model_path
 
     @property
     def warm_sender(self) -> dict[str, int]:
@@ -176,6 +213,7 @@ class FleetPlan:
             "name": self.name,
             "device": self.device,
             "model_path": self.model_path,
+            "base": self.base,
             "served_model_name": self.served_model_name,
             "python": self.python,
             "base_dir": str(self.base_dir),
@@ -214,6 +252,7 @@ def plan_fleet(
     known_ports: Mapping[str, int] | None = None,
     python: str = sys.executable,
     machines: Sequence[Machine] = (),
+    pins: Pins | None = None,
 ) -> FleetPlan:
     """Everything `skyctl up` will start, from the file and what the machine has.
 
@@ -221,7 +260,7 @@ def plan_fleet(
     from `known_ports` (server name, "router" or "router-metrics" → the port it already has), else
     from `next_port`. `environ` is the environment the servers will inherit. Without `cpus`, the
     engine chooses the cores of CPU servers. With `machines` servers run on those, and the router
-    here.
+    here. `pins` says what models mean.
 
     Raises:
         FleetFileError: the file sets an argument or variable that skyctl keeps to itself.
@@ -235,7 +274,8 @@ def plan_fleet(
     for _, reason in refusals(config):
         raise FleetFileError(reason)
     here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
-    return _Planner(config, base_dir, here, environ, known_ports or {}, python, machines).plan()
+    ports = known_ports or {}
+    return _Planner(config, base_dir, here, environ, ports, python, machines, pins or {}).plan()
 
 
 @dataclass
@@ -249,6 +289,7 @@ class _Planner:
     known_ports: Mapping[str, int]
     own_python: str
     machines: Sequence[Machine]
+    pins: Pins
 
     def __post_init__(self) -> None:
         config, base_dir = self.config, self.base_dir
@@ -261,11 +302,12 @@ class _Planner:
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
         )
-        assert config.model is not None  # the schema asks for it where servers are started
-        self.model_path = resolve_relative(config.model, base_dir)
+        written = model_of(config, base_dir)
+        self.model_path = self.pins.get(written, written)
         self.local_model = Path(self.model_path).is_dir()
+        # links are not followed: what clients ask for stays when one moves
         self.served_model_name = config.served_model_name or (
-            Path(self.model_path).name if Path(self.model_path).is_absolute() else self.model_path
+            Path(written).name if Path(written).is_absolute() else written
         )
         self.taken = self._ports_of_the_file() | set(self.known_ports.values())
 
@@ -308,7 +350,8 @@ class _Planner:
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
-            tinker=self._tinker(router or servers[0]),
+            tinker=self._tinker(router or servers[0], servers[0].base),
+            pins=dict(self.pins),
         )
 
     def _allowed_gpus(self) -> Sequence[int] | None:
@@ -346,7 +389,9 @@ class _Planner:
             port=port,
             device=self.device,
             backend=backend,
-            args=self._with_absolute_paths(replica.args),
+            args=with_revisions(
+                self.engine, self.model_path, self._with_absolute_paths(replica.args), self.pins
+            ),
             env=replica.env,
             environ={} if node else self.environ,
             secret=AT_SPAWN,
@@ -394,6 +439,11 @@ class _Planner:
             role=replica.role,
             followers=tuple(followers(self.engine, launch, place)),
             master_port=launch.span.port if launch.span else 0,
+            commits={
+                self.pins[str(reference)]: reference.revision
+                for reference in references(self.engine, self.model_path, replica.args)
+                if str(reference) in self.pins
+            },
         )
 
     def _own_api_key(self) -> str | None:
@@ -424,14 +474,14 @@ class _Planner:
         argv = routing(self.engine.name).command(launch)
         return RouterSpec(argv, dict(section.env), launch.host, launch.port, launch.metrics_port)
 
-    def _tinker(self, entry: FrontSpec | ServerSpec) -> FrontSpec | None:
+    def _tinker(self, entry: FrontSpec | ServerSpec, base: str) -> FrontSpec | None:
         section, lora = self.config.tinker, self.config.lora
         if section is None or lora is None:  # the schema has both or no `tinker`
             return None
         storage = section.storage and (self.base_dir / expanded(section.storage)).resolve()
         settings = TinkerSettings(
             fleet=self.config.name,
-            model=self.model_path,
+            model=str(locate(base) or self.model_path),  # trained where the servers started
             base_model=section.base_model or self.served_model_name,
             host=section.host,
             port=section.port,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyctl.core.check import check_plan
+from skyctl.core.pinning import Pins, pin
 from skyctl.core.placement import expand_replicas, master_of
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
@@ -22,9 +23,14 @@ from skyctl.store.processes import ProcessRow
 
 
 def plan_here(
-    config: FleetConfig, base_dir: Path, *, known_ports: Mapping[str, int] | None = None
+    config: FleetConfig,
+    base_dir: Path,
+    *,
+    known_ports: Mapping[str, int] | None = None,
+    pins: Pins | None = None,
 ) -> FleetPlan:
-    """`plan_fleet` with the GPUs, CPU cores and free ports of its machines.
+    """`plan_fleet` with the GPUs, CPU cores and free ports of its machines. `pins` are those of a
+    fleet that is up.
 
     Raises:
         UsageError: as `plan_fleet`.
@@ -48,6 +54,7 @@ def plan_here(
         environ=os.environ,
         known_ports=known_ports,
         machines=machines,
+        pins=pin(config, base_dir, os.environ, pins or {}),
     )
 
 
@@ -90,13 +97,16 @@ def planned(
     base_dir: Path,
     ports: Mapping[str, int],
     *,
+    pins: Pins | None = None,
     router: bool = True,
     tinker: bool = True,
 ) -> FleetPlan:
-    """The plan of a fleet; what already runs keeps its `ports`. False leaves that front out."""
+    """The plan of a fleet; what already runs keeps its `ports` and `pins`. False leaves that front
+    out.
+    """
     if not router:  # the Tinker API bypasses it then
         config = config.model_copy(update={"router": RouterSection(enabled=False)})
-    plan = plan_here(config, base_dir, known_ports=ports)
+    plan = plan_here(config, base_dir, known_ports=ports, pins=pins)
     return plan if tinker else replace(plan, tinker=None)
 
 

@@ -110,6 +110,7 @@ class RecordedFleet(FleetService):
             tuple(self.state.processes()),
             json.loads(self.state.get("ports") or "{}"),
             bool(self.state.get("going_down")),
+            json.loads(self.state.get("pins") or "{}"),
         )
 
     async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:

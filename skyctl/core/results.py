@@ -20,6 +20,8 @@ class WeightsState:
     servers: tuple[ServerRow, ...]
     pushes: tuple[PushRecord, ...]
     base: str | None = None
+    base_digest: str | None = None
+    """The identity of that directory's files when the fleet came up, None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,5 @@ class Processes:
     rows: tuple[ProcessRow, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)
     going_down: bool = False
+    pins: dict[str, str] = field(default_factory=dict)
+    """What the fleet's models mean until it goes down (`core/pinning.py`)."""

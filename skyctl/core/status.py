@@ -169,6 +169,8 @@ class FleetStatus:
     rollout: str | None = None
     adapters: tuple[str, ...] = ()
     tinker: FrontStatus | None = None
+    base: str | None = None
+    """What servers are started with: a directory, or `ORG/NAME@COMMIT`."""
 
     @property
     def fronts(self) -> dict[str, FrontStatus]:

@@ -46,11 +46,11 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
     from skyctl.service.supervised import SupervisedFleet
 
     async with SupervisedFleet(ref) as fleet:
-        ports = await fleet.held_ports()
+        ports, pins = await fleet.kept()
     plan: FleetPlan | None = None
     refused: list[Finding] = []
     try:
-        plan = await asyncio.to_thread(planned, ref.config, ref.base_dir, ports)
+        plan = await asyncio.to_thread(planned, ref.config, ref.base_dir, ports, pins=pins)
     except SkyctlError as error:
         refused = [Finding("fleet-file", "plan", Severity.ERROR, error.message, error.hint)]
     python = plan.python if plan is not None else ref.config.python
@@ -86,7 +86,7 @@ def _examine_file(
 
     running = bool(ports) or supervisor_running(ref.paths)
     problems = check_plan(plan, own_ports=ports.values(), file=ref.file)
-    return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
+    return check_fleet_file(FilePlan(plan, problems, _model(plan.base), running), facts)
 
 
 def _model(path: str) -> ModelFacts | None:

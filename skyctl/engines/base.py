@@ -630,5 +630,13 @@ class Engine:
     """Settings that are probably not meant, and what to write instead; given `share_gpus:`."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
     """What a server of this command and environment takes of its machine."""
+    revisions: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that name models on the hub, each with the one that names its revision."""
+    follows_model: frozenset[str] = frozenset()
+    """Those of them whose revision is the model's unless it is given."""
+    other_hub_variable: str = ""
+    """Has it download from another hub than Hugging Face's; "" if there is none."""
+    shared_revision: frozenset[str] = frozenset()
+    """Arguments that name models which can have no revision but the model's."""
     routing: Routing | None = None
     """Its router; None if it has none that skyctl knows."""

@@ -473,7 +473,10 @@ class FleetConfig(_Section):
     )
 
     model: str | None = Field(
-        None, description="Checkpoint directory (relative to this file) or a hub model id."
+        None,
+        description="Checkpoint directory (relative to this file) or a hub model id. Until `down` "
+        "it means what it meant at `up`: a commit of the local hub cache, a directory without "
+        "links.",
     )
     served_model_name: str | None = Field(
         None, description="Model name in the API; the directory's name or the model id by default."

@@ -60,10 +60,12 @@ def rollback(
     kept: Sequence[KeptWeights] = (),
     version: str | None = None,
     base: str | None = None,
+    base_digest: str | None = None,
 ) -> PushRequest:
     """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
     newest first. A kept copy takes precedence over the directory that was pushed then. The version
-    before the first push is `base`, the directory that servers are started with.
+    before the first push is `base`, the directory that servers are started with, with the identity
+    that it had then.
 
     Two rollbacks return a fleet to where it was: the version it left is then the previous one.
 
@@ -90,7 +92,7 @@ def rollback(
         )
     first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
     if base and (version == BASE or (version is None and first)):
-        return replace(request, checkpoint=base, weight_version=BASE)
+        return replace(request, checkpoint=base, weight_version=BASE, expected_digest=base_digest)
     if version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",

@@ -106,8 +106,9 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
         async with SupervisedFleet(ref) as fleet:
-            ports = await fleet.held_ports()
-        plan = usable(planned(ref.config, ref.base_dir, ports, router=router), ports, ref.file)
+            ports, pins = await fleet.kept()
+        plan = planned(ref.config, ref.base_dir, ports, pins=pins, router=router)
+        plan = usable(plan, ports, ref.file)
         _forget_attached(ref)
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)

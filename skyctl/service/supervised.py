@@ -74,14 +74,16 @@ class SupervisedFleet(RemoteFleet):
             found = await self._on_record(verb, asked, error)
         return found
 
-    async def held_ports(self) -> dict[str, int]:
-        """Ports of a fleet that runs, or that a live supervisor is starting, by name."""
+    async def kept(self) -> tuple[dict[str, int], dict[str, str]]:
+        """What a new plan of the fleet keeps: the ports of what runs, or of what a live supervisor
+        is starting, by name; and what its models mean.
+        """
         from skyctl.core.planning import living
 
-        found = await self.processes()
+        recorded = await self.processes()
         if supervisor_running(self.ref.paths):
-            return found.ports
-        return living(found.ports, found.rows)
+            return recorded.ports, recorded.pins
+        return living(recorded.ports, recorded.rows), recorded.pins
 
     async def _on_record(self, verb: str, asked: object, why: FleetDownError) -> Any:
         from skyctl.core.results import Processes

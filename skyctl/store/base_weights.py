@@ -22,11 +22,13 @@ class BaseFiles:
     settings: str = ""
     """Digest of configuration, tokenizer and chat template; "" if they are not known."""
 
-    def unless_changed(self, before: BaseFiles | None) -> BaseFiles:
-        """What is as it was `before`."""
+    def unless_changed(self, before: BaseFiles | None) -> BaseFiles | None:
+        """What is as it was `before`; None if nothing was there."""
+        if before in (None, BaseFiles()):
+            return None
         return BaseFiles(
-            self.shards if before and before.shards == self.shards else "",
-            self.settings if before and before.settings == self.settings else "",
+            self.shards if before.shards == self.shards else "",
+            self.settings if before.settings == self.settings else "",
         )
 
 

@@ -286,7 +286,7 @@ class FleetState(Database):
                 self.write(f"DELETE FROM {table}")
             self.write(
                 "DELETE FROM meta WHERE key IN "
-                f"('weights', 'ports', 'going_down', 'restarts', '{BASE_KEY}')"
+                f"('weights', 'ports', 'pins', 'going_down', 'restarts', '{BASE_KEY}')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

@@ -122,7 +122,7 @@ def _fleet(running: RunningFleet, plan: FleetPlan) -> AdapterFleet:
         directory=running.paths.adapters,
         in_memory=running.paths.shared is None,
         timeout_s=plan.config.control_timeout_s,
-        model=plan.model_path,
+        model=plan.base,
         bases=[base for base in bases if base],
         reserved=(plan.served_model_name,),
         max_rank=lora.max_rank,

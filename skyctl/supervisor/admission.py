@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core.expectations import (
     arguments_of,
-    base_of,
     files_of,
     informed,
     other_settings,
@@ -24,7 +24,7 @@ from skyctl.http.client import ControlClient
 from skyctl.push.request import PushFleet, PushObserver, PushServer
 from skyctl.push.verify import arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
-from skyctl.store.expected import ExpectedDigest, Learned
+from skyctl.store.expected import ExpectedDigest, Learned, by_files
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState, FleetWeights
@@ -83,33 +83,47 @@ def push_fleet(
     )
 
 
-def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
+def committed(state: FleetState, plan: FleetPlan) -> FleetWeights | None:
     """The weights that the fleet serves, None if they are in no file; before a first push, those it
     was started with.
     """
+    weights = state.weights()
     if weights.version is not None:
         return weights if weights.checkpoint else None
     base = started_with(plan)
-    return FleetWeights(checkpoint=base) if base else None
+    return (
+        FleetWeights(checkpoint=base, checkpoint_digest=base_digest(state, plan)) if base else None
+    )
+
+
+def base_digest(state: FleetState, plan: FleetPlan) -> str | None:
+    """The identity that the model's files had when the fleet came up; None if it is not known."""
+    base = base_weights(state).get(plan.servers[0].base_as_written) if plan.servers else None
+    return base.files.shards.removeprefix(by_files("")) or None if base else None
 
 
 def started_with(plan: FleetPlan) -> str | None:
     """The model that servers are started with, None if its weights are in no file that a push
     reads.
     """
-    directory = locate(plan.model_path)
+    directory = locate(plan.base)
     found = directory is not None and any(directory.glob("*.safetensors"))
-    return plan.model_path if found else None
+    return plan.base if found else None
 
 
 def record_files(state: FleetState, plan: FleetPlan) -> None:
-    """Put on record what the models of a plan are now, before servers are started with them; what
-    is on record stays while the fleet is up.
+    """Put on record what the models of a plan are now, before servers are started with them. What
+    is on record stays while the fleet is up; what was not here then is added.
     """
-    known = base_weights(state)
-    models = {base_of(spec) for spec in plan.servers} - {""}
-    if models != known.keys():
-        record_base(state, {m: known.get(m) or BaseWeights(files_of(m)) for m in sorted(models)})
+    known, bases = base_weights(state), {}
+    for spec in plan.servers:
+        if spec.base:
+            base = known.get(spec.base_as_written, BaseWeights())
+            missing = not base.files.shards and not base.files.settings
+            files = files_of(spec.base) if missing else base.files
+            bases[spec.base_as_written] = replace(base, files=files)
+    if bases != known:
+        record_base(state, bases)
 
 
 async def compare_with_base(
@@ -118,7 +132,7 @@ async def compare_with_base(
     """Quarantine a server that was not started with what the fleet came up with. Before the first
     push its weights are compared by digest.
     """
-    model, launched = base_of(replica.spec), replica.launched
+    model, launched = replica.spec.base_as_written, replica.launched
     engine, digest = "", replica.row.weights_digest or ""
     began = state.weights().version is None and replica.row.weight_version is None
     if began and not digest:
@@ -199,7 +213,7 @@ async def push_alone(
     # may read a whole checkpoint
     verify = plan.config.weight_transfer.verify
     request = await asyncio.to_thread(published, weights, verify=verify)
-    fleet = informed(push_fleet(plan, [replica], plan.model_path, in_doubt(state)), state)
+    fleet = informed(push_fleet(plan, [replica], plan.base, in_doubt(state)), state)
     touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
     with held(request.checkpoint):
         try:

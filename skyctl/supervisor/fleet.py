@@ -203,6 +203,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         supervisor_pid=os.getpid(),
         device=running.plan.device if running.plan else None,
         model=running.plan.served_model_name if running.plan else None,
+        base=running.plan.base if running.plan else None,
         weight_version=running.state.weights().version,
         operation=running.operation,
         job=running.push_job.id if running.push_job else None,

@@ -224,9 +224,9 @@ class Pushes:
         return admission.push_fleet(
             plan,
             up,
-            reference(plan.model_path, state.weights().checkpoint),
+            reference(plan.base, state.weights().checkpoint),
             in_doubt(state),
-            committed(plan, state.weights()),
+            committed(state, plan),
             state.journal.pushes() if dry_run else (),
         )
 
@@ -357,14 +357,14 @@ class Warming:
         running = self._running
         state, plan = running.state, running.require_plan()
         instances = {replica.name: replica.instance for replica in replicas}
-        weights = admission.committed(plan, state.weights())
+        weights = admission.committed(state, plan)
         if weights is None or weights.checkpoint is None or in_doubt(state):
             return
         from skyctl.push.expected import launch_digests
         from skyctl.push.rehearsal import rehearse
 
         request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
-        fleet = admission.push_fleet(plan, replicas, plan.model_path, {})
+        fleet = admission.push_fleet(plan, replicas, plan.base, {})
         try:
             sites = await rehearse(
                 request,

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.children import bypassing
-from skyctl.core.expectations import base_of, files_of
+from skyctl.core.expectations import files_of
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
@@ -229,9 +229,10 @@ class Replica(KeptRunning):
         self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
         if not adopted:  # what it has loaded is known if the files did not change meanwhile
-            now = await asyncio.to_thread(files_of, base_of(self.spec))
+            now = await asyncio.to_thread(files_of, self.spec.base)
             self.launched = now.unless_changed(self.launched)
-            self._context.state.expected.launched(self.name, self.launched.shards)
+            shards = self.launched.shards if self.launched else ""
+            self._context.state.expected.launched(self.name, shards)
         self._to("admitting")
         admitted = False
         while not admitted:
@@ -257,7 +258,7 @@ class Replica(KeptRunning):
     def _before_spawn(self) -> None:
         self.forget_weights()
         self.reached_by_push, self.resume_when_up = "", False
-        self.launched, self.compared = files_of(base_of(self.spec)), False
+        self.launched, self.compared = files_of(self.spec.base), False
         self._context.state.expected.launched(self.name, "")
         self._after_end()
         record_server(self._context.state, self.name, {})

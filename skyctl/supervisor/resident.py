@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -25,6 +26,7 @@ from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
 from skyctl.core.keeping import place_copies
+from skyctl.core.pinning import pin
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
@@ -140,7 +142,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
         def plan() -> FleetPlan:
             has = {"router": before.router is not None, "tinker": before.tinker is not None}
-            return usable(planned(config, before.base_dir, ports, **has), ports)
+            return usable(planned(config, before.base_dir, ports, pins=before.pins, **has), ports)
 
         return self.change_to(await asyncio.to_thread(plan), "scale").operation
 
@@ -229,14 +231,15 @@ class Supervisor(RunningFleet, SupervisorService):
         )
 
     async def model_path(self) -> str | None:
-        return self.state.weights().checkpoint or self.require_plan().model_path
+        return self.state.weights().checkpoint or self.require_plan().base
 
     async def weights(self) -> WeightsState:
         state, plan = await super().weights(), self.plan
         if plan is None:
             return state
         # a file system that hangs must not hold up the other verbs
-        return replace(state, base=await asyncio.to_thread(admission.started_with, plan))
+        base = await asyncio.to_thread(admission.started_with, plan)
+        return replace(state, base=base, base_digest=admission.base_digest(self.state, plan))
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase == "up"]
@@ -396,6 +399,7 @@ class Supervisor(RunningFleet, SupervisorService):
         self.on_plan(plan)
         # before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(ports_of(plan)))
+        self.state.set("pins", json.dumps(plan.pins))
         admission.record_files(self.state, plan)
 
     def _refuse_another_launcher(self, plan: FleetPlan) -> None:
@@ -496,6 +500,7 @@ class Supervisor(RunningFleet, SupervisorService):
             if replica.reached_by_push:
                 raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
             if not replica.compared:
+                await self._pin_downloaded()
                 await admission.compare_with_base(replica, self.state, plan, self.client)
                 continue
             if admission.is_current(self.state, replica):
@@ -506,6 +511,24 @@ class Supervisor(RunningFleet, SupervisorService):
         if not replica.row.quarantine and not adapters.is_current(self, replica):
             await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
+
+    async def _pin_downloaded(self) -> None:
+        """Pin models that servers have just downloaded, for those that start later."""
+        plan = self.require_plan()
+        pins = await asyncio.to_thread(pin, plan.config, plan.base_dir, os.environ, plan.pins)
+        if all(name in plan.pins or os.path.isabs(name) for name in pins):  # noqa: PTH117
+            return
+        has = {"router": plan.router is not None, "tinker": plan.tinker is not None}
+        ports = ports_of(plan)
+        pinned = await asyncio.to_thread(
+            planned, plan.config, plan.base_dir, ports, pins=pins, **has
+        )
+        if self.plan is not plan:  # another was taken meanwhile
+            return
+        self._take(pinned)
+        for spec in pinned.servers:
+            if spec.name in self.replicas:
+                self.replicas[spec.name].planned = spec
 
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:

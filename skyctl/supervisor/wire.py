@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of the supervisor's API. Increment it with every change that affects the other side."""
 
 VERSION_HEADER = "x-skyctl"
@@ -81,13 +81,15 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     def lasting(env: Mapping[str, str]) -> list[tuple[str, str]]:
         return sorted(item for item in env.items() if item[0] not in placement)
 
-    material: list[Any] = [list(spec.argv), lasting(spec.env)]
+    server = spec if isinstance(spec, ServerSpec) else None
+    argv = server.as_written(spec.argv) if server else list(spec.argv)
+    material: list[Any] = [argv, lasting(spec.env)]
     if isinstance(spec, ServerSpec) and spec.node is not None:
         material.append(spec.node.target)
         if (ray := spec.node.ray) is not None:
             material.append([ray.address, ray.labels, ray.head, ray.resource, ray.count])
         for one in spec.followers:
-            material.append([one.node.target, list(one.argv), lasting(one.env)])
+            material.append([one.node.target, spec.as_written(one.argv), lasting(one.env)])
     if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
         material.append(PROTOCOL)
     return hashlib.sha256(json.dumps(material).encode()).hexdigest()

@@ -19,6 +19,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+from skyctl.checkpoints.hub import HubReference
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", default="stub-model")
+    parser.add_argument("--revision", default="main")
     parser.add_argument("--served-model-name", default=None)
     parser.add_argument("--weight-transfer-config", default='{"backend": ""}')
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -47,8 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     if code is not None:
         print("stub: told to exit at start", file=sys.stderr)
         return int(code)
+    reference = HubReference.parse(f"{options.model}@{options.revision}")  # as vLLM finds it
+    snapshot = reference.snapshot(os.environ) if reference is not None else None
     engine = StubEngine(
-        model=options.model,
+        model=str(snapshot or options.model),
         version=options.vllm_version,
         world_size=options.tensor_parallel_size,
         transfer_backend=json.loads(options.weight_transfer_config)["backend"],

@@ -321,5 +321,10 @@ SGLANG = Engine(
     modules=_modules,
     warnings=_warnings,
     sizes=_sizes,
+    revisions={
+        "model": "revision",
+        "speculative-draft-model-path": "speculative-draft-model-revision",
+    },
+    shared_revision=frozenset({"tokenizer-path"}),
     routing=VLLM_ROUTER,
 )

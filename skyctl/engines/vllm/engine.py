@@ -264,5 +264,14 @@ VLLM = Engine(
     accepts=accepts,
     warnings=command.warnings,
     sizes=command.sizes,
+    revisions={
+        "model": "revision",
+        "tokenizer": "tokenizer-revision",
+        "spec-model": "speculative-config.revision",
+        "speculative-config.model": "speculative-config.revision",
+    },
+    follows_model=frozenset({"tokenizer"}),
+    shared_revision=frozenset({"hf-config-path"}),
+    other_hub_variable="VLLM_USE_MODELSCOPE",
     routing=VLLM_ROUTER,
 )

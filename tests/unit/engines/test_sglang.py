@@ -50,7 +50,8 @@ def test_a_gpu_server_gets_exactly_this_command_and_environment() -> None:
         PYTHON, "-m", "skyctl.engines.sglang.inside.serve",
         "--model", "org/model", "--served-model-name", "org/model",
         "--host", "127.0.0.1", "--port", "20000", "--tp-size", "2",
-        "--enable-metrics", "--enable-memory-saver", "--mem-fraction-static", "0.5",
+        "--enable-metrics", "--enable-memory-saver", "--revision", "main",
+        "--mem-fraction-static", "0.5",
     )  # fmt: skip
     assert server.env == {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
