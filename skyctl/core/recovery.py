@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from skyctl import engines
 from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.core.diagnosis import Action, Finding
+from skyctl.core.health import sleep_level
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
@@ -147,19 +148,20 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     found = in_doubt(actions.state).get(case.name)
     if found is None:
         return case.done()  # repaired meanwhile
-    server = engines.server(
-        actions.client, actions.targets[case.name], timeout_s=actions.control_timeout_s
-    )
+    target, timeout_s = actions.targets[case.name], actions.control_timeout_s
+    server = engines.server(actions.client, target, timeout_s=timeout_s)
     row = actions.state.server(case.name)
-    slept = max(1, row.sleep_level) if found.woken else 0
+    # a sleep that could not be put on record: resumed, it would run without its memory
+    level = row.sleep_level or await sleep_level(actions.client, target, timeout_s)
+    slept = max(1, level) if found.woken else 0
     try:
         await release(
             server,
             stage=found.stage,
-            thaw=found.thaw and not row.paused,
+            thaw=found.thaw and not row.paused and not level,
             digest=found.digest or row.weights_digest,
             label=found.version,
-            timeout_s=actions.control_timeout_s,
+            timeout_s=timeout_s,
             slept=slept,
         )
     except SkyctlError as error:
@@ -167,6 +169,8 @@ async def _release_one(case: _Case, actions: Actions) -> None:
         case.action, case.problem = "push", error.message
         return None
     settle(actions.state, case.name)
+    if level:
+        actions.state.update_server(case.name, sleep_level=level)
     if slept:
         actions.state.update_server(case.name, weights_awake=slept == DISCARDED)
     return case.done()

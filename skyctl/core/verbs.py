@@ -50,8 +50,9 @@ async def run(
     timeout_s = asked.timeout_s or timeout_s
     known = {row.name: row for row in state.servers()}
     rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
-    if isinstance(asked, Wake):
+    if isinstance(asked, Resume | Wake):
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
+    if isinstance(asked, Wake):
         _refuse_discarded(rows.values(), asked.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
     if isinstance(asked, Sleep) and device != "cpu":

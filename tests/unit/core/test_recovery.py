@@ -156,6 +156,17 @@ async def test_one_that_somebody_paused_by_skyctl_stays_so(actions: Actions) -> 
     assert actions.stubs[0].engine.paused
 
 
+async def test_one_that_sleeps_is_not_resumed_although_its_sleep_is_not_on_record(
+    actions: Actions,
+) -> None:
+    """It would run without its memory."""
+    findings = leave(actions, "stub-0", half=False)
+    await actions.stubs[0].engine.sleep(1, "abort")
+    assert outcomes(await recover(findings, actions)) == [("resume", True)]
+    assert "resume" not in actions.stubs[0].engine.log
+    assert actions.state.server("stub-0").sleep_level == 1
+
+
 async def test_a_frozen_server_that_holds_something_else_is_pushed_to(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=False)
     actions.state.update_server("stub-0", weights_digest="what it had")

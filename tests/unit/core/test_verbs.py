@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyctl.core import actions as verbs
+from skyctl.core.service import Resume
+from skyctl.core.verbs import run
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
+from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
@@ -194,6 +198,20 @@ async def test_sleep_says_of_cpu_servers_that_only_the_state_changes() -> None:
         on_cuda = await verbs.sleep(client, targets, level=1, device="cuda")
     assert "no memory" in on_cpu[0].detail
     assert on_cuda[0].detail == ""
+
+
+async def test_resume_leaves_a_server_that_sleeps_although_its_sleep_is_not_on_record(
+    tmp_path: Path,
+) -> None:
+    """It would run without its memory."""
+    sleeper = stub()
+    await sleeper.engine.sleep(1, "abort")
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(sleeper) as (client, targets):
+            [outcome] = await run(Resume(), targets, client=client, state=state, timeout_s=5.0)
+        assert outcome.detail == "asleep; type: skyctl wake"
+        assert state.server(targets[0].name).sleep_level == 1
+    assert "resume" not in sleeper.engine.log
 
 
 async def test_a_lost_sleep_is_told_from_a_mere_pause_by_its_level() -> None:
