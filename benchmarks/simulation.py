@@ -24,10 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.simulation import reinserted, seams
+from tests.simulation.people import UNMENDED
 from tests.simulation.world import KINDS, Ended, Schedule, play
 
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
@@ -55,11 +57,13 @@ class _Worker:
     """A process that plays batches. `since`: when it was last heard of, None while it has nothing
     to do; `left`: the seeds that it has not played yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, unmended: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.home = _home()
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, self.home), daemon=True)
+        self.process = context.Process(
+            target=_work, args=(theirs, self.home, unmended), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.kind = ""
@@ -89,22 +93,22 @@ class _Worker:
         _remove(self.home)
 
 
-def _work(connection: Any, home: Path) -> None:
+def _work(connection: Any, home: Path, unmended: bool) -> None:
     """In a worker: orders come in, schedules that have ended go out."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the first one acts
     with seams.installed(), contextlib.suppress(EOFError):
         while True:
             kind, seeds = connection.recv()
             for seed in seeds:
-                connection.send(play(Schedule(seed, kind), home))
+                connection.send(play(Schedule(seed, kind, unmended=unmended), home))
 
 
 def _play_all(
-    orders: Iterator[tuple[str, range]], processes: int, until: float
+    orders: Iterator[tuple[str, range]], processes: int, until: float, unmended: bool
 ) -> Iterator[tuple[str, Ended]]:
     """Every schedule as it ends. One that takes longer than `WALL_LIMIT_S`, or takes its process
     with it, is a violation; the rest of its batch is played by another process."""
-    workers = [_Worker() for _ in range(processes)]
+    workers = [_Worker(unmended) for _ in range(processes)]
     again: list[tuple[str, Sequence[int]]] = []
     try:
         while True:
@@ -113,7 +117,7 @@ def _play_all(
                     continue
                 if worker.played >= _RENEW:  # whatever it has gathered goes with it
                     worker.end()
-                    worker = workers[place] = _Worker()
+                    worker = workers[place] = _Worker(unmended)
                 over = time.monotonic() > until
                 order = None if over else again.pop() if again else next(orders, None)
                 if order is not None:
@@ -134,7 +138,7 @@ def _play_all(
                     ended = Ended(seed, [why], 0, 0, ())
                     again += [(worker.kind, rest)] if rest else []
                     worker.end()
-                    workers[workers.index(worker)] = _Worker()
+                    workers[workers.index(worker)] = _Worker(unmended)
                 if ended is not None:
                     yield worker.kind, ended
     finally:
@@ -148,7 +152,7 @@ def shrink(schedule: Schedule, home: Path) -> Schedule:
     if not first.violations:
         return schedule
     for fault in first.faults:
-        smaller = Schedule(schedule.seed, schedule.kind, schedule.without | {fault})
+        smaller = replace(schedule, without=schedule.without | {fault})
         if play(smaller, home).violations[:1] == first.violations[:1]:
             schedule = smaller
     return schedule
@@ -181,25 +185,35 @@ def _orders(kinds: list[str], first: int, schedules: int) -> Iterator[tuple[str,
 
 
 def soak(
-    kinds: list[str], first: int, schedules: int, processes: int, minutes: float
+    kinds: list[str],
+    first: int,
+    schedules: int,
+    processes: int,
+    minutes: float,
+    *,
+    unmended: bool = False,
 ) -> dict[str, Any]:
     """Play `schedules` of each kind, or as many as can be played in so many minutes or until
     Ctrl-C."""
     began = time.monotonic()
     counts = {
-        kind: {"schedules": 0, "pushes": 0, "succeeded": 0, "steps": 0, "violating": 0}
+        kind: dict.fromkeys(
+            ("schedules", "pushes", "succeeded", "steps", "violating", "frozen", "excused"), 0
+        )
         for kind in kinds
     }
     found: Found = {}
     orders = _orders(kinds, first, schedules)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # what has been played counts
-        for kind, ended in _play_all(orders, processes, began + minutes * 60):
+        for kind, ended in _play_all(orders, processes, began + minutes * 60, unmended):
             count = counts[kind]
             count["schedules"] += 1
             count["pushes"] += ended.pushes
             count["succeeded"] += ended.succeeded
             count["steps"] += ended.steps
+            count["frozen"] += ended.frozen > 0
+            count["excused"] += ended.excused > 0
             if ended.violations:
                 count["violating"] += 1
                 _note(found, kind, ended)
@@ -230,7 +244,17 @@ def _report(counts: dict[str, dict[str, int]], began: float) -> None:
     done = sum(count["schedules"] for count in counts.values())
     rate = done / max(0.1, time.monotonic() - began) * 60
     bad = sum(count["violating"] for count in counts.values())
-    print(f"{done} schedules, {rate:.0f} a minute, {bad} with violations", file=sys.stderr)
+    print(
+        f"{done} schedules, {rate:.0f} a minute, {bad} with violations; {_judged(counts)}",
+        file=sys.stderr,
+    )
+
+
+def _judged(counts: dict[str, dict[str, int]]) -> str:
+    """In how many schedules with a frozen server nothing excused what it answered, or did not."""
+    frozen = sum(count["frozen"] for count in counts.values())
+    excused = sum(count["excused"] for count in counts.values())
+    return f"{frozen} froze a server, and {1 - excused / max(1, frozen):.1%} of these were judged"
 
 
 def reinsert(
@@ -273,6 +297,9 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--without", default="", help="faults to leave out, separated by commas")
+    parser.add_argument(
+        "--unmended", action="store_true", help=f"also with {', '.join(sorted(UNMENDED))}"
+    )
     parser.add_argument("--reinserted", nargs="*", metavar="DEFECT")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     chosen = parser.parse_args()
@@ -285,7 +312,7 @@ def main() -> int:
     if chosen.replay is not None:
         kind = (chosen.kind or [KINDS[0]])[0]
         without = frozenset(chosen.without.split(",")) - {""}
-        return replay(Schedule(chosen.replay, kind, without))
+        return replay(Schedule(chosen.replay, kind, without, unmended=chosen.unmended))
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if chosen.reinserted is not None:
 
@@ -299,13 +326,22 @@ def main() -> int:
         bad = any(found is None for found in came.values())
     else:
         kinds = chosen.kind or list(KINDS)
-        results = soak(kinds, chosen.seed, chosen.schedules, chosen.processes, chosen.minutes)
+        results = soak(
+            kinds,
+            chosen.seed,
+            chosen.schedules,
+            chosen.processes,
+            chosen.minutes,
+            unmended=chosen.unmended,
+        )
         results["reinserted"] = before.get("reinserted", {})
         bad = bool(results["violations"])
         for what, one in sorted(results["found"].items(), key=lambda item: -item[1]["count"]):
             print(f"{one['count']:6} {what}   seeds {one['seeds']}")
     if chosen.write:
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    if "kinds" in results:
+        print(_judged(results["kinds"]))
     print(json.dumps({key: results[key] for key in ("schedules", "violations") if key in results}))
     return 1 if bad else 0
 

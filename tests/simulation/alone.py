@@ -59,9 +59,9 @@ class Alone:
             dice=Random(0),
             frailty=Frailty(slow=0.0),
             memories=self._memories,
-            contents=checkpoints.bytes_of,
+            checkpoints=checkpoints,
             watch=lambda engine, what: None,
-            lone=lambda engine, path, caller: None,
+            before=lambda engine, path, caller: None,
         )
         self.engine.users = False
         self.engine.start(self._kernel.spawn("server", None))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
@@ -20,10 +21,9 @@ def serves(world: World, engine: Engine) -> str:
         return ""
     if engine.open:
         return "half loaded: it serves amid an update"
-    content = engine.content
-    if content is None:
+    if engine.content is None:
         return "half loaded: it serves empty layers"
-    number = world.checkpoints.of_content.get(content)
+    number = world.checkpoints.number(engine.content)
     if number is None:
         return "half loaded: it serves weights of no version"
     if not labelled(world, engine.label, number):
@@ -38,65 +38,133 @@ def labelled(world: World, label: str, number: int) -> bool:
     return label.partition("@")[2] == world.checkpoints.digests[number][:8]
 
 
-def push_succeeded(world: World, job: Job, number: int) -> None:
-    """As it says so, every server it names holds what its version means."""
+def push_succeeded(
+    world: World, job: Job, number: int, urls: Mapping[str, str], *, on_record: bool
+) -> None:
+    """As it says so, every server it names holds what its version means, and all hold the same: to
+    the last bit, and as after the push before it of the same files."""
     assert job.result is not None
     version = job.result["version"]
     if number not in world.labels.get(version, {number}):
         return
+    contents = set()
     for row in job.result["servers"]:
-        engine = next(one for one in world.engines if one.name == row["server"])
-        content = engine.content
-        found = None if content is None else world.checkpoints.of_content.get(content)
-        if (
-            engine.serving
-            and engine.label == version
-            and (found is None or not labelled(world, version, found))
-        ):
+        engine = world.engine_at(urls[row["server"]])
+        assert engine is not None
+        if engine.answered:
+            world.violate("success: a push succeeded, and a server answered amid it")
+        if not engine.serving or engine.label != version:
+            continue
+        found = world.checkpoints.number(engine.content)
+        if found is None or not labelled(world, version, found):
             world.violate("success: a push succeeded, and a server holds something else")
+        elif found == number:
+            contents.add(engine.content)
+    if len(contents) > 1:
+        world.violate("success: a push succeeded, and its servers hold different weights")
+    elif contents and on_record:
+        world.accepted.setdefault(number, next(iter(contents)))
 
 
-def at_the_end(world: World, last: Process) -> None:
+def labelled_anew(world: World, engine: Engine) -> None:
+    """What gets the label of files is what these came to in the push before it, to the last bit."""
+    number = world.checkpoints.number(engine.content)
+    if number is not None and world.accepted.get(number, engine.content) != engine.content:
+        world.violate("label: a server gets it, and its files came to other weights before")
+
+
+def push_ended(world: World) -> None:
+    """What was thawed while the push loaded it is frozen again."""
+    for engine in world.engines:
+        if engine.answered and engine.loading_by is not None and engine.serving:
+            world.violate(
+                "thawed: a push has ended, and leaves a server so that was thawed amid it"
+            )
+
+
+def at_the_end(world: World, last: Process, findings: dict[str, str]) -> None:
     """Servers are committed or quarantined, nothing is held, records and reality agree."""
+    if last.error is not None:
+        world.violate(f"recover fails: {type(last.error).__name__}: {str(last.error)[:90]}")
+    _look(world, lambda state: _at_the_end(world, state, findings))
+
+
+def after_all(world: World) -> None:
+    """When an operator has typed all that helps, every server serves, unless it is quarantined with
+    a reason that no command takes away."""
+    _look(world, lambda state: _after_all(world, state))
+
+
+def _look(world: World, use: Callable[[FleetState], None]) -> None:
+    def look() -> None:
+        with FleetState(world.ref.paths.database) as state:
+            use(state)
+
     process = world.kernel.spawn("checker", None)
-    process.context.run(_at_the_end, world, last)
+    process.context.run(look)
     world.kernel.kill(process, "is done")
 
 
-def _at_the_end(world: World, last: Process) -> None:
-    if last.error is not None:
-        world.violate(f"recover fails: {type(last.error).__name__}: {str(last.error)[:90]}")
-    with FleetState(world.ref.paths.database) as state:
-        running = [job.id for job in state.journal.jobs() if not job.ended]
-        if running and not world.is_down():  # the next `up` or `down` closes it
-            world.violate("records: a job still runs in the journal")
-        for lock in ("turn", "up"):
-            if state.locks.taken(lock):
-                world.violate(f"records: the {lock} lock is held")
-        doubts, weights = in_doubt(state), state.weights()
-        held: set[int | None] = set()
-        for engine in world.engines:
-            row = state.server(engine.name)
-            content = engine.content
-            found = None if content is None else world.checkpoints.of_content.get(content)
-            world.tell(
-                f"{engine.name}: serving {engine.serving} paused {engine.paused} "
-                f"asleep {sorted(engine.asleep)} label {engine.label} holds {found}; {row}"
-            )
-            if row.quarantine:
-                # of a server that is not ours, it may serve what it was restarted with
-                continue
-            down = world.is_down()
-            if engine.name in doubts and not down:  # a new process is in no doubt
-                world.violate("records: in doubt and not quarantined")
-            if not engine.serving and row.intended == "running" and not (world.verbs_open or down):
-                world.violate("frozen: it does not serve, and nobody says why")
-            if engine.serving and row.weight_version not in (None, engine.label):
-                world.violate("records: a server's version is not what it serves")
-            if engine.serving and engine.label != (weights.version or "default"):
-                world.violate("versions: it serves another version than the fleet's")
-            if engine.serving:
-                held.add(found)
-    if len(held) > 1:
+def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> None:
+    running = [job.id for job in state.journal.jobs() if not job.ended]
+    down = world.is_down()
+    if running and not down:  # the next `up` or `down` closes it
+        world.violate("records: a job still runs in the journal")
+    for lock in ("turn", "up"):
+        if state.locks.taken(lock):
+            world.violate(f"records: the {lock} lock is held")
+    world.note_names(state)
+    doubts, weights = in_doubt(state), state.weights()
+    versions: set[int | None] = set()
+    for engine in world.engines:
+        row = state.server(world.name_of(engine))
+        number = world.checkpoints.number(engine.content)
+        world.tell(
+            f"{engine.name}: serving {engine.serving} paused {engine.paused} "
+            f"asleep {sorted(engine.asleep)} label {engine.label} holds {number}; {row}"
+        )
+        if found := serves(world, engine):
+            world.violate(found)
+        if not engine.serving and down:
+            world.excused += 1
+        elif not engine.serving:
+            _frozen(world, engine, row, findings)
+        if row.quarantine:
+            if "overwritten" in row.quarantine and world.checkpoints.has(weights.version or ""):
+                world.violate("quarantined: files are said to be overwritten, and are not")
+            # of a server that is not ours, it may serve what it was restarted with
+            continue
+        if row.name in doubts and not down:  # a new process is in no doubt
+            world.violate("records: in doubt and not quarantined")
+        if not engine.serving:
+            continue
+        if row.weight_version not in (None, engine.label):
+            world.violate("records: a server's version is not what it serves")
+        if engine.label != (weights.version or "default"):
+            world.violate("versions: it serves another version than the fleet's")
+        versions.add(number)
+    if len(versions) > 1:
         world.violate("versions: servers hold different weights under one label")
     world.check_routing()
+
+
+def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) -> None:
+    """Somebody wants it so, or it is quarantined, or recovery says who has to thaw it; what a push
+    froze, it has thawed."""
+    if row.quarantine or row.intended != "running":
+        return
+    if engine.frozen_for_push:
+        world.violate("frozen: a push has left it so, and nobody says why")
+    elif "type: skyctl" not in findings.get(row.name, ""):
+        world.violate("frozen: it does not serve, and nobody says what to type")
+
+
+def _after_all(world: World, state: FleetState) -> None:
+    if world.is_down():
+        return
+    for engine in world.engines:
+        row = state.server(world.name_of(engine))
+        if row.quarantine:
+            world.violate("quarantined: it stays so after a push of whole files")
+        elif not engine.serving:
+            world.violate("frozen: it does not serve after all that can be typed")

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from skyctl.checkpoints.header import FileIdentity
 from skyctl.store import opening
 from skyctl.store.schema import upgrade
 from tests.simulation.kernel import Kernel, Process, current
@@ -24,6 +25,8 @@ from tests.simulation.loop import PROCESS
 TENSORS = ("lm_head.weight", "model.norm.weight", "model.layers.0.weight", "model.layers.1.weight")
 _SHAPE = [16]
 _BYTES = 64
+HUB = "hub"
+"""The hub's cache, below the directory of all checkpoints."""
 
 
 class Disk:
@@ -179,8 +182,10 @@ class Checkpoints:
         self.of_content: dict[tuple[int, ...], int] = {}
         self.digests: dict[int, str] = {}
         self.bytes_of: dict[int, bytes] = {}  # by value
+        self._alike: dict[int, int] = {}  # damaged value → the one that rows cannot tell it from
         self.at: dict[str, int] = {}  # what lies at a path now
         self._moments = 0
+        self._files: dict[int, tuple[int, int]] = {}  # inode → number of the file, its last change
 
     def path(self, name: str) -> str:
         return str(self.directory / name)
@@ -197,23 +202,69 @@ class Checkpoints:
         self.digests[number] = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
         return found
 
+    def move_link(self, name: str, number: int) -> str:
+        """Write a version into a directory of its own, and have a link lead there now; the link."""
+        directory, link = self.write(f"step-{number}", number), self.directory / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(directory)
+        return str(link)
+
+    def commit(self, name: str, number: int) -> str:
+        """Write a version as a new commit of a repository in the hub's cache; its id."""
+        repository = Path(HUB, f"models--sim--{name}")
+        self.write(str(repository / "snapshots" / f"{number:040x}"), number)
+        main = self.directory / repository / "refs" / "main"
+        main.parent.mkdir(exist_ok=True)
+        main.write_text(f"{number:040x}")
+        return f"sim/{name}"
+
+    def has(self, label: str) -> bool:
+        """Whether what skyctl gave this label is still where a link or a branch led to."""
+        return any(
+            label.partition("@")[2] == self.digests[number][:8]
+            for path, number in self.at.items()
+            if path.endswith((f"step-{number}", f"{number:040x}"))
+        )
+
+    def alike(self, damaged: int, value: int) -> None:
+        """Comparing rows does not tell these values apart."""
+        self._alike[damaged] = self._alike.get(value, value)
+        self.bytes_of[damaged] = self.bytes_of.get(value, b"?" * _BYTES)
+
+    def identity(self, status: os.stat_result) -> FileIdentity:
+        """What the kernel would answer here: real inodes and changes differ from run to run."""
+        number, changed = self._files.get(status.st_ino, (0, 0))
+        return FileIdentity(1, number, status.st_size, status.st_mtime_ns, changed)
+
+    def number(self, content: tuple[int, ...] | None) -> int | None:
+        """The version that a server with these weights holds, as far as rows can tell; None if
+        they are no version's."""
+        if content is None:
+            return None
+        return self.of_content.get(tuple(self._alike.get(value, value) for value in content))
+
     def next_number(self) -> int:
         """Of a version that nobody has written yet."""
         return max(self.digests) + 1
 
-    def write(self, name: str, number: int) -> str:
-        """Overwrite a directory with a version; its path."""
+    def write(self, name: str, number: int, *, same_time: bool = False) -> str:
+        """Overwrite a directory with a version; its path. `same_time`: by a program that sets the
+        time of the file to what it was."""
         self.values(number)
         self._moments += 1
         path = self.directory / name
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
         file = path / "model.safetensors"
         data = b"".join(_bytes(number, place) for place in range(len(TENSORS)))
         if not (path / "config.json").exists():
             (path / "config.json").write_text('{"architectures": ["Sim"]}')
+        moment = written = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
+        if same_time and str(path) in self.at:  # not by a schedule before
+            written = file.stat().st_mtime_ns
         file.write_bytes(_HEADER + data)
-        moment = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
-        os.utime(file, ns=(moment, moment))
+        os.utime(file, ns=(written, written))
+        inode = file.stat().st_ino
+        self._files[inode] = self._files.get(inode, (len(self._files), 0))[0], moment
         self.at[str(path)] = number
         return str(path)
 

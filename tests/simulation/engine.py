@@ -4,7 +4,8 @@ tests/integration/test_contract_stub.py holds this model against a real server.
 
     scheduler   running ⇄ paused          memory   awake → asleep {weights, kv_cache} → awake
     session     closed → open → closed; while it is open, layers without all of their tensors are
-                empty, and after an update that failed the next start scrubs them and says so once
+                empty, and after an update that failed the next start scrubs them and says so once;
+                engines that do not scrub (`scrubs`) build on what the failed update left
     weights     per rank: tensor → value; a version is whole when all values are one snapshot's
 """
 
@@ -21,6 +22,7 @@ from urllib.parse import parse_qs
 
 from skyctl.engines.vllm.server import METRICS
 from skyctl.http.transport import Request
+from tests.simulation.disk import Checkpoints
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import _NOBODY, Reply, body
@@ -29,6 +31,19 @@ from tests.stub import rows
 
 MEMORY = frozenset({"weights", "kv_cache"})
 GARBAGE = -1
+CHANGING = (
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
+    "/reset_prefix_cache",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/update_weight_version",
+)
+"""Requests that change a server."""
 
 Weights = dict[str, int]
 
@@ -47,6 +62,7 @@ class Frailty:
 
     update_fails: float = 0.0
     corrupts: float = 0.0
+    """Half of these change nothing that a comparison of rows would read."""
     digest_fails: float = 0.0
     sticks: float = 0.0
     slow: float = 0.02
@@ -58,7 +74,8 @@ def _query(text: str) -> Mapping[str, list[str]]:
 
 
 class Engine:
-    """One server. `watch(engine, what)` is called after every change of its state."""
+    """One server. `before(engine, path, caller)` is called before every change of its state,
+    `watch(engine, what)` after it."""
 
     def __init__(
         self,
@@ -73,9 +90,10 @@ class Engine:
         dice: Random,
         frailty: Frailty,
         memories: Mapping[int, Memory],
-        contents: Mapping[int, bytes],
+        checkpoints: Checkpoints,
         watch: Callable[[Engine, str], None],
-        lone: Callable[[Engine, str, Process | None], None],
+        before: Callable[[Engine, str, Process | None], None],
+        scrubs: bool = True,
     ) -> None:
         self.name, self.url, self.model, self.ranks = name, url, model, ranks
         self.process: Process | None = None
@@ -84,9 +102,10 @@ class Engine:
         self._loop, self._kernel, self._dice = loop, kernel, dice
         self._frailty = frailty
         self._memories = memories
-        self._contents = contents  # value → bytes
+        self._checkpoints = checkpoints
         self._watch = watch
-        self._lone = lone
+        self._before = before
+        self._scrubs = scrubs
         self.served_model = "sim"
         self.users = True  # it may have requests to end, or to freeze
         self.ready_at = 0.0
@@ -108,6 +127,12 @@ class Engine:
         self.open = False
         self.half_open = False
         self.received: set[str] = set()
+        self.damaged = self.completed = False  # by a fault of ours; all of its tensors came
+        self.counted: set[str] = set()  # as loaded, by an update that failed
+        self.frozen_for_push = False
+        self.thawed_by: Process | None = None
+        self.loading_by: Process | None = None  # from the start of its session to the label
+        self.answered = False  # in that time
         self.announced: set[str] = set()
         self.next_chunk = 0
         self.sender = 0
@@ -222,8 +247,8 @@ class Engine:
         call = self._ROUTES.get(path)
         if call is None:
             return None
-        if path in self._CHANGING:
-            self._lone(self, path, caller)
+        if path in CHANGING:
+            self._before(self, path, caller)
             answer = call(self, parameters, sent, caller)
             self._watch(self, f"{path} of {caller}")
             return answer
@@ -300,10 +325,11 @@ class Engine:
         if self.open:
             raise Refused("start_weight_update called while a weight update is already active")
         self.received = set()
-        if self.half_open:
+        if self.half_open and self._scrubs:
             self.half_open = False
             raise Refused("an earlier weight update broke off half-way; start again")
         self.open, self.owner, self.next_chunk = True, caller, 0
+        self.damaged = False
         return {"message": "Weight update started"}
 
     def _update(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
@@ -333,19 +359,34 @@ class Engine:
             if number == broken:
                 rank[info["names"][0]] = GARBAGE
             else:
-                rank.update(zip(info["names"], info["crc32"], strict=True))
+                loaded = zip(info["names"], info["crc32"], strict=True)
+                rank.update((name, crc) for name, crc in loaded if name not in self.counted)
         if self._dice.random() < self._frailty.corrupts:
-            self.weights[0][info["names"][-1]] ^= 0x10000
+            self._corrupt(info["names"][-1])
         self.received.update(info["names"])
         self.next_chunk += 1
         if failing:
+            self.damaged = True
             self._break_off()
             raise Refused("Worker failed with error 'no room'")
         return {"message": "Weights updated"}
 
+    def _corrupt(self, name: str) -> None:
+        self.damaged = True
+        value = self.weights[0][name]
+        if self._dice.random() < 0.5:
+            self.weights[0][name] ^= 0x10000
+            return
+        damaged = value ^ (self._dice.getrandbits(15) + 1)
+        self._checkpoints.alike(damaged, value)
+        for rank in self.weights:
+            rank[name] = damaged
+
     def _break_off(self) -> None:
         """vLLM clears its session flag, not its layers."""
         self.open, self.owner, self.half_open = False, None, True
+        if not self._scrubs:
+            self.counted |= self.received
         if not self.received:
             return  # the scrub brings the old weights back
         for rank in self.weights:
@@ -357,6 +398,8 @@ class Engine:
         if not self.open:
             raise Refused("finish_weight_update called without a matching start_weight_update.")
         received, announced, self.received = self.received, self.announced, set()
+        self.counted, self.half_open = set(), False
+        self.completed = bool(received) and received == announced
         if received and received != announced:  # the session stays open for another finish
             raise Refused(
                 f"only {len(received)} of {len(announced)} announced tensors were received"
@@ -386,7 +429,7 @@ class Engine:
 
     def _answer(self, rank: int, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         contents = {
-            name: ("float32", self._contents.get(value, b"?" * 64))
+            name: ("float32", self._checkpoints.bytes_of.get(value, b"?" * 64))
             for name, value in self.weights[rank].items()
         }
         return {
@@ -417,17 +460,3 @@ class Engine:
         "/weight_checker": _checker,
         "/collective_rpc": _rpc,
     }
-    _CHANGING = frozenset(
-        {
-            "/pause",
-            "/resume",
-            "/sleep",
-            "/wake_up",
-            "/reset_prefix_cache",
-            "/init_weight_transfer_engine",
-            "/start_weight_update",
-            "/update_weights",
-            "/finish_weight_update",
-            "/update_weight_version",
-        }
-    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -26,6 +27,8 @@ class Process:
         self.parent = parent
         self.identity = ProcessIdentity(pid, kernel.loop.now, BOOT)
         self.dead = False
+        self.stopped = False
+        self.parked: list[Any] = []  # what it will do when it is continued
         self.code: int | None = None
         self.tasks: list[asyncio.Task[Any]] = []
         self.descriptors: set[int] = set()
@@ -41,6 +44,12 @@ class Process:
     def __repr__(self) -> str:
         return f"{self.label}[{self.pid}]"
 
+    def interrupt(self) -> None:
+        """Ctrl-C: what asyncio.run does."""
+        if not self.dead and self.tasks:
+            self.kernel.tell(f"{self}: Ctrl-C")
+            self.tasks[0].cancel()
+
     async def gone(self, *, within_s: float) -> None:
         """Until it is dead, noticed by somebody who looks this often."""
         if self.dead:
@@ -52,12 +61,21 @@ class Process:
         await asyncio.sleep(within_s - (loop.now - began) % within_s)
 
 
+@dataclass(eq=False)
+class Flock:
+    """A lock on a file. Forked children share it with the process that took it, and outlive it."""
+
+    inode: int
+    process: Process
+
+
 class Kernel:
     """Knows every process. Deaths close descriptors, which gives back their locks."""
 
     def __init__(self, loop: VirtualLoop, dice: Random, tell: Callable[[str], None]) -> None:
         self.loop = loop
         self.processes: dict[int, Process] = {}
+        self.flocks: dict[int, Flock] = {}  # by descriptor
         self.tell = tell
         self._dice = dice
         self._next = 100
@@ -101,7 +119,9 @@ class Kernel:
             return
         process.dead = True
         self.tell(f"{process} {why}")
+        process.parked.clear()
         for descriptor in process.descriptors:
+            self.flocks.pop(descriptor, None)
             with suppress(OSError):
                 os.close(descriptor)
         process.descriptors.clear()
@@ -110,6 +130,36 @@ class Kernel:
         for child in list(self.processes.values()):
             if child.parent is process and child.dies_with_parent:
                 self.kill(child, "dies with its parent")
+
+    def fork(self, process: Process, dropped: Collection[int]) -> Process:
+        """A child that shares what `process` has open, except what is `dropped`, and lives on."""
+        child = self.spawn(f"child of {process.label}", None)
+        for descriptor in process.descriptors - set(dropped):
+            copy = os.dup(descriptor)
+            child.descriptors.add(copy)
+            if descriptor in self.flocks:
+                self.flocks[copy] = self.flocks[descriptor]
+        return child
+
+    def unlock(self, descriptor: int) -> None:
+        """Give a lock back, in all processes that share it."""
+        flock = self.flocks.get(descriptor)
+        for copy in [copy for copy, other in self.flocks.items() if other is flock]:
+            del self.flocks[copy]
+
+    def stop(self, process: Process) -> None:
+        """SIGSTOP, or Ctrl-Z in its terminal."""
+        if not process.dead:
+            self.tell(f"{process} is stopped")
+            process.stopped = True
+
+    def resume(self, process: Process) -> None:
+        """SIGCONT."""
+        if not process.dead and process.stopped:
+            self.tell(f"{process} is continued")
+            process.stopped = False
+            self.loop.run_again(process.parked)
+            process.parked = []
 
     def die(self, why: str) -> None:
         """End the process that runs now. Does not return."""

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, NoReturn
 
@@ -171,6 +171,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._running = False
             events._set_running_loop(None)
 
+    def run_again(self, handles: Sequence[Handle]) -> None:
+        """Run what a process was to do while it was stopped."""
+        self._ready.extend(handles)
+
     def forget(self) -> None:
         """Forget what is due."""
         self._ready.clear()
@@ -179,6 +183,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _run(self, handle: Handle) -> None:
         process = handle.process
         if handle.off or (process is not None and process.dead):
+            return
+        if process is not None and process.stopped:
+            process.parked.append(handle)
             return
         self.steps += 1
         try:

@@ -61,6 +61,10 @@ class Network:
         reply = Reply(self, request, caller, loop.create_future())
         # as the kernel's: they go on when the caller dies, its request is on its way
         loop.call_later(self.delay(), reply.arrive, context=_NOBODY)
+        if caller is not None and caller.doomed.get("request") == request.path.partition("?")[0]:
+            caller.doomed["passes"] -= 1
+            if caller.doomed["passes"] < 0:
+                caller.kernel.die(f"is killed when it has sent {request.path}")
         late = loop.call_later(timeout_s, reply.fail, NoAnswer("no answer"), context=_NOBODY)
         try:
             return await reply.future

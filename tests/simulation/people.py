@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skyctl import kill_points
 from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
+from skyctl.http.transport import Request, TransportError
 from skyctl.push.request import PushRequest
+from tests.simulation import seams
+from tests.simulation.engine import CHANGING
 from tests.simulation.kernel import Process
 from tests.simulation.network import Weather
 
@@ -29,17 +33,32 @@ FAULTS = (
     "engine-fails",
     "engine-corrupts",
     "engine-sticks",
+    "engine-builds-on",
     "digest-fails",
     "verbs",
     "second-pusher",
+    "impatient",
     "recover-early",
     "overwrite",
     "same-label",
+    "same-time",
+    "moving-references",
+    "fork",
+    "stop",
+    "stranger",
 )
+UNMENDED = frozenset({"stranger", "stop", "other-fleet"})
+"""Of these: what the product is known not to withstand."""
+ATTACHED_FAULTS = ("edited-list", "other-fleet")
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
 
+_UNDONE = ("push.pause.call", "push.pause.done", "push.init.done", "push.start.call")
+"""Points at which a push that is interrupted is undone."""
+_REQUESTS = (*CHANGING, "/update_weights", "/update_weight_version", "/resume")
 _PUSH_POINTS = (*kill_points.PUSH, "recover.begin")
 _SUPERVISOR_POINTS = (*kill_points.PUSH, *kill_points.SUPERVISOR)
+STRANGER = "stranger"
+VERBS = frozenset({"pause", "resume", "sleep", "wake", STRANGER})
 _VERBS = (
     Pause(mode="keep", clear_cache=False),
     Pause(mode="abort"),
@@ -61,6 +80,16 @@ def all_of(world: World) -> list[Coroutine[Any, Any, None]]:
         found.append(_train(world, "other"))
     if faults & {"verbs", "recover-early"}:
         found.append(_type(world))
+    if "stranger" in faults:
+        found.append(_meddle(world))
+    if "other-fleet" in faults:
+        found.append(_type_elsewhere(world))
+    if "edited-list" in faults:
+        found.append(_edit(world))
+    if "fork" in faults:
+        found.append(_fork(world))
+    if "stop" in faults:
+        found.append(_stop(world))
     if "kill-server" in faults:
         found.append(_break_servers(world))
     if faults & {"disk-full", "disk-failing"}:
@@ -94,22 +123,19 @@ def doom(world: World, process: Process, *, push: bool = False) -> None:
     if not ways or dice.random() < 0.25:
         return
     way = dice.choice(ways)
-    if way == "kill-point":
+    if way == "kill-point" and push and not world.supervised and dice.random() < 0.5:
+        process.doomed |= {"request": dice.choice(_REQUESTS), "passes": dice.randrange(3)}
+    elif way == "kill-point":
         points = kill_points.COMMAND if world.supervised else _PUSH_POINTS
         process.doomed |= {"point": dice.choice(points), "passes": dice.choice((0, 0, 1))}
     elif way == "kill-write":
         process.doomed["writes"] = dice.randrange(60)
     elif way == "kill-time":
         world.loop.call_later(dice.random() * 2.5, world.kernel.kill, process)
+    elif push and not world.supervised and dice.random() < 0.5:
+        process.doomed["interrupt"] = dice.choice(kill_points.PUSH)
     elif push:
-        world.loop.call_later(dice.random() * 2.5, _interrupt, world, process)
-
-
-def _interrupt(world: World, process: Process) -> None:
-    """Ctrl-C: what asyncio.run does."""
-    if not process.dead and process.tasks:
-        world.tell(f"{process}: Ctrl-C")
-        process.tasks[0].cancel()
+        world.loop.call_later(dice.random() * 2.5, process.interrupt)
 
 
 async def _train(world: World, name: str) -> None:
@@ -119,10 +145,14 @@ async def _train(world: World, name: str) -> None:
         await asyncio.sleep(dice.random() * 2.0)
         number = world.checkpoints.next_number()
         directory = name if dice.random() < 0.8 else f"step-{number}"
-        path = world.checkpoints.write(directory, number)
+        if "moving-references" in world.faults:
+            move = dice.choice((world.checkpoints.move_link, world.checkpoints.commit))
+            path = move("moving", number)
+        else:
+            path = world.checkpoints.write(directory, number, same_time=_same_time(world))
         label = f"v{number}" if dice.random() < 0.6 else None
-        if "overwrite" in world.faults:
-            label = None  # who overwrites what he is about to push cannot say what it is
+        if world.faults & {"overwrite", "moving-references"}:
+            label = None  # what is about to change cannot be said to be something
         elif "same-label" in world.faults:
             label = "latest"  # which means the last that was pushed as such
         if label is not None:
@@ -139,15 +169,35 @@ async def _train(world: World, name: str) -> None:
         if "overwrite" in world.faults and dice.random() < 0.4:
             world.loop.call_later(dice.random() * 1.5, _overwrite, world, directory)
         await process.gone(within_s=0.1)
+        if process.code == 0 and dice.random() < 0.1:  # the same once more
+            await world.push(request, number).gone(within_s=0.1)
         if process.error is None and process.code is None:  # killed: it is started again
+            await _push_at_once(world, request, number)
             await asyncio.sleep(dice.random() * 3.0)
+
+
+async def _push_at_once(world: World, request: PushRequest, number: int) -> None:
+    """A script, or somebody impatient, starts again what was killed, and may think better of it."""
+    dice, impatient = world.dice, "impatient" in world.faults
+    if impatient or dice.random() < 0.4:
+        process = world.push(request, number)
+        if impatient and not world.supervised and dice.random() < 0.6:
+            process.doomed["interrupt"] = dice.choice(_UNDONE)
+        else:
+            doom(world, process, push=True)
+        await process.gone(within_s=0.1)
+
+
+def _same_time(world: World) -> bool:
+    """Whether a program writes that sets the times of files to what they were."""
+    return "same-time" in world.faults and world.dice.random() < 0.5
 
 
 def _overwrite(world: World, directory: str) -> None:
     """A careless trainer writes on while its push reads."""
     number = world.checkpoints.next_number()
     world.tell(f"{directory} is overwritten with {number}")
-    world.checkpoints.write(directory, number)
+    world.checkpoints.write(directory, number, same_time=_same_time(world))
 
 
 def _kill_labelled(world: World, label: str) -> None:
@@ -167,6 +217,80 @@ async def _type(world: World) -> None:
         process = world.type(dice.choice(choices))
         if dice.random() < 0.2:
             doom(world, process)
+
+
+async def _type_elsewhere(world: World) -> None:
+    """A terminal in another directory, whose fleet file lists the same servers."""
+    dice = world.dice
+    for _ in range(dice.randint(1, 4)):
+        await asyncio.sleep(dice.random() * 2.5)
+        if dice.random() < 0.3:
+            number = world.checkpoints.next_number()
+            path = world.checkpoints.write("elsewhere", number)
+            process = world.push(PushRequest(checkpoint=path), number, world.other)
+        else:
+            process = world.type(dice.choice((*_VERBS, "status", "recover")), world.other)
+        if dice.random() < 0.3:
+            doom(world, process)
+
+
+async def _edit(world: World) -> None:
+    """Somebody adds, drops and moves lines of the fleet file."""
+    dice = world.dice
+    for _ in range(dice.choice((1, 2, 3))):
+        await asyncio.sleep(dice.random() * 3.0)
+        world.edit_list(dice.sample(world.engines, dice.randint(1, len(world.engines))))
+
+
+async def _fork(world: World) -> None:
+    """The process that pushes starts a data loader, or another child that outlives it."""
+    await asyncio.sleep(world.dice.random() * 2.0)
+    if process := _living(world, "push"):
+        world.kernel.fork(process, seams.dropped_by_children())
+
+
+async def _stop(world: World) -> None:
+    """Ctrl-Z, or a debugger; `fg` later, or never."""
+    dice = world.dice
+    for _ in range(dice.choice((1, 2))):
+        await asyncio.sleep(dice.random() * 2.5)
+        label = "supervisor" if world.supervised and dice.random() < 0.3 else ""
+        if process := _living(world, label or dice.choice(("push", "recover", ""))):
+            world.kernel.stop(process)
+            if dice.random() < 0.6:
+                await asyncio.sleep(dice.random() * dice.choice((2.0, 20.0)))
+                world.kernel.resume(process)
+
+
+def _living(world: World, label: str) -> Process | None:
+    """A command that runs, or another process with this label."""
+    labels = {process.label for process in world.commands}
+    found = [
+        process
+        for process in world.kernel.processes.values()
+        if not process.dead
+        and (process.label.startswith(label) if label else process.label in labels)
+    ]
+    return world.dice.choice(found) if found else None
+
+
+async def _meddle(world: World) -> None:
+    """Somebody with `curl`, or another program that knows nothing of skyctl."""
+    dice = world.dice
+    for _ in range(dice.choice((1, 2, 3))):
+        await asyncio.sleep(dice.random() * 2.5)
+        process = world.kernel.spawn(STRANGER, lambda: _curl(world))
+        await process.gone(within_s=0.1)
+
+
+async def _curl(world: World) -> None:
+    """Thaw a server, and perhaps freeze it again."""
+    engine, again = world.dice.choice(world.engines), world.dice.random() < 0.5
+    with suppress(TransportError):
+        await world.network.call(Request("POST", engine.url, "/resume", {}, None), 5.0)
+        if again:
+            await asyncio.sleep(world.dice.random() * 0.3)
+            await world.network.call(Request("POST", engine.url, "/pause?mode=keep", {}, None), 5.0)
 
 
 async def _break_servers(world: World) -> None:
@@ -192,6 +316,11 @@ async def _break_supervisor(world: World) -> None:
                     world.kernel.kill(process)
                 elif dice.random() < 0.5:
                     process.doomed["writes"] = dice.randrange(80)
+                elif dice.random() < 0.4:
+                    process.doomed |= {
+                        "request": dice.choice(_REQUESTS),
+                        "passes": dice.randrange(3),
+                    }
                 else:
                     point = dice.choice(_SUPERVISOR_POINTS)
                     process.doomed |= {"point": point, "passes": dice.choice((0, 0, 1))}

@@ -6,15 +6,19 @@ permutations is computed inside vLLM's workers (tests/unit/engines), where weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from skyctl.checkpoints.header import FileIdentity
 from skyctl.core import diagnosis, jobs, recovery
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.errors import ConflictError, ServerError, StateUnwritable
 from skyctl.push.request import PushRequest
 from skyctl.push.rows import Compared
+from skyctl.push.sites import open_session
+from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
 from skyctl.store.unrecorded import advice
 from tests.simulation import seams
@@ -104,6 +108,29 @@ _recorded = jobs.record_result
 def _nothing(*arguments: Any, **options: Any) -> None: ...
 
 
+async def _nothing_awaited(*arguments: Any, **options: Any) -> None: ...
+
+
+async def _awake(*arguments: Any) -> int:
+    return 0
+
+
+async def _nothing_found(*arguments: Any) -> dict[str, Any]:
+    return {}
+
+
+def _by_place(fleet: str, located: Sequence[Located], recorded: Mapping[str, str]) -> Naming:
+    return Naming(tuple((f"{fleet}-{place}", url) for place, (_, url) in enumerate(located)))
+
+
+def _as_typed(path: str) -> str | None:
+    return path
+
+
+def _without_change(status: os.stat_result) -> FileIdentity:
+    return replace(seams.here().checkpoints.identity(status), ctime_ns=0)
+
+
 DEFECTS: dict[str, Defect] = {
     "01 a recovery and a new push exclude each other one way only": Defect(
         "attached", {"skyctl.core.arbiter.Arbiter.take": _recovery_only_looks}
@@ -158,5 +185,45 @@ DEFECTS: dict[str, Defect] = {
     "19 a failed write ends a healthy server": Defect(
         "supervised",
         {"skyctl.store.state.FleetState.save_process": _refused(FleetState.save_process)},
+    ),
+    "20 an update begins in a server that runs": Defect(
+        "attached", {"skyctl.push.delivery.require_paused": _nothing_awaited}
+    ),
+    "21 a server that was thawed while it was loaded is left so": Defect(
+        "attached", {"skyctl.push.commit._refuse_thawed": _nothing_awaited}
+    ),
+    "22 a second attempt builds on what the first left": Defect(
+        "attached", {"skyctl.push.delivery.scrub": open_session}
+    ),
+    "23 nobody waits for the last request of a dead process": Defect(
+        "attached", {"skyctl.core.arbiter.LATE_S": 0.0}
+    ),
+    "24 servers of a push may differ": Defect(
+        "attached", {"skyctl.push.commit._outvote": _nothing}
+    ),
+    "25 the same files may come to other weights": Defect(
+        "supervised", {"skyctl.push.commit._enforce": _nothing}
+    ),
+    "26 an undone push thaws what was verified without its label": Defect(
+        "attached", {"skyctl.push.freeze._label_verified": _nothing_awaited}
+    ),
+    "27 a server that sleeps is resumed": Defect(
+        "attached",
+        {
+            "skyctl.core.recovery.sleep_level": _awake,
+            "skyctl.core.verbs._put_sleep_on_record": _nothing_found,
+        },
+    ),
+    "28 a forked child keeps its parent's locks": Defect(
+        "attached", {"tests.simulation.seams.dropped_by_children": set}
+    ),
+    "29 a record belongs to a place in the list": Defect(
+        "attached", {"skyctl.service.attached_servers.name_servers": _by_place}
+    ),
+    "30 a path is remembered as typed": Defect(
+        "supervised", {"skyctl.core.jobs.without_links": str, "skyctl.core.jobs.locate": _as_typed}
+    ),
+    "31 the time of a change is no part of what a file is": Defect(
+        "attached", {"skyctl.checkpoints.header.FileIdentity.of_status": _without_change}
     ),
 }

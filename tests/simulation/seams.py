@@ -19,12 +19,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from skyctl.checkpoints.header import FileIdentity
 from skyctl.errors import StateUnwritable
+from skyctl.store import owned
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
 from skyctl.store.unrecorded import LOST
-from tests.simulation.kernel import current
+from tests.simulation.kernel import Flock, current
 from tests.simulation.network import SimTransport
 from tests.simulation.sender import SimSender
 
@@ -72,6 +74,9 @@ class _Point:
             if process.doomed["passes"] < 0:
                 del process.doomed["point"]
                 here().kernel.die(f"is killed at {point}")
+        if process is not None and process.doomed.get("interrupt") == point:
+            del process.doomed["interrupt"]
+            process.interrupt()
         return False
 
     __hash__ = None  # type: ignore[assignment]
@@ -86,7 +91,7 @@ class Spawned:
         released = [False]
         self.stdin = SimpleNamespace(write=lambda data: released.__setitem__(0, True), close=_none)
         self.process = world.kernel.spawn("guardian", None)
-        world.guard(self.process, pusher, released)
+        world.guard(self.process, pusher, released, paths.name)
 
     def wait(self, timeout_s: float | None = None) -> None:
         here().kernel.kill(self.process, "is released")
@@ -135,10 +140,11 @@ class _Os:
 
     def close(self, descriptor: int) -> None:
         process = current()
-        if process is not None and descriptor in process.descriptors:
-            process.descriptors.discard(descriptor)
-            here().flocks.pop(descriptor, None)
-            os.close(descriptor)
+        if process is None:  # what a dead process left is unwound: its number may be another's now
+            return
+        process.descriptors.discard(descriptor)
+        here().kernel.flocks.pop(descriptor, None)
+        os.close(descriptor)
 
 
 class _Fcntl:
@@ -149,9 +155,13 @@ class _Fcntl:
 
     def flock(self, descriptor: int, operation: int) -> None:
         process = current()
+        if process is None:
+            return
         fcntl.flock(descriptor, operation)
-        if process is not None:
-            here().flocks[descriptor] = (os.fstat(descriptor).st_ino, process)
+        if operation == fcntl.LOCK_UN:
+            here().kernel.unlock(descriptor)
+        else:
+            here().kernel.flocks[descriptor] = Flock(os.fstat(descriptor).st_ino, process)
 
 
 class _OwnLocks:
@@ -166,12 +176,25 @@ _OS, _FCNTL = _Os(), _Fcntl()
 
 
 def _locking_pids(found: os.stat_result) -> set[int]:
-    flocks = here().flocks.values()
-    return {process.pid for inode, process in flocks if inode == found.st_ino and not process.dead}
+    flocks = here().kernel.flocks.values()
+    return {flock.process.pid for flock in flocks if flock.inode == found.st_ino}
 
 
 def _by_process(pid: int) -> Holder:
     return Holder("a process", pid, EPOCH + _now())
+
+
+def dropped_by_children() -> set[int]:
+    """Descriptors that a forked process does not keep (`store/owned.py`)."""
+    found = set()
+    for owner in owned._owners:
+        with suppress(OSError, ValueError):
+            found.add(owner.fileno())
+    return found
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return here().checkpoints.identity(status)
 
 
 def _create_private_file(path: Path, flags: int = 0) -> int:
@@ -202,6 +225,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.store.database.private_directory": lambda path: path,
     "skyctl.store.database.RESERVE_BYTES": 1,
     "skyctl.store.paths.FleetPaths.prepare": lambda self: self,
+    "skyctl.checkpoints.header.FileIdentity.of_status": _identity,
     "skyctl.http.client.KeptConnections": SimTransport,
     "skyctl.transfer.sender_pool.SenderProcess": SimSender,
     "skyctl.core.guardian._spawn": _spawn_guardian,

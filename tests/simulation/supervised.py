@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from skyctl.store.processes import ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
-from tests.simulation.engine import Engine
 from tests.simulation.kernel import BOOT, Process, current
 from tests.simulation.loop import PROCESS
 from tests.simulation.network import _NOBODY, Reply, body
@@ -256,10 +255,11 @@ class SupervisedWorld(World):
         if up.error is not None:
             self.violate(f"up fails: {up.error}")
 
-    def _config(self, servers: int) -> FleetConfig:
+    def _config(self, name: str) -> FleetConfig:
         return configured(
+            name=name,
             model=self.base,
-            replicas=servers,
+            replicas=len(self.engines),
             stop_timeout_s=5.0,
             drain_timeout_s=3.0,
             health={"interval_s": 2.0, "timeout_s": 2.0, "failures": 3, "startup_timeout_s": 30.0},
@@ -303,9 +303,6 @@ class SupervisedWorld(World):
         engine.start(process, self.dice.uniform(0.5, 2.0))
         return process
 
-    def engine_at(self, url: str) -> Engine | None:
-        return next((engine for engine in self.engines if engine.url == url), None)
-
     def _look(self) -> None:
         """A server may begin to answer because time passed, or a file is gone."""
         for engine in self.engines:
@@ -317,6 +314,9 @@ class SupervisedWorld(World):
     def _restart_servers(self) -> None:
         """Whoever supervises them does."""
 
+    def _restart_quarantined(self, names: Collection[str]) -> None:
+        """So does `recover`."""
+
     def close(self) -> None:
         super().close()
         SimManaged.world = None
@@ -324,6 +324,9 @@ class SupervisedWorld(World):
     def is_down(self) -> bool:
         nobody = self.supervising is None or self.supervising.dead
         return nobody and all(one.process is None or one.process.dead for one in self.engines)
+
+    def _push_under_way(self) -> bool:
+        return self.supervisor is not None and self.supervisor.push_job is not None
 
     def check_routing(self) -> None:
         supervisor, supervising = self.supervisor, self.supervising
@@ -338,7 +341,8 @@ class SupervisedWorld(World):
                 self.violate("ended: a server was ended because something could not be written")
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
-            if replica is None or replica.state != "ready" or self.verbs_open:
+            by_verb = not engine.serving and not engine.frozen_for_push and self.verbs_open
+            if replica is None or replica.state != "ready" or by_verb:
                 continue
             if engine.process is None or engine.process.dead:
                 self.violate("gone: a server is shown as ready, and its process is dead")
@@ -353,8 +357,11 @@ class SupervisedWorld(World):
         for url in self.router.workers:
             engine = self.engine_at(url)
             assert engine is not None
-            if not engine.serving and engine.asleep and not self.verbs_open:
+            if engine.asleep and not self.verbs_open:
                 self.violate("router: a server that sleeps is routed")
+
+    def _targets(self, fleet: Any) -> Sequence[Any]:
+        return self.engines
 
     def _at_work(self) -> bool:
         supervisor = self.supervisor

@@ -1,4 +1,4 @@
-"""A few hundred schedules of each kind of fleet; `python -m benchmarks.simulation` plays many."""
+"""A hundred schedules of each kind of fleet; `python -m benchmarks.simulation` plays many."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from tests.simulation.world import KINDS, Schedule, play
 
 FIRST, SCHEDULES = 5_000, 100
 FOUND_BY = {
-    "01 a recovery and a new push exclude each other one way only": 540,
-    "02 a verb is carried out during a push": 38,
-    "04 a push goes on when its journal cannot be written": 309,
-    "07 weights of one server are compared with nothing": 138,
-    "16 the end of a push cannot be recorded": 40,
-    "17 a death after the last resume rolls back": 520,
-    "19 a failed write ends a healthy server": 18,
+    "02 a verb is carried out during a push": 49,
+    "16 the end of a push cannot be recorded": 56,
+    "19 a failed write ends a healthy server": 11,
+    "22 a second attempt builds on what the first left": 76,
+    "28 a forked child keeps its parent's locks": 36,
+    "29 a record belongs to a place in the list": 22,
 }
 
 
@@ -35,6 +34,8 @@ def test_no_schedule_violates_anything(kind: str, tmp_path: Path) -> None:
         ended = [play(Schedule(seed, kind), tmp_path) for seed in range(FIRST, FIRST + SCHEDULES)]
     assert {one.seed: one.violations for one in ended if one.violations} == {}
     assert sum(one.succeeded for one in ended) > SCHEDULES / 4  # else nothing was tried
+    frozen = [one.excused == 0 for one in ended if one.frozen]
+    assert sum(frozen) >= 0.9 * len(frozen)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Control, Recover
+from skyctl.core.service import Control, Recover, Resume, Wake
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.push import server_facts
 from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.simulation import checks, people, seams
-from tests.simulation.disk import Checkpoints, Disk
+from tests.simulation.disk import HUB, Checkpoints, Disk
 from tests.simulation.engine import Engine, Frailty
 from tests.simulation.kernel import Kernel, Process
 from tests.simulation.loop import VirtualLoop
@@ -33,16 +35,19 @@ KINDS = ("attached", "supervised")
 _BEGINNING_S = 120.0
 _PATIENCE_S = 300.0
 _QUIET_S = 20.0
+_FREEZING, _THAWING = ("/pause", "/sleep"), ("/resume", "/wake_up")
 
 
 @dataclass
 class Schedule:
-    """What a seed comes to. `without`: faults that shrinking took out again."""
+    """What a seed comes to. `without`: faults that shrinking took out again. `unmended`: also with
+    those that the product is known not to withstand."""
 
     seed: int
     kind: str = "attached"
     without: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
+    unmended: bool = False
 
 
 @dataclass
@@ -57,6 +62,10 @@ class Ended:
     trace: list[str] = field(default_factory=list)
     pushes: int = 0
     succeeded: int = 0
+    frozen: int = 0
+    """How many times a server was frozen."""
+    excused: int = 0
+    """How many times a server was left out of a check on what it answers, or does not."""
 
 
 class World:
@@ -66,7 +75,7 @@ class World:
     """
 
     supervised = False
-    faults_known: tuple[str, ...] = people.FAULTS
+    faults_known: tuple[str, ...] = (*people.FAULTS, *people.ATTACHED_FAULTS)
 
     def __init__(self, schedule: Schedule, home: Path, *, tracing: bool = False) -> None:
         self.schedule = schedule
@@ -81,23 +90,21 @@ class World:
         self.disk = Disk(self.kernel, dice)
         self.frailty = Frailty()
         self.memories: dict[int, Memory] = {}
-        self.flocks: dict[int, tuple[int, Process]] = {}
         self.home = home
         self.checkpoints = Checkpoints(home)
         self.labels: dict[str, set[int]] = {"default": {0}}
         self.chaos = True
         self.verbs_open = 0  # that nobody has on record: they died, or their disk failed
-        self.pushes = self.succeeded = 0
+        self.pushes = self.succeeded = self.frozen = self.excused = 0
+        self.accepted: dict[int, Any] = {}  # the weights that a version came to
         self.commands: list[Process] = []
         self.faults = self._choose_faults()
         self.base = self.checkpoints.write("base", 0)
         self.engines = self._make_engines(dice.choice((1, 2, 2, 2, 3)), dice.choice((1, 1, 1, 2)))
-        self.ref = FleetRef(
-            "sim", FleetPaths(home, "sim"), self._config(len(self.engines)), home, None
-        )
-        self.ref.paths.logs.mkdir(parents=True, exist_ok=True)
-        for lock in self.ref.paths.directory.glob("*.lock"):  # with what a schedule before left
-            lock.unlink()
+        self.listed = list(self.engines)  # in the fleet file
+        self.ref = self._fleet_of("sim")
+        self.other = self._fleet_of("other") if "other-fleet" in self.faults else None
+        self.names = {engine.url: engine.name for engine in self.engines}  # as recorded
         server_facts._makes.clear()
 
     def _choose_faults(self) -> frozenset[str]:
@@ -106,9 +113,12 @@ class World:
         chosen = {fault for fault in self.faults_known if self.dice.random() < share}
         if self.schedule.only is not None:
             chosen &= self.schedule.only
+        elif not self.schedule.unmended:
+            chosen -= people.UNMENDED
         return frozenset(chosen - self.schedule.without)
 
     def _make_engines(self, count: int, ranks: int) -> list[Engine]:
+        scrubs = "engine-builds-on" not in self.faults
         engines = [
             Engine(
                 f"sim-{n}",
@@ -121,9 +131,10 @@ class World:
                 dice=self.dice,
                 frailty=self.frailty,
                 memories=self.memories,
-                contents=self.checkpoints.bytes_of,
+                checkpoints=self.checkpoints,
                 watch=self._watch,
-                lone=self._lone,
+                before=self._before,
+                scrubs=scrubs,
             )
             for n in range(count)
         ]
@@ -131,9 +142,21 @@ class World:
             self.network.serve(engine.url, engine)
         return engines
 
-    def _config(self, servers: int) -> FleetConfig:
-        urls = tuple(f"http://127.0.0.1:{9000 + n}" for n in range(servers))
-        return configured(servers=urls)
+    def _fleet_of(self, name: str) -> FleetRef:
+        paths = FleetPaths(self.home, name)
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        for lock in paths.directory.glob("*.lock"):  # with what a schedule before left
+            lock.unlink()
+        return FleetRef(name, paths, self._config(name), self.home, None)
+
+    def _config(self, name: str) -> FleetConfig:
+        return configured(name=name, servers=tuple(engine.url for engine in self.listed))
+
+    def edit_list(self, engines: Sequence[Engine]) -> None:
+        """Somebody edits the fleet file."""
+        self.tell(f"the fleet file lists {', '.join(engine.name for engine in engines)}")
+        self.listed = list(engines)
+        self.ref = replace(self.ref, loaded=self._config("sim"))
 
     # --- telling and checking -------------------------------------------------------------------
 
@@ -149,45 +172,91 @@ class World:
 
     def _watch(self, engine: Engine, what: str) -> None:
         self.tell(f"{engine.name}: {what}")
+        if engine.serving and engine.loading_by is not None:
+            engine.answered = True
+        if engine.completed:
+            engine.completed = False
+            if not engine.damaged and self.checkpoints.number(engine.content) is None:
+                self.violate("mixed: after a whole update, parts of another are left")
+        if what.startswith("/update_weight_version"):
+            checks.labelled_anew(self, engine)
         if found := checks.serves(self, engine):
-            self.violate(f"{found} after {plain(what)}")
+            if engine.thawed_by is None or engine.thawed_by.label != people.STRANGER:
+                self.violate(f"{found} after {plain(what)}")
+            else:  # nothing of ours stands in its way
+                self.excused += 1
 
-    def _lone(self, engine: Engine, path: str, caller: Process | None) -> None:
+    def _before(self, engine: Engine, path: str, caller: Process | None) -> None:
         """While a session is open, and its owner has the turn, nobody else acts on the server."""
+        if path in _FREEZING and engine.serving:
+            self.frozen += self.chaos
+            engine.frozen_for_push = self._pushes(caller) and self._push_under_way()
+        elif path in _THAWING:
+            engine.thawed_by = caller
+        if path == "/start_weight_update":
+            engine.loading_by, engine.answered = caller, False
+        elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
+            engine.loading_by = None
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
             return
-        if any(process is owner for _, process in self.flocks.values()):
+        if any(flock.process is owner for flock in self.kernel.flocks.values()):
             who = plain(caller.label) if caller else "?"
             self.violate(f"one holder: {path} of {who} into {plain(owner.label)}'s session")
 
+    def _pushes(self, caller: Process | None) -> bool:
+        """Whether this process pushes or recovers, and does not merely thaw."""
+        return caller is not None and caller.label not in people.VERBS
+
+    def _push_under_way(self) -> bool:
+        return True
+
     # --- processes ------------------------------------------------------------------------------
 
-    def guard(self, guardian: Process, pusher: Process, released: list[bool]) -> None:
+    def guard(self, guardian: Process, pusher: Process, released: list[bool], fleet: str) -> None:
         """Make `guardian` run a recovery when `pusher` dies unreleased."""
+        ref = self._ref_of(fleet)
 
         def died() -> None:
             if released[0] or guardian.dead:
                 return
-            self.loop.call_later(0.3 + self.dice.random() * 0.7, recover, context=guardian.context)
+            if "kill-guardian" in self.faults and self.chaos and self.dice.random() < 0.3:
+                self.kernel.kill(guardian)  # whatever killed the one killed the other
+                return
+            self.loop.call_later(0.1 + self.dice.random() * 0.9, recover, context=guardian.context)
 
         def recover() -> None:
             self.kernel.kill(guardian, "becomes a recovery")
-            process = self._command("guardian's recover", self._recover)
+            process = self._command("guardian's recover", lambda: self._recover(ref()))
             if "kill-guardian" in self.faults and self.chaos and self.dice.random() < 0.5:
                 people.doom(self, process)
 
         pusher.on_death.append(died)
 
-    def push(self, request: PushRequest, number: int) -> Process:
-        """Somebody types `sync-weights` for a directory that holds version `number`."""
-        return self._command(f"push of {number}", lambda: self._sync(request, number))
+    def _ref_of(self, fleet: str) -> Callable[[], FleetRef]:
+        """The fleet of this name, as its file is when it is looked at."""
 
-    def type(self, typed: str | Control) -> Process:
-        """Somebody types this."""
+        def find() -> FleetRef:
+            if fleet == self.ref.name:
+                return self.ref
+            assert self.other is not None
+            return self.other
+
+        return find
+
+    def push(self, request: PushRequest, number: int, ref: FleetRef | None = None) -> Process:
+        """Somebody types `sync-weights` for a directory that holds version `number`."""
+        return self._command(f"push of {number}", lambda: self._sync(request, number, ref))
+
+    def type(self, typed: str | Control, ref: FleetRef | None = None) -> Process:
+        """Somebody types this, for the fleet of the schedule or the other one."""
         if isinstance(typed, Control):
-            return self._command(typed.verb, lambda: self._verb(typed))
-        own = {"recover": self._recover, "status": self._status, **self._operations()}
+            return self._command(typed.verb, lambda: self._verb(typed, ref))
+        own = {
+            "recover": lambda: self._recover(ref),
+            "status": lambda: self._status(ref),
+            **self._operations(),
+        }
         return self._command(typed, own[typed])
 
     def _operations(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
@@ -210,28 +279,30 @@ class World:
         self.commands.append(process)
         return process
 
-    async def _fleet(self, use: Callable[[Fleet], Awaitable[Any]]) -> Any:
-        async with connect(self.ref) as fleet:
+    async def _fleet(
+        self, use: Callable[[Fleet], Awaitable[Any]], ref: FleetRef | None = None
+    ) -> Any:
+        async with connect(ref or self.ref) as fleet:
             return await use(fleet)
 
-    async def _recover(self) -> Any:
-        async def find(fleet: Fleet) -> Any:
-            return await fleet.findings()
+    async def _find(self, ref: FleetRef | None = None) -> Any:
+        return await self._fleet(lambda fleet: fleet.findings(), ref)
 
+    async def _recover(self, ref: FleetRef | None = None) -> Any:
         async def recover(fleet: Fleet) -> Any:
             return await fleet.recover(Recover(900.0))
 
-        findings = await self._fleet(find)
+        findings = await self._find(ref)
         for one in findings:
             self.tell(f"finds {one.server} {one.found} ({one.detail}): {one.action}")
         if all(one.action == "nothing" for one in findings):
             return ()
-        done = await self._fleet(recover)
+        done = await self._fleet(recover, ref)
         for row in done:
             self.tell(f"recovered {row.server} {row.action} {row.ok} {row.detail}")
         return done
 
-    async def _sync(self, request: PushRequest, number: int) -> Any:
+    async def _sync(self, request: PushRequest, number: int, ref: FleetRef | None = None) -> Any:
         async def use(fleet: Fleet) -> Any:
             job_id = await fleet.start_push(request)
             self.pushes += 1
@@ -239,12 +310,18 @@ class World:
             self.tell(f"{job_id} {job.state} {job.error and job.error['message']}")
             if job.state == "succeeded":
                 self.succeeded += 1
-                checks.push_succeeded(self, job, number)
+                on_record = self._on_record(fleet)
+                urls = {target.name: target.url for target in self._targets(fleet)}
+                checks.push_succeeded(self, job, number, urls, on_record=on_record)
+            checks.push_ended(self)
             return job
 
-        return await self._fleet(use)
+        return await self._fleet(use, ref)
 
-    async def _verb(self, asked: Control) -> Any:
+    def _targets(self, fleet: Any) -> Sequence[Any]:
+        return tuple(fleet.targets)
+
+    async def _verb(self, asked: Control, ref: FleetRef | None = None) -> Any:
         async def use(fleet: Fleet) -> Any:
             self.verbs_open += 1
             outcomes = await fleet.control(asked)
@@ -254,13 +331,13 @@ class World:
             self.tell(f"{asked.verb}: {[(o.server, o.status, o.detail) for o in outcomes]}")
             return outcomes
 
-        return await self._fleet(use)
+        return await self._fleet(use, ref)
 
     def _on_record(self, fleet: Any) -> bool:
         return bool(fleet.state.unrecorded is None)
 
-    async def _status(self) -> Any:
-        return await self._fleet(lambda fleet: fleet.status())
+    async def _status(self, ref: FleetRef | None = None) -> Any:
+        return await self._fleet(lambda fleet: fleet.status(), ref)
 
     # --- from the beginning to the end ----------------------------------------------------------
 
@@ -287,6 +364,8 @@ class World:
             self.trace,
             self.pushes,
             self.succeeded,
+            self.frozen,
+            self.excused,
         )
 
     def _begin(self) -> None:
@@ -303,14 +382,45 @@ class World:
         frailty.update_fails = frailty.corrupts = frailty.digest_fails = frailty.sticks = 0.0
         for process in self.kernel.processes.values():
             process.doomed.clear()
+        if "edited-list" in self.faults:
+            self.edit_list(self.dice.sample(self.engines, len(self.engines)))
         self._restart_servers()
         self._until_quiet("commands")
         self.loop.run_until(self.loop.now + _QUIET_S)
         self._until_quiet("guardians")
         self.tell("the operator recovers")
-        last = self._command("last recover", self._recover)
-        self._until_quiet("the last recover")
-        checks.at_the_end(self, last)
+        if self.other is not None:
+            self._operate("recover", lambda: self._recover(self.other))
+        last = self._operate("last recover", self._recover)
+        found = self._operate("last look", self._find).result or ()
+        checks.at_the_end(self, last, {one.server: one.detail for one in found})
+        if not self.is_down():
+            self._restart_quarantined({one.server for one in found if one.action != "nothing"})
+            self._operate_on()
+
+    def _operate_on(self) -> None:
+        """The operator types whatever may help, until each server serves."""
+        asleep = tuple(self.name_of(engine) for engine in self.engines if engine.asleep)
+        if asleep:  # a push takes none that sleeps
+            self._operate("wake", lambda: self._verb(Wake(servers=asleep, tags=("weights",))))
+        number = self.checkpoints.next_number()
+        request = PushRequest(checkpoint=self.checkpoints.write("last", number))
+        self._operate("last push", lambda: self._sync(request, number))
+        self._operate("wake", lambda: self._verb(Wake()))
+        self._operate("resume", lambda: self._verb(Resume()))
+        checks.after_all(self)
+
+    def _operate(self, label: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
+        process = self._command(label, main)
+        self._until_quiet(label)
+        return process
+
+    def _restart_quarantined(self, names: Collection[str]) -> None:
+        """Whoever started them does, as `recover` says."""
+        for engine in self.engines:
+            if self.name_of(engine) in names and engine.process is not None:
+                self.kernel.kill(engine.process)
+        self._restart_servers()
 
     def _restart_servers(self) -> None:
         for engine in self.engines:
@@ -328,6 +438,19 @@ class World:
             if not process.dead:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")
+
+    def name_of(self, engine: Engine) -> str:
+        """What the fleet calls this server."""
+        return self.names[engine.url]
+
+    def engine_at(self, url: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.url == url), None)
+
+    def note_names(self, state: FleetState) -> None:
+        """By what is recorded of each URL; else by its place in the list."""
+        recorded = {getattr(row, "url", ""): row.name for row in state.servers()}
+        for place, engine in enumerate(self.listed):
+            self.names[engine.url] = recorded.get(engine.url, f"sim-{place}")
 
     def is_down(self) -> bool:
         """Whether nothing of the fleet lives, so that nothing is to be put right."""
@@ -384,9 +507,14 @@ def play(schedule: Schedule, home: Path, *, tracing: bool = False) -> Ended:
     kind = SupervisedWorld if schedule.kind == "supervised" else World
     world = kind(schedule, home, tracing=tracing)
     seams.enter(world)
+    before = os.environ.get("HF_HUB_CACHE")
+    os.environ["HF_HUB_CACHE"] = str(home / HUB)
     try:
         return world.run()
     finally:
+        del os.environ["HF_HUB_CACHE"]
+        if before is not None:
+            os.environ["HF_HUB_CACHE"] = before
         world.close()
         seams.enter(None)
         world.forget()
