@@ -14,6 +14,7 @@ from skyctl.checkpoints.hub import MAIN, HubReference
 from skyctl.core.placement import expand_replicas
 from skyctl.engines import ENGINES
 from skyctl.engines.base import Engine
+from skyctl.fleetfile.arguments import PlanWarning
 from skyctl.fleetfile.schema import FleetConfig, resolve_relative
 from skyctl.store.paths import expanded
 
@@ -51,6 +52,18 @@ def pin(
             if key not in pins and (commit := known.get(key) or reference.commit(inherited)):
                 pins[key] = commit
     return pins
+
+
+def moved(
+    config: FleetConfig, base_dir: Path, environ: Mapping[str, str], pins: Pins
+) -> Iterator[PlanWarning]:
+    """Names that mean something else by now than what the fleet keeps."""
+    for name, meaning in pin(config, base_dir, environ, {}).items():
+        if pins.get(name, meaning) != meaning:
+            yield PlanWarning(
+                f"{name} means {meaning} now; the fleet keeps {pins[name]} until it goes down",
+                "skyctl down && skyctl up; or name what it is to serve in the fleet file",
+            )
 
 
 def references(engine: Engine, model: str, args: Mapping[str, Any]) -> Iterator[HubReference]:

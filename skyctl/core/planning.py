@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyctl.core.check import check_plan
-from skyctl.core.pinning import Pins, pin
+from skyctl.core.pinning import Pins, moved, pin
 from skyctl.core.placement import expand_replicas, master_of
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
@@ -45,7 +45,8 @@ def plan_here(
             known=fleet_paths(config.name).directory / "machines.json",
             running=bool(known_ports),
         )
-    return plan_fleet(
+    meanings = pin(config, base_dir, os.environ, pins or {})
+    plan = plan_fleet(
         config,
         base_dir,
         gpus=[] if config.device == "cpu" else host.gpus(),
@@ -54,8 +55,10 @@ def plan_here(
         environ=os.environ,
         known_ports=known_ports,
         machines=machines,
-        pins=pin(config, base_dir, os.environ, pins or {}),
+        pins=meanings,
     )
+    warnings = (*plan.warnings, *moved(config, base_dir, os.environ, meanings))
+    return replace(plan, warnings=warnings)
 
 
 def nodes_of(config: FleetConfig) -> list[Node]:

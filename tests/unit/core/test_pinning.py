@@ -11,7 +11,7 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import absolute, locate
 from skyctl.core.expectations import arguments_of
-from skyctl.core.pinning import pin
+from skyctl.core.pinning import moved, pin
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import NotFoundError
 from skyctl.fleetfile.schema import FleetConfig
@@ -111,6 +111,9 @@ def test_a_pin_stays_while_the_fleet_is_up_and_is_no_change_of_the_plan(
     assert one.base_as_written == other.base_as_written == "org/tiny@main"
     (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text(OLD)
     assert pin(config, Path("/f"), environ, pins) == pins
+    (warning,) = moved(config, Path("/f"), environ, pins)
+    assert warning.startswith(f"org/tiny@main means {OLD} now; the fleet keeps {NEW}")
+    assert not list(moved(config, Path("/f"), environ, pin(config, Path("/f"), environ, {})))
     assert pin(config, Path("/f"), environ, {})["org/tiny@main"] == OLD
     other_revision = planned(configured(args={"revision": "v1"}), pins)
     assert spec_hash(other_revision.servers[0]) != spec_hash(one)
