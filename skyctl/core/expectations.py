@@ -107,12 +107,14 @@ def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, dig
     """Why a server that nobody has pushed to must not serve; "" if it may. Pure.
 
     `digest` is that of its weights in this engine and arrangement (`place`), "" if it cannot say.
-    Digests decide where there are two, files only where not.
+    Digests decide where there are two, files only where not. Equal digests prove equal weights also
+    where the engine or its arguments are others.
     """
+    if digest and digest in base.digests.values():
+        return ""
     expected = base.digests.get(place, "")
     if expected and digest:
-        why = f"it holds other weights than the fleet began with (digest {digest}, not {expected})"
-        return "" if digest == expected else why
+        return f"it holds other weights than the fleet began with (digest {digest}, not {expected})"
     if launched and base.files.shards:
         same = launched.shards == base.files.shards
         return "" if same else "its checkpoint was overwritten since the fleet came up"

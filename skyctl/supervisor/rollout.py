@@ -47,13 +47,19 @@ async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
         replica.start()
     await _remove_other_fronts(running, plan)
     start_router(running, plan)
+    refused = ""
     for name in changes.restart:
         await restart(running, running.replicas[name], plan)
+        if refused := running.replicas[name].row.quarantine or "":
+            refused = f"{name} was not admitted, the others were not restarted: {refused}"
+            break
     start_tinker(running, plan)  # it asks for its endpoint once: servers are up to date by now
     running.replicas = {name: running.replicas[name] for name in specs}
     await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
     await settle_fronts(running)
     raise_for_failures(running)
+    if refused:
+        raise SkyctlError(refused)
 
 
 async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) -> None:

@@ -120,6 +120,7 @@ BASE = BaseWeights(FILES, {"0.32 tp1": "d1"})
         (BASE, FILES, "0.32 tp1", "d2", "holds other weights"),
         (BASE, BaseFiles("files:2"), "0.32 tp1", "d1", ""),  # the same bytes in other files
         (BASE, BaseFiles("files:2"), "0.32 tp2", "d2", "was overwritten"),
+        (BASE, BaseFiles("files:2"), "0.33 tp1", "d1", ""),  # as another engine loads them
         (BASE, FILES, "0.32 tp2", "d2", ""),  # the first of its arrangement
         (BASE, FILES, "", "", ""),  # it cannot say
         (BASE, BaseFiles(), "", "", "was overwritten"),
