@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyctl import engines
-from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
+from skyctl.adapters.applies import adapter_problem
+from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter, read_parts
 from skyctl.checkpoints.staging import held, staged, sweep
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import (
@@ -34,7 +35,7 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.http.client import ControlClient
-from skyctl.http.fanout import Outcome, OutcomeStatus, failure, fan_out
+from skyctl.http.fanout import Outcome, OutcomeStatus, failure, fan_out, require_all
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.store import adapters as store
@@ -137,6 +138,7 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         before = _room_for(fleet, asked)
         new = _version(fleet, asked.name, adapter, copy)
         targets, skipped = _taking_part(fleet)
+        await _refuse_unapplied(fleet, adapter, targets, asked.timeout_s)
         store.intend_version(fleet.state, new, [target.name for target in targets])
 
         async def load_version(target: ServerTarget) -> None:
@@ -271,6 +273,9 @@ async def settle(
         if held_now.get(name) == one.path:
             continue
         if held_now.get(one.served_as) != one.path:
+            adapter = await asyncio.to_thread(read_parts, one.path)
+            if problem := await adapter_problem(server, *adapter):
+                raise ServerError(f"{server.target.name}: {one.served_as}: {problem}")
             await server.load_adapter(one.served_as, one.path)
         await server.name_adapter(name, one.served_as)
 
@@ -419,6 +424,28 @@ async def _checked(fleet: AdapterFleet, asked: LoadAdapter) -> tuple[Adapter, li
         any_base=asked.any_base,
     )
     return adapter, notes
+
+
+async def _refuse_unapplied(
+    fleet: AdapterFleet,
+    adapter: Adapter,
+    targets: Sequence[ServerTarget],
+    timeout_s: float | None,
+) -> None:
+    """Raise PreflightError, naming modules, if a server would leave a part of the adapter out."""
+
+    async def ask(target: ServerTarget) -> str:
+        return await adapter_problem(fleet.server(target), adapter.config, adapter.tensors)
+
+    outcomes = await fan_out(targets, ask, timeout_s=timeout_s or fleet.timeout_s)
+    require_all(outcomes, "adapters")
+    for outcome in outcomes:
+        if outcome.value:
+            raise PreflightError(
+                f"{adapter.path} does not fit {outcome.server}: {outcome.value}",
+                hint="let the servers take LoRA for these modules (`lora-target-modules` under "
+                "`args`), or train the adapter on those that they do",
+            )
 
 
 def _version(fleet: AdapterFleet, name: str, adapter: Adapter, copy: Path) -> AdapterVersion:

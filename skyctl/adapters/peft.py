@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from skyctl.adapters.forms import not_lora, refuse_config, same_name
 from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import in_short
 from skyctl.checkpoints.configs import Difference, compare_configs
@@ -44,15 +45,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.weight)?$")
-_UNSUPPORTED = {  # what vLLM refuses, or worse, ignores
-    "use_dora": "DoRA",
-    "lora_bias": "LoRA bias",
-    "modules_to_save": "modules saved whole (modules_to_save)",
-    "layer_replication": "layer replication",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-}
 _HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
 
 
@@ -69,6 +61,8 @@ class Adapter:
     rank: int
     digest: str
     bytes: int
+    is_zero: bool = False
+    """Whether all of one side of each module is zero, so that it changes nothing."""
 
 
 def read_adapter(path: str) -> Adapter:
@@ -105,7 +99,29 @@ def read_adapter(path: str) -> Adapter:
     digest = hashlib.blake2b(data, digest_size=16)
     digest.update(json.dumps(config, sort_keys=True).encode())
     total = len(data) + (directory / CONFIG).stat().st_size
-    return Adapter(directory, config, tuple(tensors), max(ranks), digest.hexdigest(), total)
+    zero = [t for t in tensors if data.count(0, t.begin, t.begin + t.nbytes) == t.nbytes]
+    modules = {_module(tensor) for tensor in tensors}
+    return Adapter(
+        directory,
+        config,
+        tuple(tensors),
+        max(ranks),
+        digest.hexdigest(),
+        total,
+        is_zero={_module(tensor) for tensor in zero} == modules,
+    )
+
+
+def read_parts(path: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """The configuration and the tensors' headers of an adapter that was read before. Raises as
+    `read_adapter`.
+    """
+    directory = Path(path)
+    return _read_config(directory), read_header(directory / WEIGHTS)[1]
+
+
+def _module(tensor: Tensor) -> str:
+    return tensor.name.partition(".lora_")[0]
 
 
 def check_fits(
@@ -133,8 +149,12 @@ def check_fits(
     running = _running(model)
     if not any_base:
         _check_base(adapter, bases, running)
+    notes = []
+    if adapter.is_zero:
+        notes.append("its weights are zero: it answers as the model without an adapter does")
     if not running.tensors:
-        return [f"{model or 'what the servers run'} is not here: shapes were not compared with it"]
+        which = model or "what the servers run"
+        return [*notes, f"{which} is not here: shapes were not compared with it"]
     problems = _misfits(adapter, {tensor.name: tensor for tensor in running.tensors})
     if problems:
         raise PreflightError(
@@ -142,7 +162,7 @@ def check_fits(
             hint="load an adapter that was trained on this model",
             details={"problems": problems},
         )
-    return []
+    return notes
 
 
 def copy_adapter(adapter: Adapter, directory: Path) -> None:
@@ -230,15 +250,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
             f"{directory} is no LoRA adapter: its peft_type is {kind!r}",
             hint="vLLM serves LoRA alone; merge others into their base and push that",
         )
-    used = [words for key, words in _UNSUPPORTED.items() if config.get(key)]
-    if config.get("bias", "none") != "none":
-        used.append("trained biases")
-    if used:
-        raise PreflightError(
-            f"{directory} uses {' and '.join(used)}, which vLLM does not serve",
-            hint="merge it into its base (model.merge_and_unload()) and push that: "
-            "skyctl sync-weights DIR",
-        )
+    refuse_config(directory, config)
     return dict(config)
 
 
@@ -249,7 +261,7 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
         PreflightError: a tensor is not part of a LoRA module, or one of two parts is missing.
     """
     said, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(said, int) or said < 1 or not isinstance(alpha, int | float):
+    if not isinstance(said, int) or said < 1 or alpha is None:
         raise PreflightError(f"{directory / CONFIG} lacks a rank `r`, or `lora_alpha`")
     pattern, scales = (_pattern(directory, config, of) for of in ("rank_pattern", "alpha_pattern"))
     for name, scale in {"lora_alpha": alpha, **scales}.items():
@@ -259,7 +271,7 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
     for tensor in tensors:
         found = _PART.match(tensor.name)
         if found is None or len(tensor.shape) != 2:
-            raise PreflightError(f"{directory}: {tensor.name} is no part of a LoRA module")
+            raise not_lora(directory, tensor.name)
         parts.setdefault(found["module"], {})[found["part"][-1]] = tensor
     if not parts:
         raise PreflightError(f"{directory} holds no tensors")
@@ -325,7 +337,7 @@ def _same_model(one: str, other: str) -> bool:
     # os.path: a directory of another user, or a name that is too long for one, is none here
     if os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other):  # noqa: PTH110, PTH121
         return True
-    return one.rstrip("/").rpartition("/")[2] == other.rstrip("/").rpartition("/")[2]
+    return same_name(one, other)
 
 
 def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:

@@ -54,8 +54,8 @@ def _read(directory: Path) -> dict[str, Any]:
 
 def _mapping(path: Path) -> Mapping[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        found = read_json(path)
-        return found if isinstance(found, dict) else {}
+        content = read_json(path)
+        return content if isinstance(content, dict) else {}
     return {}
 
 

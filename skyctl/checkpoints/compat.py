@@ -93,8 +93,9 @@ def check_compatible(
     Raises:
         PreflightError: names, shapes or configuration differ; `details["problems"]` lists all.
     """
-    found = [d for d in _config_differences(checkpoint, base, answers) if not d.is_allowed(allowed)]
-    problems = [str(difference) for difference in found]
+    every = _config_differences(checkpoint, base, answers)
+    refused = [difference for difference in every if not difference.is_allowed(allowed)]
+    problems = [str(difference) for difference in refused]
     notes = [base.note] if base.note else []
     if base.checkpoint is None:
         problems += [
@@ -108,17 +109,17 @@ def check_compatible(
     if problems:
         raise PreflightError(
             f"{checkpoint.path} does not fit the running model: {in_short(problems)}",
-            hint=_hint(found if len(found) == len(problems) else []),
+            hint=_hint(refused if len(refused) == len(problems) else []),
             details={"problems": problems},
         )
     return notes
 
 
-def _hint(found: Sequence[Difference]) -> str:
+def _hint(refused: Sequence[Difference]) -> str:
     restart = "start a fleet on this one"
-    if not found:
+    if not refused:
         return f"push a checkpoint of the same architecture, or {restart}"
-    options = " ".join(f"--allow-config {key}" for key in dict.fromkeys(d.root for d in found))
+    options = " ".join(f"--allow-config {key}" for key in dict.fromkeys(d.root for d in refused))
     return f"{restart}; or, to have its tensors computed as the servers do: {options}"
 
 
@@ -128,14 +129,14 @@ def _config_differences(
     """What differs from any of the servers, once each; without answers, from the base's file."""
     if not answers:
         return compare_configs(checkpoint.config, base.config) if base.config else []
-    found: dict[str, Difference] = {}
+    every: dict[str, Difference] = {}
     for answer in answers:
         if answer.pushed is None:
             each = compare_configs(checkpoint.config, answer.running)
         else:
             each = differences(answer.pushed, answer.running)
-        found |= {str(difference): difference for difference in each}
-    return list(found.values())
+        every |= {str(difference): difference for difference in each}
+    return list(every.values())
 
 
 class _Judged:
@@ -149,17 +150,17 @@ class _Judged:
         ours, theirs = _by_name(checkpoint.tensors), _by_name(base.tensors)
         unused = []
         for name in sorted(ours.keys() | theirs.keys()):
-            here, there = ours.get(name), theirs.get(name)
+            mine, other = ours.get(name), theirs.get(name)
             if name.endswith(_HEAD) and True in ties:
-                if here is not None and (problem := _own_head(checkpoint, here)):
+                if mine is not None and (problem := _own_head(checkpoint, mine)):
                     self.problems.append(problem)
                 if False not in ties:
                     continue
-            if (here and here.shape) == (there and there.shape):
+            if (mine and mine.shape) == (other and other.shape):
                 continue
             if not self._is_ignored(name):
-                self.problems.append(_difference(name, here, there))
-            elif here is not None:
+                self.problems.append(_difference(name, mine, other))
+            elif mine is not None:
                 unused.append(name)
         untied = checkpoint.config.get("tie_word_embeddings") is False
         if True in ties and untied and not any(name.endswith(_HEAD) for name in ours):
@@ -175,12 +176,13 @@ class _Judged:
         return name.endswith(_NEVER_LOADED) or _is_predicting(name, self._config)
 
 
-def _difference(name: str, here: Tensor | None, there: Tensor | None) -> str:
-    if here is None:
-        return f"{name} is missing, the servers run {list(there.shape) if there else []}"
-    if there is None:
-        return f"{name} {list(here.shape)} is not in the model the servers run"
-    return f"{name} is {list(here.shape)} here, the servers run {list(there.shape)}"
+def _difference(name: str, ours: Tensor | None, theirs: Tensor | None) -> str:
+    running = list(theirs.shape) if theirs else []
+    if ours is None:
+        return f"{name} is missing, the servers run {running}"
+    if theirs is None:
+        return f"{name} {list(ours.shape)} is not in the model the servers run"
+    return f"{name} is {list(ours.shape)} here, the servers run {running}"
 
 
 def _own_head(checkpoint: Checkpoint, head: Tensor) -> str:
@@ -196,16 +198,16 @@ def _own_head(checkpoint: Checkpoint, head: Tensor) -> str:
     return f"{head.name} differs from {other}, and the servers use one weight for both"
 
 
-def _same_bytes(checkpoint: Checkpoint, one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _same_bytes(checkpoint: Checkpoint, head: Tensor, embeddings: Tensor) -> bool:
+    if (head.dtype, head.shape) != (embeddings.dtype, embeddings.shape):
         return False
-    pair = one, other
+    pair = head, embeddings
     paths = [Path(checkpoint.shards[tensor.shard].path) for tensor in pair]
     with paths[0].open("rb") as first, paths[1].open("rb") as second:
         for file, tensor in zip((first, second), pair, strict=True):
             file.seek(tensor.begin)
-        for begin in range(0, one.nbytes, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, one.nbytes - begin)
+        for begin in range(0, head.nbytes, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, head.nbytes - begin)
             if first.read(size) != second.read(size):
                 return False
     return True

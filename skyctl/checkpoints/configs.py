@@ -101,20 +101,20 @@ def _shown(value: Any) -> str:
 
 def compare_configs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
     """Differences of two config.json that change what a model computes, by key."""
-    found = differences(*_aligned(ours, theirs))
-    if found:
+    plain = differences(*_aligned(ours, theirs))
+    if plain:
         with suppress(Exception):  # whatever a configuration class makes of a file
             return differences(_by_transformers(ours), _by_transformers(theirs))
-    return found
+    return plain
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Difference]:
     """The same, of configurations that are spelled alike. What one lacks counts as a value that
     turns something off.
     """
-    found = sorted(_differences(ours, theirs, ""), key=lambda difference: difference.key)
+    every = sorted(_differences(ours, theirs, ""), key=lambda difference: difference.key)
     both = (ours, theirs)
-    return [each for each in found if not _is_idle(each.key.rpartition(".")[2], both)]
+    return [each for each in every if not _is_idle(each.key.rpartition(".")[2], both)]
 
 
 def _differences(
@@ -123,11 +123,11 @@ def _differences(
     for key in ours.keys() | theirs.keys():
         if is_harmless(key):
             continue
-        here, there = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
-        if isinstance(here, Mapping) and isinstance(there, Mapping):
-            yield from _differences(here, there, f"{section}{key}.")
-        elif not _is_same(key, here, there):
-            values = (None if value is _ABSENT else value for value in (here, there))
+        pair = ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
+        if isinstance(pair[0], Mapping) and isinstance(pair[1], Mapping):
+            yield from _differences(pair[0], pair[1], f"{section}{key}.")
+        elif not _is_same(key, *pair):
+            values = (None if value is _ABSENT else value for value in pair)
             yield Difference(section + key, *values)
 
 
@@ -136,19 +136,15 @@ def is_harmless(key: str) -> bool:
     return key in _HARMLESS or key.endswith(_HARMLESS_SUFFIXES)
 
 
-def _is_same(key: str, here: Any, there: Any) -> bool:
+def _is_same(key: str, ours: Any, theirs: Any) -> bool:
+    if key == "architectures" and (_ABSENT in (ours, theirs) or not ours or not theirs):
+        return True
     if key == "architectures":
-        return (
-            not here
-            or not there
-            or here is _ABSENT
-            or there is _ABSENT
-            or _names(here) == _names(there)
-        )
-    for value, other in ((here, there), (there, here)):
+        return _names(ours) == _names(theirs)
+    for value, other in ((ours, theirs), (theirs, ours)):
         if value is _ABSENT:
             return not other or other == _USUAL.get(key) or (_is_factor(key) and other == 1)
-    return bool(here == there or _same_value(here) == _same_value(there))
+    return bool(ours == theirs or _same_value(ours) == _same_value(theirs))
 
 
 def _names(architectures: Any) -> set[str]:

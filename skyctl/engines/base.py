@@ -257,6 +257,8 @@ class StartedWith:
     backend: str | None = None
     kv_lease_s: float = 0.0
     update_problem: str = ""
+    lora_targets: tuple[str, ...] = ()
+    """The modules that it takes LoRA for, () for all that it can."""
 
 
 def update_problem(*, moves_experts: bool, drafts: str) -> str:

@@ -47,11 +47,11 @@ async def check_fit(
     launched = next((fact.model for fact in facts if fact.model), None)
     model_path = reference(launched, fleet.model_path) if launched else fleet.model_path
     base = await asyncio.to_thread(read_running, model_path)
-    asked = [
+    tensors = [
         (tensor.name, torch_name(tensor.dtype, tensor.name), list(tensor.shape))
         for tensor in open_questions(checkpoint, base)
     ]
-    question = {"config": dict(checkpoint.config), "tensors": asked}
+    question = {"config": dict(checkpoint.config), "tensors": tensors}
     timeout_s = fleet.control_timeout_s
     answers = await asyncio.gather(*(_ask(site, question, timeout_s) for site in sites))
     notes = await asyncio.to_thread(
@@ -72,27 +72,27 @@ async def _ask(site: Site, question: Mapping[str, Any], timeout_s: float) -> Ans
     if site.server.instance and key in _answers:
         return _answers[key]
     try:
-        told = await site.vllm.ask_workers(_METHOD, question, timeout_s=timeout_s)
+        answers = await site.vllm.ask_workers(_METHOD, question, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error):
             raise
         return None
     try:
-        answer = _read(told, [name for name, *_ in question["tensors"]])
+        answer = _read(answers, [name for name, *_ in question["tensors"]])
     except (LookupError, TypeError, ValueError) as error:
         raise ServerError(f"{site.name}: its workers answered something else: {error!r}") from error
     return remembered(_answers, key, lambda: answer, kept=_KEPT) if site.server.instance else answer
 
 
-def _read(told: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Answer:
+def _read(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Answer:
     """One answer of all workers: what one of them loads, their server does."""
     uses: dict[str, TensorUse] = {}
     for number, name in enumerate(names):
-        each = {TensorUse(worker["uses"][number]) for worker in told}
+        each = {TensorUse(worker["uses"][number]) for worker in answers}
         uses[name] = next(use for use in TensorUse if use in each)
     return Answer(
-        dict(told[0]["running"]),
-        told[0]["pushed"],
+        dict(answers[0]["running"]),
+        answers[0]["pushed"],
         uses,
-        any(bool(worker["ties_output"]) for worker in told),
+        any(bool(worker["ties_output"]) for worker in answers),
     )

@@ -227,6 +227,9 @@ class StubServer:
             return JSONResponse({"results": [self.engine.update_problem] * workers})
         if method == "skyctl_fit":
             return JSONResponse({"results": [fit.answer(self.engine, **body["kwargs"])] * workers})
+        if method == "skyctl_adapter_fit":
+            answer = {"unapplied": self.engine.unwrapped(body["kwargs"]["names"]), "unread": []}
+            return JSONResponse({"results": [answer] * workers})
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -124,6 +124,11 @@ class StubEngine:
         self.abort_count = 0
         self._chunks: list[dict[str, Any]] = []
         self._held: list[dict[str, Any]] = []  # what was pushed since everything was
+
+    def unwrapped(self, names: Sequence[str]) -> list[str]:
+        """Tensors of an adapter that would reach no layer, as its configuration has it."""
+        targets = self.settings.get("lora_config", {}).get("target_modules")
+        return [name for name in names if targets and not any(f".{t}." in name for t in targets)]
 
     @property
     def paused(self) -> bool:

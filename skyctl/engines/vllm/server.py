@@ -374,6 +374,7 @@ def read_start(config: Any) -> StartedWith:
             moves_experts=bool(section("parallel_config").get("enable_eplb")),
             drafts=drafting(section("speculative_config")),
         ),
+        tuple(map(str, section("lora_config").get("target_modules") or ())),
     )
 
 

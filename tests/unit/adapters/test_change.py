@@ -379,3 +379,31 @@ async def test_files_that_a_reboot_took_are_copied_anew_while_their_source_is_th
     make_adapter(fleet.tmp_path / "v1", value=0.9)
     with pytest.raises(PreflightError, match="is not what x@1 was made from any more"):
         await adapters.restore(fleet.fleet, lost)
+
+
+@pytest.mark.parametrize("extension", [True, False])
+async def test_an_adapter_of_modules_that_servers_leave_out_is_refused(
+    fleet: Fleet, extension: bool
+) -> None:
+    fleet.stubs[1].engine.extension = extension  # without it, its settings decide
+    fleet.stubs[1].engine.settings = {"lora_config": {"target_modules": ["q_proj"]}}
+    with pytest.raises(
+        PreflightError, match=r"stub-1: it would change nothing in .*up_proj"
+    ) as caught:
+        await fleet.load("x", 1)
+    assert "lora-target-modules" in caught.value.hint
+    assert fleet.serve() == [{}] * 3 and not store.served(fleet.state)
+    fleet.stubs[1].engine.settings = {"lora_config": {"target_modules": ["up_proj", "q_proj"]}}
+    assert (await fleet.load("x", 1)).adapter
+
+
+async def test_a_server_that_starts_and_would_leave_modules_out_does_not_get_it(
+    fleet: Fleet,
+) -> None:
+    await fleet.load("x", 1)
+    fleet.stubs[0].adapters.served.clear()  # it was restarted
+    fleet.stubs[0].engine.settings = {"lora_config": {"target_modules": ["q_proj"]}}
+    targets = fleet.fleet.targets()[0]
+    outcomes = await adapters.catch_up(fleet.state, fleet.fleet.client, targets, 5.0)
+    assert [outcome.ok for outcome in outcomes] == [False, True, True]
+    assert "x@1: it would change nothing in" in outcomes[0].detail

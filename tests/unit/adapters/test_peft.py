@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from skyctl.adapters.peft import WEIGHTS, check_fits, read_adapter, write_adapte
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
 from tests.unit.adapters.files import UP, lora, make_adapter, make_model
 
+EMBEDDINGS = "base_model.model.model.embed_tokens"
 ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
@@ -62,6 +64,66 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
         PreflightError,
         "truncated",
     ),
+    "DoRA's tensors": (
+        lambda d: make_adapter(d, {**lora(UP), f"{UP}.lora_magnitude_vector": (16,)}),
+        PreflightError,
+        "DoRA's magnitudes",
+    ),
+    "trained tokens": (
+        lambda d: make_adapter(d, trainable_token_indices={"embed_tokens": [3]}),
+        PreflightError,
+        "trained tokens",
+    ),
+    "tensors of trained tokens": (
+        lambda d: make_adapter(d, {**lora(UP), f"{EMBEDDINGS}.trainable_tokens_delta": (2, 8)}),
+        PreflightError,
+        "trained tokens",
+    ),
+    "whole embeddings": (
+        lambda d: make_adapter(d, {**lora(UP), f"{EMBEDDINGS}.weight": (32, 8)}),
+        PreflightError,
+        "embeddings saved whole",
+    ),
+    "the base's embeddings": (
+        lambda d: make_adapter(d, {**lora(UP), f"{EMBEDDINGS}.base_layer.weight": (32, 8)}),
+        PreflightError,
+        "embeddings saved whole",
+    ),
+    "a whole output layer": (
+        lambda d: make_adapter(d, {**lora(UP), "base_model.model.lm_head.weight": (32, 8)}),
+        PreflightError,
+        "an output layer saved whole",
+    ),
+    "an adapter's name": (
+        lambda d: make_adapter(d, {f"{UP}.lora_A.default.weight": (4, 8)}),
+        PreflightError,
+        "an adapter's name in its tensors' names",
+    ),
+    "whole experts": (
+        lambda d: make_adapter(d, target_parameters=["mlp.experts.down_proj"]),
+        PreflightError,
+        "target_parameters",
+    ),
+    "a router of adapters": (
+        lambda d: make_adapter(d, arrow_config={"top_k": 1}),
+        PreflightError,
+        "Arrow",
+    ),
+    "a base that it changed": (
+        lambda d: make_adapter(d, init_lora_weights="pissa_niter_4"),
+        PreflightError,
+        "init_lora_weights='pissa_niter_4' has changed",
+    ),
+    "a key of the future": (
+        lambda d: make_adapter(d, use_something_new=True),
+        PreflightError,
+        "sets use_something_new, which may change",
+    ),
+    "a text for the scale": (
+        lambda d: make_adapter(d, lora_alpha="16"),
+        PreflightError,
+        "lora_alpha is '16'",
+    ),
     "another method": (lambda d: make_adapter(d, peft_type="IA3"), PreflightError, "IA3"),
     "DoRA": (lambda d: make_adapter(d, use_dora=True), PreflightError, "DoRA"),
     "biases": (lambda d: make_adapter(d, bias="all"), PreflightError, "trained biases"),
@@ -107,6 +169,41 @@ def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str
         read_adapter(str(tmp_path / "one"))
     said = ("cut off", "half a module", "no LoRA", "ranks", "no rank", "no scale", "no pattern")
     assert caught.value.hint or case in said or "scale" in case
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"use_rslora": True, "init_lora_weights": "EVA", "eva_config": {"rho": 2}},
+        {"rank_pattern": {"up_proj": 4}, "alpha_pattern": {"up_proj": 64}, "use_dora": False},
+        {"layers_to_transform": [0], "lora_ga_config": {"bsz": 2}, "peft_version": "0.19.0"},
+        {"qalora_group_size": 16, "megatron_core": "megatron.core", "something_new": None},
+    ],
+)
+def test_what_servers_compute_as_peft_does_is_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert read_adapter(str(make_adapter(tmp_path / "one", **config))).rank == 4
+
+
+def test_an_adapter_that_changes_nothing_is_taken_with_a_note(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    (note,) = fits(make_adapter(tmp_path / "one", value=0.0), model)
+    assert note == "its weights are zero: it answers as the model without an adapter does"
+
+
+@pytest.mark.parametrize(
+    ("base", "fleet", "same"),
+    [
+        ("unsloth/Qwen3-8B-unsloth-bnb-4bit", "Qwen/Qwen3-8B", True),
+        ("unsloth/Qwen3-8B-bnb-4bit", "/models/Qwen3-8B/", True),
+        ("unsloth/Qwen3-4B-bnb-4bit", "Qwen/Qwen3-8B", False),
+    ],
+)
+def test_a_base_of_fewer_bits_is_the_model_that_it_was_made_of(
+    tmp_path: Path, base: str, fleet: str, same: bool
+) -> None:
+    adapter = read_adapter(str(make_adapter(tmp_path / "one", base_model_name_or_path=base)))
+    with nullcontext() if same else pytest.raises(PreflightError, match="was trained on"):
+        check_fits(adapter, model=None, bases=[fleet], max_rank=None)
 
 
 def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ def configurations(
     None if the model's configuration class does not take it. `started_at`: when vLLM had read its
     own, in seconds since the epoch.
     """
-    started = _read_at_start(model_config, started_at)
-    running = model_config.hf_config if started is None else _built(model_config, started)
-    found: dict[str, Any] = {"running": _plain(running), "pushed": None}
+    running, pushed = model_config.hf_config, None
     with suppress(Exception):  # whatever a configuration class makes of a file
-        found["pushed"] = _plain(_built(model_config, config))
-    return found
+        pushed = _plain(_built(model_config, config))
+        if (started := _read_at_start(model_config, started_at)) is not None:
+            running = _built(model_config, started)
+    return {"running": _plain(running), "pushed": pushed}
 
 
 def _read_at_start(model_config: Any, started_at: float) -> dict[str, Any] | None:
@@ -66,7 +66,8 @@ def _built(model_config: Any, config: Mapping[str, Any]) -> Any:
     _patch_rope(built)
     if not callable(overrides):
         nested = {key: value for key, value in overrides.items() if isinstance(value, dict)}
-        model_config._apply_dict_overrides(built, nested)
+        if nested:
+            model_config._apply_dict_overrides(built, nested)
     return built
 
 
@@ -105,4 +106,4 @@ def ties_output(model: Any) -> bool:
     weight of its own, and only the configuration says so.
     """
     tied = any(name.rpartition(".")[2] == "lm_head" for name, _ in tied_layers(model))
-    return tied or bool(getattr(model.config, "tie_word_embeddings", False))
+    return tied or bool(getattr(getattr(model, "config", None), "tie_word_embeddings", False))

@@ -142,6 +142,17 @@ class SkyctlWorkerExtension:
             "ties_output": ties_output(model),
         }
 
+    def skyctl_adapter_fit(
+        self, config: Mapping[str, Any], names: Sequence[str]
+    ) -> dict[str, list[str]]:
+        """What this worker would leave out of an adapter with this configuration and tensors of
+        these names; see `adapter_fit.py`.
+        """
+        from skyctl.engines.vllm.inside.adapter_fit import unapplied, unread
+
+        model = self.model_runner.get_model()
+        return {"unapplied": unapplied(model, names), "unread": unread(config)}
+
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
         return {"problem": nccl_problem(), "settings": nccl_settings()}
