@@ -115,6 +115,8 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
             world.violate(f"records: the {lock} lock is held")
     world.note_names(state)
     doubts, weights = in_doubt(state), state.weights()
+    if weights.version is not None:  # else nothing says which of both fleets is right
+        world.others.clear()
     versions: set[int | None] = set()
     for engine in world.engines:
         row = state.server(world.name_of(engine))
@@ -140,9 +142,10 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
             continue
         if row.weight_version not in (None, engine.label):
             world.violate("records: a server's version is not what it serves")
-        if engine.label != (weights.version or "default"):
+        if engine.label != (weights.version or "default") and engine.url not in world.others:
             world.violate("versions: it serves another version than the fleet's")
-        versions.add(number)
+        if engine.url not in world.others:
+            versions.add(number)
     if len(versions) > 1:
         world.violate("versions: servers hold different weights under one label")
     world.check_routing()
@@ -153,7 +156,7 @@ def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) ->
     froze, it has thawed."""
     if row.quarantine or row.intended != "running":
         return
-    if engine.frozen_for_push:
+    if engine.frozen_for_push and "stranger" not in world.faults:  # it leaves what was paused so
         world.violate("frozen: a push has left it so, and nobody says why")
     elif "type: skyctl" not in findings.get(row.name, ""):
         world.violate("frozen: it does not serve, and nobody says what to type")

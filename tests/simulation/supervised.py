@@ -65,7 +65,7 @@ class SimManaged:
     def spawn(
         cls, argv: Sequence[str], env: Mapping[str, str], log: Path, token: str
     ) -> SimManaged:
-        process = cls.world.launch(argv, env)
+        process = cls.world.launch(log.stem, argv, env)
         cls.world.tokens[token] = process
         cls.world.names[token] = log.stem
         return cls(process.identity, token)
@@ -270,7 +270,7 @@ class SupervisedWorld(World):
         servers = tuple(
             ServerSpec(
                 engine.name,
-                (SERVER, engine.name),
+                (SERVER,),
                 {},
                 "127.0.0.1",
                 9000 + number,
@@ -286,14 +286,14 @@ class SupervisedWorld(World):
 
     # --- processes that skyctl starts -----------------------------------------------------------
 
-    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Process:
+    def launch(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Process:
         """A server or the router."""
         current()
         if argv[0] == ROUTER:
             process = self.kernel.spawn("router", None)
             self.router.start(process, argv[argv.index("--worker-urls") + 1 :])
             return process
-        engine = next(one for one in self.engines if one.name == argv[1])
+        engine = next(engine for engine in self.engines if engine.name == name)
         process = self.kernel.spawn(f"server {engine.name}", None)
         if engine.process is not None and not engine.process.dead:
             # the port is taken

@@ -104,6 +104,7 @@ class World:
         self.listed = list(self.engines)  # in the fleet file
         self.ref = self._fleet_of("sim")
         self.other = self._fleet_of("other") if "other-fleet" in self.faults else None
+        self.others: set[str] = set()  # URLs of servers that the other fleet has labelled
         self.names = {engine.url: engine.name for engine in self.engines}  # as recorded
         server_facts._makes.clear()
 
@@ -145,8 +146,9 @@ class World:
     def _fleet_of(self, name: str) -> FleetRef:
         paths = FleetPaths(self.home, name)
         paths.logs.mkdir(parents=True, exist_ok=True)
-        for lock in paths.directory.glob("*.lock"):  # with what a schedule before left
-            lock.unlink()
+        kept = (*paths.directory.glob("*.lock"), *self.home.glob("servers/*.lock"))
+        for file in (*kept, *paths.directory.glob("turn.number")):
+            file.unlink()  # with what a schedule before left
         return FleetRef(name, paths, self._config(name), self.home, None)
 
     def _config(self, name: str) -> FleetConfig:
@@ -179,6 +181,8 @@ class World:
             if not engine.damaged and self.checkpoints.number(engine.content) is None:
                 self.violate("mixed: after a whole update, parts of another are left")
         if what.startswith("/update_weight_version"):
+            if "elsewhere" in engine.label:
+                self.others.add(engine.url)
             checks.labelled_anew(self, engine)
         if found := checks.serves(self, engine):
             if engine.thawed_by is None or engine.thawed_by.label != people.STRANGER:
@@ -389,8 +393,10 @@ class World:
         self.loop.run_until(self.loop.now + _QUIET_S)
         self._until_quiet("guardians")
         self.tell("the operator recovers")
-        if self.other is not None:
+        if self.other is not None:  # each thaws what it has frozen
             self._operate("recover", lambda: self._recover(self.other))
+            self._operate("wake", lambda: self._verb(Wake(), self.other))
+            self._operate("resume", lambda: self._verb(Resume(), self.other))
         last = self._operate("last recover", self._recover)
         found = self._operate("last look", self._find).result or ()
         checks.at_the_end(self, last, {one.server: one.detail for one in found})
