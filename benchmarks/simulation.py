@@ -281,8 +281,8 @@ def _until_found(name: str, most: int, home: Path) -> int | None:
     with seams.installed():
         for seed in range(most):
             with seams.replaced(defect.patches):
-                ended = play(Schedule(seed, defect.kind), home)
-            if ended.violations and not play(Schedule(seed, defect.kind), home).violations:
+                ended = play(defect.schedule(seed), home)
+            if ended.violations and not play(defect.schedule(seed), home).violations:
                 print(f"  seed {seed}: {ended.violations[0]}")
                 return seed + 1
     return None

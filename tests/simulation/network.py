@@ -13,8 +13,8 @@ from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnsw
 from tests.simulation.kernel import Process, current
 from tests.simulation.loop import Killed, VirtualLoop
 
-_LINGERS_S = 0.5
-"""How much later than its delay a request of a sender that died may arrive."""
+_LINGERS_S = 0.9
+"""How long after it was sent a request of a sender that died may arrive."""
 
 
 class Host(Protocol):
@@ -60,7 +60,8 @@ class Network:
         caller, loop = current(), self.loop
         reply = Reply(self, request, caller, loop.create_future())
         # as the kernel's: they go on when the caller dies, its request is on its way
-        loop.call_later(self.delay(), reply.arrive, context=_NOBODY)
+        reply.delay_s = self.delay()
+        loop.call_later(reply.delay_s, reply.arrive, context=_NOBODY)
         if caller is not None and caller.doomed.get("request") == request.path.partition("?")[0]:
             caller.doomed["passes"] -= 1
             if caller.doomed["passes"] < 0:
@@ -97,6 +98,7 @@ class Reply:
 
     __slots__ = (
         "caller",
+        "delay_s",
         "future",
         "lost",
         "network",
@@ -114,6 +116,7 @@ class Reply:
         future: asyncio.Future[Answer],
     ) -> None:
         self.network, self.request, self.caller, self.future = network, request, caller, future
+        self.delay_s = 0.0
         weather, dice = network.weather, network.dice
         luck = dice.random()
         # a socket of this machine breaks or answers: what is lost on it is lost with a process
@@ -126,7 +129,7 @@ class Reply:
     def arrive(self, late: bool = False) -> None:
         network, caller = self.network, self.caller
         if caller is not None and caller.dead and not late:
-            after_s = network.dice.random() * _LINGERS_S
+            after_s = network.dice.random() * (_LINGERS_S - self.delay_s)
             network.loop.call_later(after_s, self.arrive, True, context=_NOBODY)
             return
         host = network.hosts.get(self.request.url)

@@ -22,14 +22,22 @@ from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
 from skyctl.store.unrecorded import advice
 from tests.simulation import seams
+from tests.simulation.world import Schedule
 
 
 @dataclass(frozen=True)
 class Defect:
-    """`patches` re-create the behaviour: what to replace → by what (see `seams.installed`)."""
+    """What was wrong once, and where it shows."""
 
     kind: str
+    """Of the fleet in which it shows."""
     patches: Mapping[str, Any]
+    """What to replace → by what (see `seams.installed`)."""
+    unmended: bool = False
+    """It shows only beside faults that the product does not withstand."""
+
+    def schedule(self, seed: int) -> Schedule:
+        return Schedule(seed, self.kind, unmended=self.unmended)
 
 
 _VERBS = (Act.VERB, Act.SLEEP)
@@ -190,7 +198,7 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.push.delivery.require_paused": _nothing_awaited}
     ),
     "21 a server that was thawed while it was loaded is left so": Defect(
-        "attached", {"skyctl.push.commit._refuse_thawed": _nothing_awaited}
+        "attached", {"skyctl.push.commit._refuse_thawed": _nothing_awaited}, unmended=True
     ),
     "22 a second attempt builds on what the first left": Defect(
         "attached", {"skyctl.push.delivery.scrub": open_session}
