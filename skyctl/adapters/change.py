@@ -41,6 +41,7 @@ from skyctl.kill_points import reached
 from skyctl.store import adapters as store
 from skyctl.store.adapters import AdapterVersion
 from skyctl.store.state import FleetState
+from skyctl.units import count_of
 
 RETIRE_AFTER_S = 10.0
 """How long the files of a version stay at least once nobody can request it: a request that was
@@ -149,7 +150,9 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
 
         steps = [Step("adapters.load.call", load_version), Step("adapters.name.call", name)]
         outcomes, elapsed_ms = await _carry_out(fleet, new.name, targets, steps, asked.timeout_s)
-    what = f"{new.served_as} served by {len(outcomes)} servers (digest {new.digest[:12]})"
+    what = (
+        f"{new.served_as} served by {count_of(len(outcomes), 'server')} (digest {new.digest[:12]})"
+    )
     fleet.state.add_event("adapters", what)
     return AdapterChange(
         new.name,

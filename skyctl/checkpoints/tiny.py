@@ -28,6 +28,20 @@ _TEXT = (
 _BYTE_TOKENS = 257  # the end token and one token per byte come first in the vocabulary
 
 
+def require_libraries() -> None:
+    """Import what makes a tiny checkpoint. Raises SkyctlError if it is not installed."""
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise SkyctlError(
+            f"tiny checkpoints need torch and transformers, which the base install leaves out "
+            f"({error})",
+            hint="in skyctl's clone: bash scripts/setup.sh; or bring a model: "
+            "skyctl init --model Qwen/Qwen3-0.6B",
+        ) from error
+
+
 def make_tiny_checkpoint(
     directory: Path,
     *,
@@ -50,14 +64,9 @@ def make_tiny_checkpoint(
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConflictError(f"{directory} exists already", hint="remove it, or choose another name")
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise SkyctlError(
-            f"tiny checkpoints need torch and transformers ({error})",
-            hint="in skyctl's clone: bash scripts/setup.sh",
-        ) from error
+    require_libraries()
+    import torch
+    import transformers
 
     tokenizer = _tokenizer(transformers)
     mixture = {

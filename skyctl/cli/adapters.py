@@ -9,6 +9,7 @@ import typer
 
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.adapters.change import AdapterChange
@@ -154,12 +155,15 @@ def _report(change: AdapterChange) -> None:
 
     rows = [outcome.to_json() for outcome in change.outcomes]
     done = sum(outcome.ok for outcome in change.outcomes)
-    adapter, where = change.adapter, f"{done} of {len(rows)} servers in {change.elapsed_ms:.0f} ms"
+    servers = f"{done} of {count_of(len(rows), 'server')} in {change.elapsed_ms:.0f} ms"
+    adapter = change.adapter
     if adapter is None:
-        line = f"{change.name} unloaded from {where}"
+        line = f"{change.name} unloaded from {servers}"
     else:
         was = f" (was {change.before})" if change.before else ""
-        line = f"{change.name} is version {adapter.version}{was} on {where}; rank {adapter.rank}, "
+        line = (
+            f"{change.name} is version {adapter.version}{was} on {servers}; rank {adapter.rank}, "
+        )
         line += f"digest {adapter.digest[:12]}"
     output.emit(
         {

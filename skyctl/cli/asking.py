@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from skyctl.startup import hold_interrupts
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -76,7 +77,7 @@ def run_verb(
     rows = [outcome.to_json() for outcome in outcomes]
     ok = sum(row["status"] == "ok" for row in rows)
     elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)
-    footer = f"{done} {ok} of {len(rows)} servers in {elapsed_ms:.0f} ms"
+    footer = f"{done} {ok} of {count_of(len(rows), 'server')} in {elapsed_ms:.0f} ms"
     output.emit(
         {"outcomes": rows, "done": ok, "servers": len(rows), "elapsed_ms": elapsed_ms},
         output.outcome_table(rows),

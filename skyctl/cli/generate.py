@@ -249,13 +249,14 @@ async def _to_jsonl(
 
 def _summary(results: list[GenerationResult], seconds: float, total: int | None = None) -> str:
     """`6 of 6 requests, 48 tokens in 1.2 s (40 tokens/s), 2 retries`."""
-    from skyctl.units import format_seconds
+    from skyctl.units import count_of, format_seconds
 
     tokens = sum(len(result.token_ids) for result in results)
     retries = sum(result.retries for result in results)
     finished = sum(not result.error for result in results)
     text = (
-        f"{finished} of {len(results) if total is None else total} requests, {tokens} tokens "
+        f"{finished} of {count_of(len(results) if total is None else total, 'request')}, "
+        f"{count_of(tokens, 'token')} "
         f"in {format_seconds(seconds)} ({tokens / max(seconds, 1e-9):.0f} tokens/s)"
     )
-    return f"{text}, {retries} retries" if retries else text
+    return f"{text}, {retries} {'retry' if retries == 1 else 'retries'}" if retries else text

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from skyctl.checkpoints.tiny import TINY_SEEDS, make_tiny_checkpoint
+from skyctl.checkpoints.tiny import TINY_SEEDS, make_tiny_checkpoint, require_libraries
 from skyctl.cli import complete
 from skyctl.cli.options import JsonOption
 from skyctl.errors import ConflictError, SkyctlError, UsageError
@@ -141,6 +141,8 @@ def scaffold(
     name = request.name or name_for(request.directory)
     text = fleet_file_text(request, name)
     parse_fleet(text, file)  # a requested name or URL may be invalid
+    if request.tiny:
+        require_libraries()
     made: list[Path] = []
     kept: list[Path] = []
     try:

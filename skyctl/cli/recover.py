@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -115,7 +116,7 @@ def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
         return None
     first = failed[0]
     message = (
-        f"recover: {len(failed)} of {len(recovered)} servers could not be put right "
+        f"recover: {len(failed)} of {count_of(len(recovered), 'server')} could not be put right "
         f"({first.server}: {first.detail})"
     )
     hint = "look: skyctl status"

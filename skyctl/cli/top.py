@@ -61,7 +61,8 @@ def top(
         sample = in_loop(_look_once(ref, interval))
         output.emit(sample.to_json(), once_view(sample))
         return
-    in_loop(watch(ref, interval))
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way out of a live view
+        in_loop(watch(ref, interval))
 
 
 async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:

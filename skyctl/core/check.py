@@ -20,12 +20,13 @@ from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
 from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
-from skyctl.fleetfile.arguments import flag_name, server_arguments
+from skyctl.fleetfile.arguments import PlanWarning, flag_name, server_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
 from skyctl.launch import HOSTS
 from skyctl.launch.base import Gpu, Host
 from skyctl.launch.local.devices import discover_gpus, visible_gpus
+from skyctl.units import count_of
 
 _IMPORT_TIMEOUT_S = 20.0
 _ROOM = "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`"
@@ -97,6 +98,29 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
         yield Problem(f"model {written!r}: {problem}", "copy or download it completely")
 
 
+def model_advice(plan: FleetPlan) -> Iterator[PlanWarning]:
+    """A model that is neither here nor in the hub's cache: a mistyped path looks like a hub id."""
+    name = plan.model_path
+    if Path(name).is_absolute() or locate(name, {**os.environ, **plan.config.env}) is not None:
+        return
+    if _looks_like_path(plan.config.model or "", plan.base_dir):
+        return  # `check_plan` refuses it
+    first, _, rest = name.partition("/")
+    beside = [entry.name for entry in plan.base_dir.glob("*/")]
+    near = difflib.get_close_matches(first, beside, n=1, cutoff=0.8)
+    if near:
+        fix = f"did you mean {near[0]}{'/' if rest else ''}{rest}?"
+    elif rest:
+        fix = f"download it first: hf download {name}"
+    else:
+        fix = f"write the hub id with its organisation (ORG/{name}), or the path as ./{name}"
+    yield PlanWarning(
+        f"model {name!r} is not a directory here, and not in the local hub cache: "
+        f"the servers will ask the hub for it; {fix}",
+        fix,
+    )
+
+
 def learn_arguments(
     config: FleetConfig, base_dir: Path, note: Callable[[str], None] = lambda line: None
 ) -> None:
@@ -109,7 +133,7 @@ def learn_arguments(
 def _check_arguments(
     plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]] | None
 ) -> Iterator[Problem]:
-    """Names in `args` that the installed engine would refuse after minutes of loading."""
+    """What the installed engine would refuse of `args` after minutes of loading."""
     engine = ENGINES[plan.config.engine]
     written = list(server_arguments(plan.config))
     if not plan.config.check_args or not written:
@@ -122,22 +146,15 @@ def _check_arguments(
         return
     source = None
     for location, value in written:
-        key = flag_name(str(location[-1]))
-        name = f"no-{key}" if value is False else key
-        if value is None or engine.accepts(name, known):
+        problem = engine.argument_problem(flag_name(str(location[-1])), value, known)
+        if value is None or not problem:
             continue
         source = source or _source(file)
         where = f"{file}:{source.line(location)}: " if source else ""
         section = ".".join(str(part) for part in location[:-1])
-        if value is False and engine.accepts(key, known):
-            why = f"{key!r} cannot be false: {engine.title} has no --no-{key}"
-            near = None
-        else:
-            why = f"{engine.title} has no argument {key!r}"
-            near = next(iter(difflib.get_close_matches(key, known, n=1)), None)
         yield Problem(
-            f"{where}{section}: {why}" + (f"; did you mean {near!r}?" if near else ""),
-            "correct it, or leave it out; `check_args: false` passes every name on unchecked",
+            f"{where}{section}: {problem}",
+            "correct it, or leave it out; `check_args: false` passes everything on unchecked",
         )
 
 
@@ -257,7 +274,7 @@ def _check_gpu_count(
         )
     elif len(gpus) > world_size:
         yield Problem(
-            f"{name}: {len(gpus)} GPUs for {world_size} workers",
+            f"{name}: {count_of(len(gpus), 'GPU')} for {count_of(world_size, 'worker')}",
             "its parallel sizes multiplied must equal the number of its GPUs",
         )
 

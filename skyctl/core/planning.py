@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from skyctl.core.check import check_plan
+from skyctl.core.check import check_plan, model_advice
 from skyctl.core.pinning import Pins, moved, pin
 from skyctl.core.placement import expand_replicas, master_of
 from skyctl.core.plan import FleetPlan, plan_fleet
@@ -57,8 +57,8 @@ def plan_here(
         machines=machines,
         pins=meanings,
     )
-    warnings = (*plan.warnings, *moved(config, base_dir, os.environ, meanings))
-    return replace(plan, warnings=warnings)
+    advice = (*moved(config, base_dir, os.environ, meanings), *model_advice(plan))
+    return replace(plan, warnings=(*plan.warnings, *advice))
 
 
 def nodes_of(config: FleetConfig) -> list[Node]:

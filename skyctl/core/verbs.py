@@ -21,6 +21,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
+from skyctl.units import count_of
 
 _ENDED = "verbs_ended"  # how many have; a pause and a resume may be under way at once
 
@@ -217,7 +218,7 @@ def _event(asked: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str]:
     said, ok = asked.describe(), sum(outcome.ok for outcome in outcomes)
     if len(outcomes) == 1:
         return outcomes[0].server, said if ok else f"{said} failed: {outcomes[0].detail}"
-    return "fleet", f"{said}: {ok} of {len(outcomes)} servers"
+    return "fleet", f"{said}: {ok} of {count_of(len(outcomes), 'server')}"
 
 
 def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:

@@ -75,7 +75,7 @@ def replicas(facts: RunningFacts) -> Iterator[Result]:
             yield ok(reason.message)
     if not status.reasons:
         states = ", ".join(sorted({replica.state for replica in status.replicas}))
-        yield ok(f"{len(status.replicas)} replicas: {states}")
+        yield ok(f"{count_of(len(status.replicas), 'replica')}: {states}")
 
 
 def restarts(facts: RunningFacts) -> Iterator[Result]:

@@ -626,8 +626,12 @@ class Engine:
     """Names that `args` may have, by interpreter; empty if unknown. May take seconds, and says so
     to the function it is given.
     """
-    accepts: Callable[[str, Collection[str]], bool] = lambda name, known: name in known
-    """Whether `--name` is accepted, by what `known_arguments` returned."""
+    argument_problem: Callable[[str, Any, Collection[str]], str] = lambda name, _, known: (
+        "" if name in known else f"there is no argument {name!r}"
+    )
+    """Why `--name` is not accepted with this value of the fleet file, "" if it is; by what
+    `known_arguments` returned.
+    """
     warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
     """Settings that are probably not meant, and what to write instead; given `share_gpus:`."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)

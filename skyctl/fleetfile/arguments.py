@@ -13,6 +13,7 @@ from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup, RouterSection, is
 from skyctl.fleetfile.yaml_source import Location
 
 _SHORT_REQUEST_S = 300
+_SMALL_SIZE = 4096
 _LONG_INTERVAL_S = 30
 _HEALTH_FAILURES = 3  # the router's default before it drops a worker
 
@@ -106,6 +107,7 @@ def plan_warnings(
     return (
         *_server_warnings(config, launches[0].device, launches[0].backend),
         *_port_warnings(config, len(launches)),
+        *_size_warnings(config),
         *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
         *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
@@ -171,6 +173,21 @@ def _port_warnings(config: FleetConfig, replicas: int) -> Iterator[PlanWarning]:
             f"ports: {len(config.ports)} for {replicas} replicas; {rest}",
             "name one port per replica, or leave `ports` out",
         )
+
+
+def _size_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
+    sizes = {
+        "weight_transfer.chunk_size": config.weight_transfer.chunk_size,
+        "logs.max_size": config.logs.max_size,
+    }
+    if config.tinker is not None:
+        sizes["tinker.max_body"] = config.tinker.max_body
+    for key, size in sizes.items():
+        if size < _SMALL_SIZE:
+            yield PlanWarning(
+                f"{key} is {size} bytes: a number without a unit counts bytes",
+                f"write a unit, as in {key.rpartition('.')[2]}: {size}MiB",
+            )
 
 
 def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> Iterator[PlanWarning]:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from skyctl.errors import FleetFileError
-from skyctl.fleetfile.arguments import refusals
+from skyctl.fleetfile.arguments import flag_name, refusals
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import (
     INIT_HINT,
@@ -60,15 +60,35 @@ _PATTERNS = {
     "command": "a shell command",
     "api_key_env": "the name of an environment variable",
     "control_token_env": "the name of an environment variable",
+    "shared_dir": "an absolute path",
+    "backend": "lower-case letters, digits, dashes and underscores",
+    "base_model": "a model's name, as ORG/NAME",
+    "device": "cpu, cuda or cuda:N",
+    "hosts": "a machine as ssh knows it, such as user@gpu-1",
+    "adapters": "a name of letters, digits and ._:/-",
 }
 _LISTS = {("replicas",): "a list of groups", ("servers",): "a list of URLs"}
+_NOT_LISTS = {
+    "env": "a mapping such as {NAME: value}",
+    "served_model_name": "one name: pushes, `generate` and adapters use it",
+}
 # keys found only at the top of another kind of file, and what that file is
 _OTHER_FILES = (
     ({"services"}, "a Docker Compose file"),
     ({"apiVersion", "kind"}, "a Kubernetes manifest"),
     ({"architectures"}, "a model's config.json"),
     ({"model_type"}, "a model's config.json"),
+    ({"models"}, "a llama-swap configuration"),
+    ({"model_list"}, "a LiteLLM configuration"),
+    ({"applications"}, "a Ray Serve configuration"),
+    ({"resources"}, "a SkyPilot task"),
+    ({"run"}, "a SkyPilot task"),
 )
+_VLLM_KEYS = frozenset(
+    {"port", "dtype", "max-model-len", "max-num-seqs", "gpu-memory-utilization"}
+    | {"tensor-parallel-size", "pipeline-parallel-size", "served-model-name"}
+)
+"""Arguments by which a file of `vllm serve --config` is recognised, with dashes."""
 _SCHEMA_HINT = "`skyctl schema` prints every key"
 
 
@@ -102,6 +122,8 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
         FleetFileError: as `load_fleet`.
     """
     source = read_yaml(text, environ)
+    if (another := _another_kind_of_file(source)) is not None:
+        raise _error(path, [another])
     config, problems = (None, source.problems) if source.problems else _validate(source)
     if config is None or problems:
         raise _error(path, problems)
@@ -112,6 +134,11 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
 
 
 def _read(path: Path) -> str:
+    if str(path) == "-":
+        raise FleetFileError(
+            "a fleet file is not read from standard input: later commands read it again",
+            hint="save it, and name the file: skyctl validate fleet.yaml",
+        )
     if not path.exists():
         raise FleetFileError(
             f"{path}: no such file", hint="write a first fleet file with: skyctl init"
@@ -138,8 +165,6 @@ def _read(path: Path) -> str:
 
 def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]]:
     """The configuration, or None and what is wrong with it."""
-    if (another := _another_kind_of_file(source)) is not None:
-        return None, [another]
     # `x-…` is for the file's own use, mostly to hold anchors, as in Compose files
     value = {key: v for key, v in source.value.items() if not str(key).startswith("x-")}
     try:
@@ -191,9 +216,20 @@ def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
 
 def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
     """What the file is instead of a fleet file, if its first keys show it."""
-    keys = set(source.value)
-    if keys & {"model", "servers", "replicas"}:
+    keys = set(source.value or ())
+    if keys & {"servers", "replicas"}:
         return None
+    if "model" in keys:
+        if "name" in keys:
+            return None
+        arguments = sorted(key for key in keys if flag_name(key) in _VLLM_KEYS)
+        if not arguments:
+            return None
+        return FileProblem(
+            source.line((arguments[0],)),
+            f"this is a file for `vllm serve --config` (`{arguments[0]}:`), not a fleet file",
+            "begin with `name:` and `model:`, and put vLLM's arguments under `args:`",
+        )
     for signature, what in _OTHER_FILES:
         if signature <= keys:
             names = " and ".join(f"`{key}:`" for key in sorted(signature))
@@ -284,6 +320,8 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
             word = "at least one entry"
         elif kind == "list_type" and location in _LISTS:
             word = _LISTS[location]
+        elif isinstance(error["input"], list) and location[-1:] and location[-1] in _NOT_LISTS:
+            word = _NOT_LISTS[str(location[-1])]
         else:
             word = _EXPECTED.get(kind) or str(error["msg"])
         if word not in words:

@@ -60,11 +60,20 @@ def _url(text: str) -> str:
         parts = urlsplit(text)
         port = parts.port  # parsed only when asked for
     except ValueError as error:
-        raise ValueError(f"{text!r} is no URL: {error}") from error
+        raise ValueError(f"{text!r} is not a URL: {error}") from error
     if not parts.hostname or port == 0:
-        raise ValueError(f"{text!r} is no URL of a server: a host or a port is missing")
+        raise ValueError(f"{text!r} is not the URL of a server: a host or a port is missing")
     refuse_password(text)
+    refuse_route(text)
     return text
+
+
+def refuse_route(url: str) -> None:
+    """Raise ValueError for the URL of a route, as clients of the OpenAI API are given it."""
+    path = urlsplit(url).path
+    if path.split("/")[1:2] == ["v1"]:
+        base = url.removesuffix(path)
+        raise ValueError(f"control calls go to the server itself, not to /v1: write {base}")
 
 
 def refuse_password(url: str) -> None:

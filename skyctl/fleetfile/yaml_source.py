@@ -201,6 +201,7 @@ class _Reader:
                     node,
                     "`${` starts a variable: write ${NAME} or ${NAME:-default}, "
                     "or $${ for the characters themselves",
+                    hint="a variable without a default must be set: there is no ${NAME:?message}",
                 )
                 return ""
             if default is not None:
@@ -209,7 +210,8 @@ class _Reader:
                 self._problem(
                     node,
                     f"the environment variable {name} is not set",
-                    hint=f"export {name}=…, or give a default: ${{{name}:-default}}",
+                    hint=f"export {name}=…, or give a default: ${{{name}:-default}}; a file .env "
+                    "is the shell's to read: set -a; . ./.env; set +a",
                 )
                 return ""
             return self.environ[name]

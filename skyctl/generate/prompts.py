@@ -58,9 +58,11 @@ def parse_line(
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not JSON ({error})") from error
+        hint = _ARRAY_HINT if text.lstrip().startswith("[") else ""
+        raise UsageError(f"{where}: not JSON ({error})", hint=hint) from error
     if not isinstance(line, dict):
-        raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}")
+        hint = _ARRAY_HINT if isinstance(line, list) else ""
+        raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}", hint=hint)
     return parse_request(line, where, number=number, defaults=defaults, chat=chat)
 
 
@@ -76,8 +78,11 @@ def parse_request(
     line = dict(line)
     given = [key for key in _PROMPT_KEYS if key in line]
     if len(given) != 1:
-        found = f"it has {' and '.join(given)}" if given else "it has none"
-        raise UsageError(f"{where}: a line has one of {', '.join(_PROMPT_KEYS)}; {found}")
+        keys = " and ".join(given) or ", ".join(map(str, line)) or "none"
+        raise UsageError(
+            f"{where}: a line has one of {', '.join(_PROMPT_KEYS)}; it has {keys:.100}",
+            hint="" if given else _form_hint(line),
+        )
     for key in _RESERVED:
         if key in line:
             raise UsageError(f"{where}: {key!r} cannot be set here; skyctl streams each answer")
@@ -115,6 +120,8 @@ def parse_lines(
     requests: list[GenerationRequest] = []
     numbers = itertools.count()
     for line_number, text in enumerate(lines, start=1):
+        if line_number == 1:
+            text = text.removeprefix("\ufeff")  # a byte order mark, as editors on Windows write it
         if text.strip():
             requests += parse_line(
                 text,
@@ -129,6 +136,22 @@ def parse_lines(
 
 
 _EXAMPLE = '{"prompt": "Once upon a time", "max_tokens": 32}'
+_ARRAY_HINT = "a JSON array becomes lines with: jq -c '.[]' FILE"
+
+
+def _form_hint(line: Mapping[str, Any]) -> str:
+    """How to convert a line that another tool reads; "" for an unknown form."""
+    if isinstance(line.get("body"), dict):  # OpenAI's Batch API
+        return "lines of the Batch API become prompts with: jq -c '{id: .custom_id} + .body' FILE"
+    if isinstance(line.get("conversations"), list):  # ShareGPT
+        return (
+            "ShareGPT's turns are `messages` here, with `role` (user, assistant) for `from`, and "
+            "`content` for `value`"
+        )
+    texts = [key for key, value in line.items() if isinstance(value, str)]
+    if texts:
+        return f"name the prompt's column `prompt`: jq -c '{{prompt: .{texts[0]}}}' FILE"
+    return ""
 
 
 def check_session(value: Any, where: str) -> None:
@@ -144,7 +167,12 @@ def check_session(value: Any, where: str) -> None:
 
 def _check_prompt(key: str, value: Any, where: str) -> None:
     if key == "prompt" and not (isinstance(value, str) and value):
-        raise UsageError(f"{where}: prompt is a text that is not empty")
+        hint = ""
+        if isinstance(value, list):  # as verl writes them
+            ids = all(type(item) is int for item in value)
+            name = "prompt_token_ids" if ids else "messages"
+            hint = f"a list goes under {name}: jq -c '{{{name}: .prompt}}' FILE"
+        raise UsageError(f"{where}: prompt is a text that is not empty", hint=hint)
     if key == "prompt_token_ids" and not (
         isinstance(value, list) and value and all(type(item) is int for item in value)
     ):

@@ -25,6 +25,7 @@ from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlE
 from skyctl.generate.prompts import Cut, GenerationRequest, Progress, read_pieces
 from skyctl.generate.prompts import GenerationResult as GenerationResult
 from skyctl.http.client import error_text
+from skyctl.units import count_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
@@ -350,7 +351,8 @@ def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
     failed = [result for result in results if result.error]
     if not failed:
         return None
-    message = f"{len(failed)} of {len(results)} requests failed ({failed[0].id}: {failed[0].error})"
+    total = count_of(len(results), "request")
+    message = f"{len(failed)} of {total} failed ({failed[0].id}: {failed[0].error})"
     if len(failed) < len(results):
         return PartialFailure(message, outcomes=results)
     if all(result.finish_reason == "timeout" for result in failed):

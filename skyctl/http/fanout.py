@@ -17,6 +17,7 @@ from skyctl.errors import (
     SkyctlError,
 )
 from skyctl.http.target import ServerTarget
+from skyctl.units import count_of
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ def failure(outcomes: Sequence[Outcome[T]], verb: str) -> SkyctlError | None:
         return None
     first = failed[0]
     message = (
-        f"{verb}: {len(failed)} of {len(outcomes)} servers failed "
+        f"{verb}: {len(failed)} of {count_of(len(outcomes), 'server')} failed "
         f"({first.server}: {first.detail or first.status.value})"
     )
     details = {"outcomes": [o.to_json() for o in outcomes]}

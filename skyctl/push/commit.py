@@ -35,6 +35,7 @@ from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
 from skyctl.store.expected import BrokenReload
+from skyctl.units import count_of
 
 Transaction = Callable[[Run], Awaitable[PushResult]]
 
@@ -344,8 +345,8 @@ def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> Push
     done = f"{', '.join(updated)} at {label}; " if updated else ""
     stay = ", ".join(f"{server.server} {server.state}" for server in behind)
     raise PushError(
-        f"the push failed on {len(behind)} of {len(result.servers)} servers: {done}{stay} "
-        f"({behind[0].detail})",
+        f"the push failed on {len(behind)} of {count_of(len(result.servers), 'server')}: "
+        f"{done}{stay} ({behind[0].detail})",
         hint=f"skyctl restart {behind[0].server}",
         details={**result.to_json(), "learned": result.learned},
     )

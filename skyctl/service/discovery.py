@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
-from skyctl.fleetfile.schema import refuse_password
+from skyctl.fleetfile.schema import refuse_password, refuse_route
 from skyctl.http.lookup import addresses
 from skyctl.store.server_names import Located, normalized
 
@@ -127,6 +127,7 @@ def _read(line: str) -> Located:
 def _name(url: str) -> str:
     """`http://10.0.0.3:8000` becomes `10-0-0-3-8000`. Raises ValueError for anything but a URL."""
     refuse_password(url)
+    refuse_route(url)
     found = urlsplit(url)
     port = f"-{found.port}" if found.port else ""
     name = re.sub(r"[^A-Za-z0-9]+", "-", found.hostname or "").strip("-")

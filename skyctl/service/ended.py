@@ -8,6 +8,7 @@ from skyctl.core.service import FleetService, LogQuery
 from skyctl.errors import ExitCode, SkyctlError, error_named
 from skyctl.push.request import PushResult
 from skyctl.store.journal import Job
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus
@@ -55,7 +56,8 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
     names = [replica.name for replica in failing]
     names += [name for name, front in status.fronts.items() if front.state in ("failed", "dead")]
     running = sum(replica.state == "ready" for replica in status.replicas)
-    kept = f"{running} of {len(status.replicas)} replicas run on; " if running else ""
+    replicas = count_of(len(status.replicas), "replica")
+    kept = f"{running} of {replicas} still running; " if running else ""
     first = names[0] if names else "supervisor"
     logs = await fleet.logs(LogQuery(lines=LOG_LINES)) if names else {}
     return SkyctlError(

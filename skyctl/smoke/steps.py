@@ -23,7 +23,7 @@ from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import begin_up, follow_operation
-from skyctl.units import format_bytes, format_seconds
+from skyctl.units import count_of, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
@@ -159,7 +159,7 @@ async def up(run: FleetUnderTest) -> str:
         raise SkyctlError(f"up failed: {operation.error}", hint="read the logs of what failed")
     seconds = format_seconds(operation.ended_at - operation.began_at)
     router = " and the router" if status.router is not None else ""
-    return f"{len(status.replicas)} replicas{router} ready after {seconds}"
+    return f"{count_of(len(status.replicas), 'replica')}{router} ready after {seconds}"
 
 
 async def generate(run: FleetUnderTest) -> str:

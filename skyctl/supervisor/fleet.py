@@ -39,6 +39,7 @@ from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
+from skyctl.units import count_of
 
 T = TypeVar("T")
 
@@ -220,7 +221,7 @@ def _rollout(running: RunningFleet) -> str | None:
         return None
     told = running.state.journal.job(job.id).servers
     done = sum(server["state"] in ("ready", "kept") for server in told.values())
-    return f"{job.id}: {done} of {len(running.replicas)} servers updated"
+    return f"{job.id}: {done} of {count_of(len(running.replicas), 'server')} updated"
 
 
 async def _answers(

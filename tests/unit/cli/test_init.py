@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,15 @@ def test_nothing_is_written_for_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="excludes"):
         scaffold(ScaffoldRequest(target, tiny=True, model="m"))
     assert not target.exists()
+
+
+def test_without_the_libraries_of_tiny_checkpoints_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SkyctlError, match="the base install leaves out"):
+        scaffold(ScaffoldRequest(tmp_path / "demo", tiny=True))
+    assert not list(tmp_path.iterdir())
 
 
 def test_checkpoints_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import yaml
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME
 from skyctl.core import check
-from skyctl.core.check import check_plan
+from skyctl.core.check import check_plan, model_advice
 from skyctl.core.plan import FleetPlan, plan_fleet
-from skyctl.engines.vllm import engine
+from skyctl.engines.vllm import arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
@@ -42,7 +42,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     script = tmp_path / "python"
     script.touch(mode=0o755)
     monkeypatch.setattr(check, "_missing_in", lambda python, modules: [])
-    monkeypatch.setattr(engine, "_run", lambda python, script, timeout_s: "")
+    monkeypatch.setattr(arguments, "_run", lambda python, script, timeout_s: "")
     return str(script)
 
 
@@ -240,7 +240,7 @@ def test_cuda_without_gpus_is_one_problem(base_dir: Path, interpreter: str) -> N
             {"tensor_parallel_size": 4},
             ["f-0: not enough GPUs: it needs 4, and 2 of them can be had"],
         ),
-        ({"replicas": [{"gpus": [[0, 1]]}]}, ["f-0: 2 GPUs for 1 workers"]),
+        ({"replicas": [{"gpus": [[0, 1]]}]}, ["f-0: 2 GPUs for 1 worker"]),
     ],
 )
 def test_gpu_mistakes_are_reported(
@@ -270,6 +270,28 @@ def test_all_problems_are_reported_together(base_dir: Path) -> None:
 
 
 NAMES = ("max-model-len", "enforce-eager", "no-enforce-eager", "compilation-config", "headless")
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        ("chekpoints/a", "did you mean checkpoints/a?"),
+        ("gpt3", "write the hub id with its organisation (ORG/gpt3), or the path as ./gpt3"),
+        ("Qwen/Qwen3", "download it first: hf download Qwen/Qwen3"),
+        ("./checkpoints/a", None),
+        ("org/cached", None),
+    ],
+)
+def test_a_model_that_is_nowhere_is_warned_of(
+    base_dir: Path, interpreter: str, model: str, advice: str | None
+) -> None:
+    snapshot = base_dir / "hub" / "models--org--cached" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("1")
+    env = {"HF_HUB_CACHE": str(base_dir / "hub")}
+    planned = plan(base_dir, interpreter, model=model, env=env)
+    assert [warning.fix for warning in model_advice(planned)] == ([advice] if advice else [])
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,7 @@ def test_an_attached_fleet_has_each_server_once() -> None:
 @pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
 def test_a_url_that_no_command_could_use_is_refused(url: str, key: str) -> None:
     [line] = refused(f"name: a\n{key.format(url)}\n")
-    assert f"'{url}' is no URL" in line
+    assert f"'{url}' is not a URL" in line or f"'{url}' is not the URL" in line
 
 
 @pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
@@ -540,6 +540,16 @@ def test_an_attached_fleets_token_is_a_variables_name_and_never_repeated() -> No
             "not a fleet file",
         ),
         ('{"model_type": "qwen3"}', "fleet.yaml:1: this is a model's config.json (`model_type:`)"),
+        (
+            "models:\n  q:\n    cmd: vllm serve q --port ${PORT}\n",
+            "fleet.yaml:1: this is a llama-swap",
+        ),
+        (
+            "resources: {accelerators: H100}\nrun: vllm serve q\n",
+            "fleet.yaml:1: this is a SkyPilot",
+        ),
+        ("applications: []\n", "fleet.yaml:1: this is a Ray Serve configuration"),
+        ("model_list: []\n", "fleet.yaml:1: this is a LiteLLM configuration"),
     ],
 )
 def test_another_kind_of_file_is_told_what_it_is(text: str, message: str) -> None:
@@ -547,6 +557,41 @@ def test_another_kind_of_file_is_told_what_it_is(text: str, message: str) -> Non
         parse(text)
     assert caught.value.message.startswith(message)
     assert "skyctl init" in caught.value.hint
+
+
+def test_a_file_for_vllm_serve_is_told_where_its_arguments_go() -> None:
+    with pytest.raises(FleetFileError) as caught:
+        parse("model: Qwen/Qwen3-0.6B\nport: 8000\ntensor-parallel-size: 2\n")
+    assert "fleet.yaml:2: this is a file for `vllm serve --config`" in caught.value.message
+    assert "under `args:`" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("env: [A=1, B=2]\n", "env: expected a mapping such as {NAME: value}, got a list"),
+        ("served_model_name: [policy, gpt-4]\n", "served_model_name: expected one name"),
+        ("shared_dir: here\n", "shared_dir: expected an absolute path"),
+        ("weight_transfer: {backend: '::'}\n", "weight_transfer.backend: expected lower-case"),
+        ("tinker: {device: gpu}\n", "tinker.device: expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words_of_the_file(text: str, message: str) -> None:
+    (line,) = refused(STARTED + text)
+    assert message in line and "pattern" not in line
+
+
+@pytest.mark.parametrize("route", ["/v1", "/v1/", "/v1/chat/completions"])
+@pytest.mark.parametrize("key", ["servers: [{}]", "servers: [http://h:1]\nrouter: {}"])
+def test_the_url_of_a_route_is_told_the_servers_own(key: str, route: str) -> None:
+    (line,) = refused(f"name: a\n{key.format('http://127.0.0.1:8000' + route)}\n")
+    assert line.endswith("not to /v1: write http://127.0.0.1:8000")
+    assert parse("name: a\nservers: [http://h:1/v1x]\n").servers == ["http://h:1/v1x"]
+
+
+def test_a_file_is_not_read_from_standard_input() -> None:
+    with pytest.raises(FleetFileError, match="not read from standard input"):
+        load_fleet(Path("-"))
 
 
 def test_keys_for_the_files_own_use_are_ignored_at_its_top() -> None:

@@ -87,6 +87,32 @@ def test_a_wrong_line_is_named_by_file_and_line(line: str, complaint: str) -> No
     assert complaint in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ('{"custom_id": "1", "method": "POST", "body": {"messages": []}}', "Batch API"),
+        ('{"conversations": [{"from": "human", "value": "hi"}]}', "ShareGPT"),
+        (
+            '{"prompt": [{"role": "user", "content": "hi"}], "data_source": "x"}',
+            "{messages: .prompt}",
+        ),
+        ('{"prompt": [1, 2]}', "{prompt_token_ids: .prompt}"),
+        ('{"question": "2+2?", "answer": "4"}', "{prompt: .question}"),
+        ('[{"prompt": "hi"}]', "jq -c '.[]'"),
+        ("[", "jq -c '.[]'"),
+    ],
+)
+def test_a_line_that_another_tool_reads_gets_its_conversion(line: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_lines([line], "p.jsonl", defaults=DEFAULTS)
+    assert hint in caught.value.hint
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_line() -> None:
+    (request,) = parse_lines(['\ufeff{"prompt": "hi"}'], "p.jsonl", defaults=DEFAULTS)
+    assert request.prompt == "hi"
+
+
 def test_a_file_without_prompts_is_refused() -> None:
     with pytest.raises(UsageError, match=r"p\.jsonl: no prompts in it"):
         parse_lines(["\n"], "p.jsonl", defaults=DEFAULTS)
