@@ -22,13 +22,14 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError, UsageError
 from skyctl.printing import heard, let_stdout_go, mode
 from skyctl.sanitize import sanitized
+from skyctl.tables import Table
 
 ENVELOPE_VERSION = 1
 
@@ -191,29 +192,15 @@ def print_warning(message: str) -> None:
     err.print(_labelled("warning: ", "yellow", message))
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> Table:
-    """A plain table. A column name that starts with `>` is right-aligned.
-
-    Cells may be str, Text, number or None (shown as –).
-    """
-    grid = Table(
-        title=title or None,
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-        header_style="bold",
-        show_header=any(column.lstrip(">") for column in columns),
-    )
-    for column in columns:
-        right = column.startswith(">")
-        grid.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=True)
-    for row in rows:
-        grid.add_row(*("–" if cell is None else _cell(cell) for cell in row))
-    return grid
-
-
-def _cell(cell: Any) -> RenderableType:
-    return cell if isinstance(cell, Text | Table) else str(cell)
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    *,
+    title: str = "",
+    spare: Sequence[str] = (),
+) -> Table:
+    """A plain table, see `Table`."""
+    return Table(columns, rows, title, spare)
 
 
 def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:
@@ -310,16 +297,16 @@ def outcome_table(outcomes: Sequence[Any]) -> RenderableType:
         [row["server"], styled(row["status"]), f"{row['elapsed_ms']:.0f}", row["detail"]]
         for row in shown
     ]
-    listed = table(["SERVER", "RESULT", ">MS", "DETAIL"], cells)
+    listed = table(["SERVER", "RESULT", ">MS", "~DETAIL"], cells)
     if len(shown) == len(rows):
         return listed
     rest = Text(f"{len(rows) - len(shown)} servers ok (--json lists them)")
     return Group(listed, rest) if shown else rest
 
 
-def progress_line(done: float, total: float, text: str) -> Table:
+def progress_line(done: float, total: float, text: str) -> RichTable:
     """A bar of `done` out of `total`, and `text` after it; for use in `live`."""
-    line = Table.grid(padding=(0, 1))
+    line = RichTable.grid(padding=(0, 1))
     line.add_column()
     line.add_column(no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(

@@ -479,7 +479,7 @@ def _room_for(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion | None:
         raise ConflictError(
             f"fleet {fleet.name} serves {len(known)} adapters, which is all it takes",
             hint="unload one: skyctl adapters unload NAME; or raise `lora.max_adapters` in the "
-            "fleet file, then: skyctl up",
+            "fleet file, then: skyctl up; attached servers: restart them where they were started",
         )
     return before
 

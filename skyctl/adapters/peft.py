@@ -144,7 +144,8 @@ def check_fits(
     if max_rank is not None and adapter.rank > max_rank:
         raise PreflightError(
             f"{adapter.path} has rank {adapter.rank}, and this fleet takes {max_rank} at most",
-            hint=f"write `lora: {{max_rank: {adapter.rank}}}` into the fleet file, then: skyctl up",
+            hint=f"write `lora: {{max_rank: {adapter.rank}}}` into the fleet file, then: "
+            "skyctl up; attached servers: restart them with a larger rank, where they were started",
         )
     running = _running(model)
     if not any_base:

@@ -200,7 +200,7 @@ def _show(file: Path | None, fleet: str | None) -> None:
     ]
     output.emit(
         {"adapters": [one.to_json() for one in found]},
-        output.table(["ADAPTER", "VERSION", "RANK", "SIZE", "DIGEST", "SERVERS", "SOURCE"], rows)
+        output.table(["ADAPTER", "VERSION", "RANK", "SIZE", "DIGEST", "~SERVERS", "~SOURCE"], rows)
         if rows
         else "no adapters are served",
     )

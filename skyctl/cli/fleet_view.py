@@ -32,6 +32,8 @@ _HEALTH = {
     Health.DOWN: "red",
 }
 ROUTED = {True: Text("yes", "green"), False: Text("no", "yellow"), None: None}
+# columns of `status` that a narrow terminal does without
+_SPARE = ("MEMORY", "PID", "PORT", "KV", "RESTARTS", "WAIT", "RUN", "GPUS", "UPTIME")
 _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -122,7 +124,7 @@ def _table(status: FleetStatus) -> RenderableType:
         if any(cells):  # empty ones are left out: the table fits into 80 characters
             columns.append(column)
             rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
-    return output.table(columns, rows)
+    return output.table(columns, rows, spare=_SPARE)
 
 
 def _replica_cells(replica: ReplicaStatus) -> list[object]:
@@ -183,10 +185,9 @@ class OperationView:
         if self._latest is None:
             return head
         grid = Table.grid(padding=(0, 2))
-        grid.add_column()
-        grid.add_column()
-        grid.add_column(justify="right")
-        grid.add_column()
+        for justify in ("left", "left", "right"):
+            grid.add_column(justify=justify, no_wrap=True)
+        grid.add_column()  # alone gives way where space is short
         lines = {replica.name: replica.log_line for replica in self._latest.replicas}
         for name, state, reason in _states(self._latest):
             began = self._since.get(name, ("", self._began))[1]
@@ -195,7 +196,7 @@ class OperationView:
                 f"  {name}",
                 output.styled(state),
                 f"{time.monotonic() - began:.0f} s",
-                Text(_shortened(detail), style="dim", no_wrap=True, overflow="ellipsis"),
+                Text(detail, style="dim", no_wrap=True, overflow="ellipsis"),
             )
         return Group(head, grid)
 
@@ -214,8 +215,3 @@ def _states(status: FleetStatus) -> list[tuple[str, str, str]]:
     rows = [(replica.name, replica.state, replica.reason) for replica in status.replicas]
     rows += [(name, front.state, front.reason) for name, front in status.fronts.items()]
     return rows
-
-
-def _shortened(line: str) -> str:
-    room = max(20, output.err.width - 40)
-    return line if len(line) <= room else line[: room - 1] + "…"

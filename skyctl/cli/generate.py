@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
+import shutil
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -17,6 +20,9 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 if TYPE_CHECKING:
     from skyctl.generate.prompts import GenerationRequest
     from skyctl.generate.requests import GenerationClient, GenerationResult
+    from skyctl.service import FleetService
+
+EXPLAIN_AFTER_S = 3.0
 
 
 # panels of --help
@@ -140,24 +146,81 @@ def generate(
     ref = select(file, fleet)
 
     async def run() -> list[GenerationResult]:
+        done: list[GenerationResult] = []
         async with connect(ref) as running:
             endpoint = await find_endpoint(running, server=server, timeout_s=timeout)
-        remaining_s = _remaining_s(timeout, began)
-        async with GenerationClient(endpoint, retry=RetryPolicy(max_retries=retries)) as client:
-            if prompt is not None and len(requests) == 1 and output_file is None:
-                result = await client.generate_one(
-                    requests[0], timeout_s=remaining_s, on_text=output.raw
-                )
-                output.raw("\n")
-                return [result]
-            with _results_file(output_file) as sink:
-                return await _to_jsonl(client, requests, concurrency, remaining_s, sink)
+            remaining_s = _remaining_s(timeout, began)
+            client = GenerationClient(endpoint, retry=RetryPolicy(max_retries=retries))
+            async with client, explained(running, lambda: len(done)):
+                if prompt is not None and len(requests) == 1 and output_file is None:
+                    [request] = requests
+                    done += [
+                        await client.generate_one(
+                            request, timeout_s=remaining_s, on_text=output.raw
+                        )
+                    ]
+                    output.raw("\n")
+                    return done
+                with results_file(output_file) as sink:
+                    return await _to_jsonl(client, requests, concurrency, remaining_s, sink, done)
 
     results = in_loop(run())
     taken_s = time.perf_counter() - began
     output.note(_summary(results, taken_s))
     data = {"results": [result.to_json() for result in results], "seconds": round(taken_s, 3)}
     output.emit(data, error=failure(results))
+
+
+@contextlib.asynccontextmanager
+async def explained(running: FleetService, finished: Callable[[], int]) -> AsyncIterator[None]:
+    """Say on stderr, once for each cause, why nothing is finished while the block runs: without it,
+    waiting for a frozen fleet looks like a hang.
+    """
+    watching = asyncio.create_task(_explain(running, finished))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _explain(running: FleetService, finished: Callable[[], int]) -> None:
+    from skyctl import output
+    from skyctl.errors import SkyctlError
+
+    shown, before, wait_s = set[str](), 0, EXPLAIN_AFTER_S
+    while True:
+        await asyncio.sleep(wait_s)
+        if finished() == before:
+            with contextlib.suppress(SkyctlError):
+                cause = await why_requests_wait(running)
+                if cause and cause not in shown:
+                    output.note(cause)
+                    shown.add(cause)
+        before, wait_s = finished(), min(2 * wait_s, 30.0)
+
+
+async def why_requests_wait(running: FleetService) -> str:
+    """What keeps the fleet from answering, who did it, and what to type; "" if it answers."""
+    from skyctl.core.status import Health
+
+    status = await running.status()
+    if status.health in (Health.HEALTHY, Health.PARTIAL, Health.DEGRADED):
+        return ""
+    if status.job is not None:
+        return (
+            f"no answer yet: {status.job} has the servers; follow it: skyctl jobs wait {status.job}"
+        )
+    reason = next(iter(status.reasons), None)
+    if reason is None:
+        return f"no answer yet: the fleet is {status.health}"
+    by = ""
+    if status.health == Health.PAUSED:
+        paused = any(row.paused for row in (await running.weights()).servers)
+        by = " (by skyctl)" if paused else " (not by skyctl)"
+    return f"no answer yet: {reason.message}{by}" + (
+        f"; type: {reason.hint}" if reason.hint else ""
+    )
 
 
 def read_requests(
@@ -202,14 +265,40 @@ def _remaining_s(timeout_s: float | None, began: float) -> float | None:
     return min(max(tenths, 0) / 10, timeout_s)
 
 
-def _results_file(path: Path | None) -> AbstractContextManager[TextIO | None]:
-    """The file of --output, empty; None without one. Raises UsageError."""
+@contextlib.contextmanager
+def results_file(path: Path | None) -> Iterator[TextIO | None]:
+    """The file of --output, to be written inside; None without one. It appears once it is complete:
+    until then, and after Ctrl-C, results are in a file beside it whose name ends with `.partial`.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    from skyctl import output
     from skyctl.errors import UsageError
 
+    if path is None:
+        yield None
+        return
+    target = path.resolve()  # a link stays a link
+    aside = target.is_file() or not target.exists()  # else a pipe or a terminal
+    partial = target.with_name(f"{target.name}.partial") if aside else target
     try:
-        return nullcontext() if path is None else path.open("w", encoding="utf-8")
+        sink = partial.open("w", encoding="utf-8")
+        if target.is_file():
+            shutil.copymode(target, partial)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with sink:
+            yield sink
+    except BaseException:
+        if aside and partial.stat().st_size:
+            output.warn(f"results until then: {partial}")
+        elif aside:
+            partial.unlink()
+        raise
+    if aside:
+        partial.replace(target)
 
 
 async def _to_jsonl(
@@ -218,13 +307,15 @@ async def _to_jsonl(
     concurrency: int,
     timeout_s: float | None,
     sink: TextIO | None,
+    done: list[GenerationResult],
 ) -> list[GenerationResult]:
-    """Write results in input order, each as soon as it and all before it are complete."""
+    """Write results in input order, each as soon as it and all before it are complete; `done` gets
+    each when it is.
+    """
     import json
 
     from skyctl import output
 
-    done: list[GenerationResult] = []
     results: list[GenerationResult] = []
     total, began = len(requests), time.perf_counter()
     with output.live(

@@ -66,7 +66,7 @@ def job_views(job: Job) -> list[RenderableType]:
     if details.get("servers"):
         views.append(
             output.table(
-                ["SERVER", "STATE", "VERSION", "WEIGHTS", "DETAIL"],
+                ["SERVER", "STATE", "VERSION", "WEIGHTS", "~DETAIL"],
                 [
                     [
                         row["server"],
@@ -114,7 +114,7 @@ def _compared(result: dict[str, Any]) -> str:
 def canary_view(rows: list[dict[str, Any]]) -> RenderableType:
     """What each server answered to each prompt."""
     return output.table(
-        ["SERVER", "CANARY", "RESULT", "ANSWER", ""],
+        ["SERVER", "~CANARY", "RESULT", "~ANSWER", "~"],
         [
             [
                 row["server"],
@@ -156,7 +156,7 @@ def plan_views(plan: dict[str, Any]) -> list[RenderableType]:
         ],
     )
     return [
-        output.table(["PLAN", ""], rows),
+        output.table(["PLAN", "~"], rows),
         "",
         *_forecast_views(plan),
         servers,

@@ -53,7 +53,7 @@ def jobs(
     ]
     output.emit(
         {"jobs": [job.to_json() for job in found]},
-        output.table(["JOB", "STATE", "STAGE", ">DONE", ">STARTED", "CHECKPOINT"], rows)
+        output.table(["JOB", "STATE", "STAGE", ">DONE", ">STARTED", "~CHECKPOINT"], rows)
         if rows
         else "no jobs yet",
     )
@@ -111,7 +111,7 @@ def show(
     if error is not None:
         rows.append(["error", error.message])
         rows.append(["hint", error.hint or None])
-    output.emit(data, output.table([job.id, ""], rows), *job_views(job))
+    output.emit(data, output.table([job.id, "~"], rows), *job_views(job))
 
 
 @app.command()

@@ -10,11 +10,11 @@ from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
     from skyctl.core.plan import FleetPlan
     from skyctl.core.registry import FleetRef
+    from skyctl.tables import Table
 
 
 def plan(

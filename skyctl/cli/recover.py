@@ -11,11 +11,10 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.errors import SkyctlError
+    from skyctl.tables import Table
 
 _PLANS = {
     "nothing": "",
@@ -85,7 +84,7 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     rows = [
         [one.server, output.styled(one.found), _PLANS[one.action], one.detail] for one in findings
     ]
-    return output.table(["SERVER", "FOUND", "TO DO", "DETAIL"], rows)
+    return output.table(["SERVER", "FOUND", "TO DO", "~DETAIL"], rows)
 
 
 def _recovered_table(recovered: Sequence[Recovered]) -> Table:
@@ -104,7 +103,9 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
         ]
         for one in recovered
     ]
-    return output.table(["SERVER", "WAS", "DONE", "RESULT", ">TIME", "DETAIL"], rows)
+    return output.table(
+        ["SERVER", "WAS", "DONE", "RESULT", ">TIME", "~DETAIL"], rows, spare=["TIME"]
+    )
 
 
 def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:

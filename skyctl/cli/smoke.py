@@ -76,9 +76,10 @@ def smoke(
 
     other = None if checkpoint is None else absolute(checkpoint)
     options = SmokeOptions(other, reuse, timeout, keep_logs)
+    ref = select(file, fleet)
     report = run_until_told_to_stop(
         run_smoke(
-            select(file, fleet),
+            ref,
             options,
             on_begin=lambda name: output.note(f"{name} …"),
             on_end=lambda result: output.note(_line(result)),
@@ -89,6 +90,7 @@ def smoke(
     error = None
     if failure is not None:
         kept = f"logs: {report.kept}" if report.kept else "read the logs: skyctl logs"
+        kept = "" if ref.attached and not report.kept else kept
         hint = "; ".join(filter(None, (failure.hint, kept)))
         message = f"smoke: {failure.name} {failure.status}: {failure.detail}"
         error = SkyctlError(message, hint=hint, details=report.to_json())

@@ -73,7 +73,7 @@ def urls(
 
     from skyctl import output
     from skyctl.cli.asking import in_loop
-    from skyctl.core.registry import find, select
+    from skyctl.core.registry import FleetRef, find, select
     from skyctl.core.urls import FORMATS, notes, refused_rollouts, tinker_place
     from skyctl.errors import UsageError
 
@@ -91,7 +91,8 @@ def urls(
         data = {"url": where.url, "key_file": str(where.key_file)}
         output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
         return
-    found, refused = in_loop(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
+    ref = find(file, fleet)
+    found, refused = in_loop(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)
@@ -103,7 +104,7 @@ def urls(
         _note_keys(found)
         return
     text = FORMATS[chosen.value](found)
-    if warning := refused_rollouts(refused):
+    if warning := refused_rollouts(refused, attached=isinstance(ref, FleetRef) and ref.attached):
         output.warn(warning)
     for advice in notes(chosen.value, found):
         output.note(advice)

@@ -192,6 +192,8 @@ def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str
             detail = f": {replica.reason}" if replica.reason else ""
             raise SkyctlError(
                 f"{replica.name} is {replica.state} and will not be {condition}{detail}",
-                hint=f"skyctl logs {replica.name}; then: skyctl restart {replica.name}",
+                hint="skyctl recover"
+                if replica.state == "quarantined"
+                else f"skyctl logs {replica.name}; then: skyctl restart {replica.name}",
                 details={"status": status.to_json()},
             )

@@ -69,7 +69,7 @@ def weights(
             "pushes": [push.to_json() for push in pushes],
             "adapters": [one.to_json() for one in adapters],
         },
-        output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows)
+        output.table(["SERVER", "VERSION", "WEIGHTS", "~CHECKPOINT", "~"], rows)
         if rows
         else "no server runs",
         *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
@@ -157,7 +157,7 @@ def verify(
     ]
     output.emit(
         report,
-        output.table(["SERVER", "VERSION", "WEIGHTS", "DETAIL"], rows),
+        output.table(["SERVER", "VERSION", "WEIGHTS", "~DETAIL"], rows),
         None if error else _agreement(servers),
         error=error,
     )
@@ -195,7 +195,7 @@ def kept(
     ]
     output.emit(
         {"kept": [one.to_json() for one in versions]},
-        output.table(["VERSION", ">SIZE", ">WHEN", "FROM", ""], rows)
+        output.table(["VERSION", ">SIZE", ">WHEN", "~FROM", ""], rows)
         if rows
         else "nothing is kept (skyctl sync-weights CKPT --keep)",
     )
@@ -298,8 +298,8 @@ def _history(pushes: Any) -> Any:
                 push.checkpoint,
             ]
         )
-    columns = ["PUSH", ">WHEN", "RESULT", "VERSION", "TRANSPORT", ">SIZE", ">FROZEN", "CHECKPOINT"]
-    return output.table(columns, rows)
+    columns = ["PUSH", ">WHEN", "RESULT", "VERSION", "TRANSPORT", ">SIZE", ">FROZEN", "~CHECKPOINT"]
+    return output.table(columns, rows, spare=["TRANSPORT", "SIZE", "FROZEN"])
 
 
 def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:

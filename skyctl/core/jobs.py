@@ -20,7 +20,7 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult
+from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
@@ -235,6 +235,7 @@ def _recorded(
         raise
     except Exception as error:
         known = error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
+        known.hint = known.hint.replace(f"show {THIS_JOB}", f"show {job_id}")
         if not request.dry_run:
             record_failure(state, job_id, request, known)
         state.journal.end(job_id, "failed", error=_error_json(known))

@@ -85,7 +85,7 @@ class RecordedFleet(FleetService):
                 f"version {version} is not kept by fleet {self.paths.name}",
                 hint=f"kept versions: {names}",
             )
-        with self.arbiter.take(Act.PUSH, "skyctl weights forget"):
+        with self.arbiter.take(Act.PUSH, f"skyctl weights forget {version}"):
             if any(one.kept.checkpoint in self.state.checkpoints() for one in found):
                 raise ConflictError(
                     f"fleet {self.paths.name} runs {version}: a replica that restarts needs it",

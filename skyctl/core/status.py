@@ -271,7 +271,8 @@ def _reasons(
         if front is not None and front.state != "ready":
             on_the_way = _on_the_way(front, operation)
             detail = f": {front.reason}" if front.reason else ""
-            hint = "" if on_the_way or front.state in TRANSIENT_STATES else f"skyctl logs {name}"
+            hint = "skyctl doctor" if front.state == "unreachable" else f"skyctl logs {name}"
+            hint = "" if on_the_way or front.state in TRANSIENT_STATES else hint
             yield Reason(f"the {title} is {front.state}{detail}", hint, fault=not on_the_way)
 
 

@@ -231,15 +231,17 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
 }
 
 
-def refused_rollouts(servers: Sequence[str]) -> str:
+def refused_rollouts(servers: Sequence[str], *, attached: bool = False) -> str:
     """The warning for SkyRL about servers started without its route; "" if there are none."""
     if not servers:
         return ""
     wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
+    fix = f"write `{wanted}` under `args:` of the fleet file, then: skyctl up"
+    if attached:
+        fix = f"start them with: {' '.join(f'--{name}' for name in SKYRL_ARGS)}"
     refuse = "refuse" if len(servers) > 1 else "refuses"
     return (
-        f"SkyRL's rollouts will fail: {', '.join(servers)} {refuse} "
-        f"/inference/v1/generate; write `{wanted}` under `args:` of the fleet file, then: skyctl up"
+        f"SkyRL's rollouts will fail: {', '.join(servers)} {refuse} /inference/v1/generate; {fix}"
     )
 
 

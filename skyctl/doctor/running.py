@@ -111,7 +111,13 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
     found, title = sorted(set(facts.vllm.values())), engines.ENGINES[facts.engine].title
     if len(found) > 1:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.vllm.items()))
-        yield error(f"servers run different versions of {title}: {listed}", "skyctl restart")
+        attached = facts.status.supervised is None
+        fix = (
+            "restart them with one version, where they were started"
+            if attached
+            else "skyctl restart"
+        )
+        yield error(f"servers run different versions of {title}: {listed}", fix)
     elif found:
         yield ok(f"every server runs {title} {found[0]}")
 
@@ -164,6 +170,9 @@ def router(facts: RunningFacts) -> Iterator[Result]:
     ready = [r for r in status.replicas if r.state == "ready"]
     for replica in status.replicas:
         name, fix = replica.name, f"skyctl restart {replica.name}"
+        if status.supervised is None:
+            is_listed = replica.url in listed
+            fix = f"{'take it out of' if is_listed else 'add it to'} the router: {replica.url}"
         if replica.state == "ready" and replica.url not in listed:
             problem = "is ready, and the router does not list it"
         elif replica.url in listed and replica.state not in _MAY_BE_ROUTED:

@@ -219,7 +219,7 @@ class SupervisorSection(_Section):
     """How the supervisor is reached from other machines; it always answers on this one."""
 
     listen: str | None = Field(
-        None, description="HOST:PORT for other machines (skyctl --fleet https://HOST:PORT)."
+        None, description="HOST:PORT for other machines (skyctl status --fleet https://HOST:PORT)."
     )
     tls: bool = Field(True, description="false: plain HTTP, on a loopback address only.")
     tls_cert: str | None = Field(

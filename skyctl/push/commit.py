@@ -30,7 +30,7 @@ from skyctl.push.expected import agreed, expected_of, names_of, unexpected
 from skyctl.push.freeze import abort_stragglers
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
-from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
@@ -244,7 +244,7 @@ async def refuse_commit(
     return CanaryFailed(
         f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
         f"{asked} prompts)",
-        hint="skyctl recover" if left else "see the answers: skyctl jobs show --json",
+        hint="skyctl recover" if left else f"see the answers: skyctl jobs show {THIS_JOB} --json",
         details={
             "servers": [row.to_json() for row in rows],
             "canary": [result.to_json() for result in results],
@@ -347,7 +347,7 @@ def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> Push
     raise PushError(
         f"the push failed on {len(behind)} of {count_of(len(result.servers), 'server')}: "
         f"{done}{stay} ({behind[0].detail})",
-        hint=f"skyctl restart {behind[0].server}",
+        hint="skyctl recover",
         details={**result.to_json(), "learned": result.learned},
     )
 

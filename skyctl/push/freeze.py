@@ -37,7 +37,7 @@ class NotYet(Exception):
         if self.abandoned:
             return Abandoned()
         failed = [f"{site.name}: {site.failure}" for site in sites if site.failure]
-        hint = "`skyctl restart` the server if it does not answer, then push again"
+        hint = "where a server does not answer: skyctl recover; then push again"
         if self.unwritable is not None:
             failed, hint = [self.unwritable.message], self.unwritable.hint
         left = [site.report().to_json() for site in sites]
@@ -80,7 +80,7 @@ def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation
         raise PreflightError(
             f"{option} needs a router that skyctl runs: without it nothing keeps users' requests "
             "from servers whose weights nobody has accepted yet",
-            hint="start the fleet with `skyctl up` and its router, or leave the option out",
+            hint=f"leave {option} out",
         )
 
 
@@ -90,7 +90,7 @@ def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
     if request.canary is not None and paused:
         raise PreflightError(
             f"{', '.join(paused)} cannot answer canary prompts: paused or asleep before the push",
-            hint="skyctl resume (or skyctl wake), then push again; or leave --canary out",
+            hint="thaw them: skyctl resume; skyctl wake; then push again; or leave --canary out",
         )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from skyctl.store.journal import PushRecord
     from skyctl.store.state import FleetWeights
 
+THIS_JOB = "ID"
+"""Stands for the job in a hint of `skyctl jobs show`: a push does not know its number."""
 STAGES = ("preflight", "stage", "pause", "init", "start", "update", "finish", "verify", "resume")
 """Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
 that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`

@@ -386,7 +386,9 @@ def _refuse_roll(request: PushRequest, fleet: PushFleet) -> None:
         raise PreflightError(
             f"--rolling {request.rolling} would take all {servers} servers out of the router at "
             "once",
-            hint=f"--rolling {servers - 1} or less" if servers > 1 else "skyctl scale 2",
+            hint=f"--rolling {servers - 1} or less"
+            if servers > 1
+            else "leave --rolling out: there is no other server to serve meanwhile",
         )
 
 

@@ -96,13 +96,17 @@ def rollback(
     if version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",
-            hint=f"its versions: {', '.join(known) or 'none'}",
+            hint=f"its versions: {', '.join([*known, *([BASE] if base else [])]) or 'none'}",
         )
     have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
     raise NotFoundError(
         f"there is nothing to roll back to: {have}",
         hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
-        + ("; or what servers were started with: --rollback base" if base and done else ""),
+        + (
+            "; or what servers were started with: skyctl sync-weights --rollback base"
+            if base
+            else ""
+        ),
     )
 
 

@@ -85,7 +85,8 @@ def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) ->
         elif wanted != "asleep" and replica.state == "asleep":
             found.append(Drift(replica.name, "is meant to be awake and sleeps", "skyctl wake"))
         elif replica.state not in INTENDED_STATES:
-            hint = f"skyctl logs {replica.name}"
+            repaired = replica.state in ("quarantined", "unreachable")
+            hint = "skyctl recover" if repaired else f"skyctl logs {replica.name}"
             found.append(Drift(replica.name, f"is meant to run and is {replica.state}", hint))
     return found
 
@@ -109,12 +110,15 @@ def from_weights(status: FleetStatus) -> list[Drift]:
 def from_routing(status: FleetStatus) -> list[Drift]:
     """Ready servers missing from the router, and servers it must not send requests to."""
     found = []
+    attached = status.supervised is None
     for replica in status.replicas:
         if replica.routed is False and replica.state == "ready":
             hint = "wait a moment, then: skyctl logs router"
+            hint = f"add {replica.url} to the router" if attached else hint
             found.append(Drift(replica.name, "is ready and not routed", hint))
         elif replica.routed and replica.state in ("asleep", "quarantined", "dead", "failed"):
-            hint = "requests sent there fail: skyctl restart " + replica.name
+            hint = f"requests sent there fail: skyctl restart {replica.name}"
+            hint = f"take {replica.url} out of the router" if attached else hint
             found.append(Drift(replica.name, f"is {replica.state} and still routed", hint))
     return found
 

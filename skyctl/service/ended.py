@@ -21,7 +21,7 @@ def job_error(job: Job) -> SkyctlError | None:
     if job.error is None:
         if job.state != "interrupted":
             return None
-        return SkyctlError(f"{job.id} was interrupted", hint="skyctl status shows how it left them")
+        return SkyctlError(f"{job.id} was interrupted", hint="how it left them: skyctl status")
     error = error_named(
         job.error["kind"],
         job.error["message"],

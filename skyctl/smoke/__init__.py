@@ -215,7 +215,7 @@ def junit_xml(report: SmokeReport) -> str:
     counts = {status: sum(s.status is status for s in report.steps) for status in StepStatus}
     suite = ElementTree.Element(
         "testsuite",
-        name=f"skyctl smoke {report.fleet}",
+        name=f"skyctl smoke: {report.fleet}",
         tests=str(len(report.steps)),
         failures=str(counts[StepStatus.FAILED]),
         errors=str(counts[StepStatus.ERROR]),

@@ -41,7 +41,9 @@ from skyctl.supervisor.wire import (
 )
 
 _CALLER_LENGTH = 200
-_TOKEN_HINT = "give a copy of the fleet's supervisor.token: skyctl --token-file FILE"
+_TOKEN_HINT = (
+    "give a copy of the fleet's supervisor.token: skyctl --token-file FILE status --fleet URL"
+)
 _NAMES = vars(change) | vars(service) | vars(interface)
 _OF_CLIENTS = ("control", "job", "wait_job")  # composed of other verbs
 

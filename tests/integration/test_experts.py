@@ -60,6 +60,6 @@ def test_a_push_of_experts_leaves_a_server_as_one_started_on_them(tmp_path: Path
         assert not fleet.json("weights", "verify", expect=None)["ok"]
         refused = fleet.json("sync-weights", str(made["a"]), expect=1)["error"]
         assert "not what this checkpoint came to when it was pushed before" in refused["message"]
-        assert refused["hint"] == "skyctl restart whole-0"
+        assert refused["hint"] == "skyctl recover"
     finally:
         fleet.run("down", expect=None)

@@ -25,7 +25,7 @@ def parsed(given: SmokeReport) -> ElementTree.Element:
 def test_junit_counts_and_times_every_step() -> None:
     suite = parsed(report(PASSED, FAILED, SKIPPED, BROKEN))
     assert suite.attrib == {
-        "name": "skyctl smoke tiny",
+        "name": "skyctl smoke: tiny",
         "tests": "4",
         "failures": "1",
         "errors": "1",
