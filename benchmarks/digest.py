@@ -2,8 +2,9 @@
 
     python -m benchmarks.digest [--layers 36] [--runs 20]
 
-`kernel` is the kernel alone, by CUDA events, `numbers` all of `digest_on_device`, from its call to
-its result. Medians in milliseconds. The kernel compiles before the first run. Writes nothing.
+`kernel` is from an event before the kernel's launch to one behind the kernel, `numbers` from the
+call of `digest_on_device` to its result. Medians in milliseconds. The kernel compiles before the
+first run. Writes nothing.
 """
 
 from __future__ import annotations
