@@ -30,13 +30,20 @@ from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 from skyctl.push.versions import refuse_changed
-from skyctl.store.in_doubt import doubt, held_by, in_doubt, leave_to_next_push, trust, why_held
+from skyctl.store.in_doubt import (
+    BEFORE_SESSIONS,
+    doubt,
+    held_by,
+    in_doubt,
+    leave_to_next_push,
+    trust,
+    why_held,
+)
 from skyctl.store.journal import Job, number_of
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
-_BEFORE_SESSIONS = ("wake", "pause", "init")
-_NOTHING_SENT = (*_BEFORE_SESSIONS, "start")
+_NOTHING_SENT = (*BEFORE_SESSIONS, "start")
 
 
 @dataclass(frozen=True)
@@ -338,7 +345,7 @@ async def release(
     if slept:  # the push may have died before the wake was complete
         await server.wake(["weights"])
     # nothing would show that an earlier push left a session open
-    if stage not in _BEFORE_SESSIONS or not digest:
+    if stage not in BEFORE_SESSIONS or not digest:
         try:
             await server.finish_weight_update(timeout_s=timeout_s)
         except ServerError as error:

@@ -47,8 +47,8 @@ class CancelGuard:
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
-                if task.done():
-                    raise
+                if task.done():  # too late to undo anything: it ends as it has ended
+                    return task.result()
                 again, self.cancelled = self.cancelled, True
                 if again or not self._entered:
                     task.cancel()

@@ -25,6 +25,8 @@ _WEIGHED = "weighed"
 """The push has read its weights, and touched nothing yet."""
 _LEFT = "left"
 """Stage of a server that no push left: recovery could not bring it to the fleet's weights."""
+BEFORE_SESSIONS = ("wake", "pause", "init")
+"""Stages of a frozen server in which no session has been opened yet."""
 _WAKING, _ASLEEP = "waking", "asleep"
 """States of a server that slept: its weights are woken; the push was undone, it sleeps again."""
 
@@ -150,9 +152,11 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             before = known.get(name, NO_DOUBT)
             one = replace(one, woken=one.woken or before.woken)
             if not one.version:
-                if before.half_updated and not one.half_updated:
-                    # that push may have sent what this one did not get to scrub
-                    one = replace(one, half_updated=True, job=before.job, stage=before.stage)
+                sent = before.half_updated and not one.half_updated
+                opened = before.stage == "start" and one.stage in BEFORE_SESSIONS
+                if sent or opened:
+                    # this push did not get to scrub, or to close, what that one left
+                    one = replace(one, half_updated=sent, job=before.job, stage=before.stage)
                 version = "" if one.half_updated else before.version
                 one = replace(one, digest=before.digest or one.digest, version=version)
             _save(state, one)

@@ -6,8 +6,9 @@ permutations is computed inside vLLM's workers (tests/unit/engines), where weigh
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.errors import ConflictError, ServerError, StateUnwritable
 from skyctl.push.request import PushRequest
 from skyctl.push.rows import Compared
+from skyctl.push.run import CancelGuard
 from skyctl.push.sites import open_session
 from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
@@ -139,6 +141,19 @@ def _without_change(status: os.stat_result) -> FileIdentity:
     return replace(seams.here().checkpoints.identity(status), ctime_ns=0)
 
 
+async def _cancelled_as_it_ends(self: CancelGuard, transaction: Coroutine[Any, Any, Any]) -> Any:
+    task = asyncio.ensure_future(transaction)
+    while True:
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.done():
+                raise
+            again, self.cancelled = self.cancelled, True
+            if again or not self._entered:
+                task.cancel()
+
+
 DEFECTS: dict[str, Defect] = {
     "01 a recovery and a new push exclude each other one way only": Defect(
         "attached", {"skyctl.core.arbiter.Arbiter.take": _recovery_only_looks}
@@ -233,5 +248,11 @@ DEFECTS: dict[str, Defect] = {
     ),
     "31 the time of a change is no part of what a file is": Defect(
         "attached", {"skyctl.checkpoints.header.FileIdentity.of_status": _without_change}
+    ),
+    "32 Ctrl-C as a push ends takes its result away": Defect(
+        "attached", {"skyctl.push.run.CancelGuard.run": _cancelled_as_it_ends}
+    ),
+    "33 a push that dies early hides the session that one before it left open": Defect(
+        "attached", {"skyctl.store.in_doubt.BEFORE_SESSIONS": ()}
     ),
 }

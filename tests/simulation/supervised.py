@@ -24,6 +24,7 @@ from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
@@ -359,6 +360,9 @@ class SupervisedWorld(World):
             assert engine is not None
             if engine.asleep and not self.verbs_open:
                 self.violate("router: a server that sleeps is routed")
+
+    def note_names(self, state: FleetState) -> None:
+        """They are named as planned."""
 
     def _targets(self, fleet: Any) -> Sequence[Any]:
         return self.engines

@@ -20,6 +20,7 @@ from skyctl.push import server_facts
 from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.store.paths import FleetPaths
+from skyctl.store.server_names import name_servers
 from skyctl.store.state import FleetState
 from tests.simulation import checks, people, seams
 from tests.simulation.disk import HUB, Checkpoints, Disk
@@ -453,10 +454,10 @@ class World:
         return next((engine for engine in self.engines if engine.url == url), None)
 
     def note_names(self, state: FleetState) -> None:
-        """By what is recorded of each URL; else by its place in the list."""
-        recorded = {getattr(row, "url", ""): row.name for row in state.servers()}
-        for place, engine in enumerate(self.listed):
-            self.names[engine.url] = recorded.get(engine.url, f"sim-{place}")
+        """As the fleet's next command will name them."""
+        recorded = {row.name: row.url for row in state.servers()}
+        naming = name_servers("sim", [("", engine.url) for engine in self.listed], recorded)
+        self.names = {url: name for name, url in naming.servers}
 
     def is_down(self) -> bool:
         """Whether nothing of the fleet lives, so that nothing is to be put right."""

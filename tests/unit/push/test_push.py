@@ -15,6 +15,7 @@ from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritabl
 from skyctl.push import delivery
 from skyctl.push.preflight import preflight
 from skyctl.push.request import STAGES, PushRequest, PushResult
+from skyctl.push.run import CancelGuard
 from skyctl.push.transaction import push
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.plan import ChunkPlan
@@ -374,6 +375,15 @@ async def test_cancelled_after_bytes_it_completes(stubs: Stubs) -> None:
     result = await task
     assert all(server.ok for server in result.servers)
     check_invariant(stubs)
+
+
+async def test_cancelled_as_it_ends_it_has_succeeded() -> None:
+    async def transaction() -> str:
+        task.cancel()
+        return "the result"
+
+    task = asyncio.ensure_future(CancelGuard().run(transaction()))
+    assert await task == "the result"
 
 
 async def test_cancelled_twice_it_stops_and_leaves_the_servers_paused(stubs: Stubs) -> None:

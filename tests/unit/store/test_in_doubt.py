@@ -178,6 +178,14 @@ def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState)
     assert in_doubt(state) == {}
 
 
+def test_a_session_that_may_be_open_is_remembered_until_a_push_has_closed_it(
+    state: FleetState,
+) -> None:
+    doubt(state, {"a": InDoubt("a", "push-1", "start", False, True)})
+    doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
+    assert in_doubt(state)["a"].stage == "start"
+
+
 @pytest.mark.parametrize("sent", [False, True])
 def test_what_was_verified_keeps_its_label_until_something_is_sent(
     state: FleetState, sent: bool
