@@ -116,11 +116,11 @@ def check_compatible(
 
 
 def _hint(refused: Sequence[Difference]) -> str:
-    restart = "start a fleet on this one"
+    hint = "push a checkpoint of the same architecture, or start a fleet on this one"
     if not refused:
-        return f"push a checkpoint of the same architecture, or {restart}"
+        return hint
     options = " ".join(f"--allow-config {key}" for key in dict.fromkeys(d.root for d in refused))
-    return f"{restart}; or, to have its tensors computed as the servers do: {options}"
+    return f"{hint}; or, to have its tensors computed as the servers do: {options}"
 
 
 def _config_differences(

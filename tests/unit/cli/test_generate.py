@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from skyctl import printing
 from skyctl.cli import generate
 from skyctl.cli.generate import explained, results_file, why_requests_wait
 from skyctl.core.status import FleetStatus, ReplicaStatus, assess
 from skyctl.errors import UsageError
 from skyctl.store.state import ServerRow
+
+
+@pytest.fixture(autouse=True)
+def _notes_are_printed() -> None:
+    printing.configure(command="generate", json=False)  # an earlier test may have chosen --json
 
 
 class Fleet:

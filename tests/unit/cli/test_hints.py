@@ -39,7 +39,7 @@ FILLED |= {"option": "-f", "BEHIND_THE_COMMAND[option]": "fleet.yaml", "ca": " -
 # options of other programs, where a message names them
 OF_OTHERS = {"--local-dir", "--ipc", "--shm-size", "--ulimit", "--gpus", "--port", "--host"}
 OF_OTHERS |= {"--served-model-name", "--load-format", "--worker-extension-cls"}
-OF_OTHERS |= {"--enable-sleep-mode", "--no-flag"}
+OF_OTHERS |= {"--enable-sleep-mode", "--no-flag", "--revision", "--config"}
 OTHERS = ("skyctl/engines/", "skyctl/launch/", "skyctl/core/check.py", "skyctl/core/urls.py")
 _MENTION = re.compile(r"(?<![\w/.\-])skyctl (?=[a-z-])")
 _WORD = r"\s(?:or|and|to|before|in|for|with)\s"
@@ -166,7 +166,8 @@ def test_every_option_that_is_named_exists(root: Any) -> None:
         if shown and place.startswith("skyctl/") and not place.startswith(OTHERS)
         for option in _OPTION.findall(text)
     ]
-    assert [(place, option) for place, option in named if option not in known] == []
+    unknown = [f"{place}: {option}" for place, option in named if option not in known]
+    assert not unknown, unknown
     assert len(named) > 200
 
 
