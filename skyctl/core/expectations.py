@@ -68,7 +68,7 @@ def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:
 def records_of(
     servers: Iterable[ServerRow], weights: FleetWeights, rows: tuple[KnownRows, ...]
 ) -> dict[str, Record]:
-    """What servers hold by the record; `rows` are those of the fleet's weights."""
+    """What servers hold by the record, if it says; `rows` are those of the fleet's weights."""
     return {
         server.name: Record(
             server.weight_version,
@@ -76,6 +76,7 @@ def records_of(
             rows if server.weight_version and server.weight_version == weights.version else (),
         )
         for server in servers
+        if server.weight_version or server.weights_digest
     }
 
 

@@ -19,6 +19,7 @@ from skyctl.core.expectations import (
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
+from skyctl.engines.base import Feature
 from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import PushFleet, PushObserver, PushServer
@@ -166,6 +167,8 @@ async def _digest_at_start(
     transfer = plan.config.weight_transfer
     if not transfer.verify or "dummy" in replica.spec.argv:  # random weights
         return "", ""
+    if Feature.PUSH not in engines.ENGINES[plan.config.engine].supports:
+        return "", ""  # nothing moves its weights, and it need not have workers to ask
     server = engines.server(client, replica.target, timeout_s=plan.config.control_timeout_s)
     try:
         found = await weights_digest(server, timeout_s=transfer.update_timeout_s)

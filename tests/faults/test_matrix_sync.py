@@ -30,7 +30,7 @@ from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
 from tests.unit.docs.test_bounds import evaluated, names, worst
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs, content
+from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs, content
 
 NEW = content(
     [
@@ -112,7 +112,7 @@ STAGES = {
     "publish": "/update_weight_version",
     "resume": "/resume",
 }
-BEFORE = {"verify": 2}
+BEFORE = {"verify": BEFORE_FREEZE}
 """Calls of a stage's route that are made before it, which must go well."""
 KINDS = {
     "500": Fault("status"),

@@ -31,7 +31,7 @@ NO_VLLM = "#!/bin/sh\necho vllm\n"
 KNOWS_ITS_ARGUMENTS = """#!/bin/sh
 case "$3" in
 *_version.py*) echo installed ;;
-*make_arg_parser*) echo '["max-model-len", "seed"]' ;;
+*make_arg_parser*) echo '{"max-model-len": ["", null, "", ""], "seed": ["", null, "", ""]}' ;;
 esac
 """
 NO_GPU = "#!/bin/sh\nexit 9\n"

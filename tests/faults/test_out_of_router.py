@@ -17,6 +17,7 @@ from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
+from skyctl.store.state import BASE_KEY
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.faults.killing.cycle import Dice
@@ -125,6 +126,7 @@ async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the
 ) -> None:
     async with fleet_at(tmp_path) as supervisor:
         supervisor.state.set("weights", "{}")
+        supervisor.state.set(BASE_KEY, "{}")
         for name in "ab":
             supervisor.replicas[name].forget_weights()
         plan = supervisor.require_plan()

@@ -54,6 +54,7 @@ def test_who_has_no_token_is_refused_by_every_server_and_through_the_router(
     assert status(urls["router"], "/v1/completions") == 401
     assert status(urls["router"], "/v1/completions", key) != 401
     # none of this was taken for the fleet's own doing
+    fleet.run("wake")
     fleet.run("resume")
     assert fleet.json("status")["data"]["health"] == "healthy"
 

@@ -138,8 +138,12 @@ def safetensors_header(dice: random.Random, directory: Path) -> None:
     file.write_bytes(data)
     shard, tensors = read_header(file)
     for tensor in tensors:
-        if tensor.begin < 8 or tensor.nbytes < 0 or tensor.begin + tensor.nbytes > shard.size:
-            raise OverRead(f"{tensor} in a file of {shard.size} bytes")
+        if (
+            tensor.begin < 8
+            or tensor.nbytes < 0
+            or tensor.begin + tensor.nbytes > shard.identity.size
+        ):
+            raise OverRead(f"{tensor} in a file of {shard.identity.size} bytes")
 
 
 def safetensors_index(dice: random.Random, directory: Path) -> None:
@@ -170,7 +174,7 @@ def safetensors_index(dice: random.Random, directory: Path) -> None:
     read = read_checkpoint(str(checkpoint))
     for tensor in read.tensors:
         shard = read.shards[tensor.shard]
-        if tensor.begin + tensor.nbytes > shard.size:
+        if tensor.begin + tensor.nbytes > shard.identity.size:
             raise OverRead(f"{tensor} in {shard}")
 
 
