@@ -17,7 +17,6 @@ from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import BASE_KEY
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.faults.killing.cycle import Dice
@@ -126,7 +125,6 @@ async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the
 ) -> None:
     async with fleet_at(tmp_path) as supervisor:
         supervisor.state.set("weights", "{}")
-        supervisor.state.set(BASE_KEY, "{}")
         for name in "ab":
             supervisor.replicas[name].forget_weights()
         plan = supervisor.require_plan()
@@ -142,9 +140,13 @@ async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the
         assert [found.found for found in await supervisor.findings()] == ["healthy", "healthy"]
 
 
-async def test_servers_without_a_version_to_go_back_to_are_restarted(tmp_path: Path) -> None:
+async def test_servers_without_a_version_to_go_back_to_are_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with fleet_at(tmp_path) as supervisor:
         supervisor.state.set("weights", "{}")
+        # what they were started with is in no file that a push reads
+        monkeypatch.setattr("skyctl.supervisor.pushes.committed", lambda state, plan: None)
         for name in "ab":
             supervisor.replicas[name].forget_weights()
         request = PushRequest(
