@@ -106,7 +106,7 @@ class World:
         self.ref = self._fleet_of("sim")
         self.other = self._fleet_of("other") if "other-fleet" in self.faults else None
         self.others: set[str] = set()  # URLs of servers that the other fleet has labelled
-        self.names = {engine.url: engine.name for engine in self.engines}  # as recorded
+        self.called = {engine.url: engine.name for engine in self.engines}  # as recorded
         server_facts._makes.clear()
 
     def _choose_faults(self) -> frozenset[str]:
@@ -448,7 +448,7 @@ class World:
 
     def name_of(self, engine: Engine) -> str:
         """What the fleet calls this server."""
-        return self.names[engine.url]
+        return self.called[engine.url]
 
     def engine_at(self, url: str) -> Engine | None:
         return next((engine for engine in self.engines if engine.url == url), None)
@@ -457,7 +457,7 @@ class World:
         """As the fleet's next command will name them."""
         recorded = {row.name: row.url for row in state.servers()}
         naming = name_servers("sim", [("", engine.url) for engine in self.listed], recorded)
-        self.names = {url: name for name, url in naming.servers}
+        self.called = {url: name for name, url in naming.servers}
 
     def is_down(self) -> bool:
         """Whether nothing of the fleet lives, so that nothing is to be put right."""
