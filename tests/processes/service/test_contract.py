@@ -97,7 +97,7 @@ async def test_servers_are_frozen_and_thawed(fleet: FleetService) -> None:
     assert skipped.status == "skipped" and "skyctl wake" in skipped.detail
     await fleet.wake(Wake(servers=("far-1",)))
     assert await states(fleet) == ["ready", "ready"]
-    said = [event.message for event in await fleet.events(EventQuery(5))]
+    said = [event.message for event in await fleet.events(EventQuery(10))]
     assert said[-1] == "wake" and "pause (mode keep): 2 of 2 servers" in said
 
 
