@@ -37,7 +37,7 @@ class HubReference:
 
     def commit(self, environ: Mapping[str, str]) -> str | None:
         """The commit that the revision means in the local cache; None if it is not there."""
-        repository = _cache(environ) / f"models--{self.model.replace('/', '--')}"
+        repository = self._repository(environ)
         try:
             commit = (repository / "refs" / self.revision).read_text().strip()
         except (OSError, ValueError):
@@ -49,8 +49,10 @@ class HubReference:
     def snapshot(self, environ: Mapping[str, str]) -> Path | None:
         """The directory of its files; None if it is not in the local cache."""
         commit = self.commit(environ)
-        repository = _cache(environ) / f"models--{self.model.replace('/', '--')}"
-        return None if commit is None else repository / "snapshots" / commit
+        return None if commit is None else self._repository(environ) / "snapshots" / commit
+
+    def _repository(self, environ: Mapping[str, str]) -> Path:
+        return _cache(environ) / f"models--{self.model.replace('/', '--')}"
 
 
 def _cache(environ: Mapping[str, str]) -> Path:

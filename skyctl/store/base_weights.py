@@ -43,7 +43,7 @@ class BaseWeights:
 
 
 def base_weights(state: FleetState) -> dict[str, BaseWeights]:
-    """What is on record, by model (`core/expectations.py::base_of`)."""
+    """What is on record, by model (`ServerSpec.base_as_written`)."""
     with state.understanding():
         return {
             model: BaseWeights(BaseFiles(**data["files"]), data["digests"])

@@ -137,7 +137,7 @@ async def compare_with_base(
     engine, digest = "", replica.row.weights_digest or ""
     began = state.weights().version is None and replica.row.weight_version is None
     if began and not digest:
-        engine, digest = await _digest_at_start(replica, state, plan, client)
+        engine, digest = await _digest_at_start(replica, plan, client)
     base = base_weights(state).get(model, BaseWeights())
     place = f"{engine} {arrangement_of(digest)}"
     problem = other_settings(base, launched)
@@ -159,7 +159,7 @@ async def compare_with_base(
 
 
 async def _digest_at_start(
-    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+    replica: Replica, plan: FleetPlan, client: ControlClient
 ) -> tuple[str, str]:
     """The engine of a server, with its arguments, and the digest of its weights; "" if it cannot
     say, or the fleet verifies nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -75,32 +75,8 @@ _VERBS = (
 def all_of(world: World) -> list[Coroutine[Any, Any, None]]:
     """Everybody that this schedule has."""
     faults = world.faults
-    found = [_train(world, "latest")]
-    if "second-pusher" in faults:
-        found.append(_train(world, "other"))
-    if faults & {"verbs", "recover-early"}:
-        found.append(_type(world))
-    if "stranger" in faults:
-        found.append(_meddle(world))
-    if "other-fleet" in faults:
-        found.append(_type_elsewhere(world))
-    if "edited-list" in faults:
-        found.append(_edit(world))
-    if "fork" in faults:
-        found.append(_fork(world))
-    if "stop" in faults:
-        found.append(_stop(world))
-    if "kill-server" in faults:
-        found.append(_break_servers(world))
-    if faults & {"disk-full", "disk-failing"}:
-        found.append(_break_disk(world))
-    if "network" in faults:
-        found.append(_break_network(world))
-    if "kill-supervisor" in faults:
-        found.append(_break_supervisor(world))
-    if "kill-router" in faults:
-        found.append(_break_router(world))
-    return found
+    begun = (begin(world) for causes, begin in _ACTORS if causes & faults)
+    return [_train(world, "latest"), *begun]
 
 
 def weaken(world: World) -> None:
@@ -361,3 +337,20 @@ async def _break_network(world: World) -> None:
         weather.slow = dice.choice((0.02, 0.2))
         await asyncio.sleep(dice.random() * 4.0)
         world.network.weather = Weather()
+
+
+_ACTORS: tuple[tuple[set[str], Callable[[World], Coroutine[Any, Any, None]]], ...] = (
+    ({"second-pusher"}, lambda world: _train(world, "other")),
+    ({"verbs", "recover-early"}, _type),
+    ({"stranger"}, _meddle),
+    ({"other-fleet"}, _type_elsewhere),
+    ({"edited-list"}, _edit),
+    ({"fork"}, _fork),
+    ({"stop"}, _stop),
+    ({"kill-server"}, _break_servers),
+    ({"disk-full", "disk-failing"}, _break_disk),
+    ({"network"}, _break_network),
+    ({"kill-supervisor"}, _break_supervisor),
+    ({"kill-router"}, _break_router),
+)
+"""Who comes with which faults. The order is that in which the dice are thrown."""

@@ -12,7 +12,8 @@ import httpx
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushObserver, PushServer
+from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult, PushServer
+from skyctl.push.transaction import push
 from tests.stub.app import StubServer
 from tests.stub.sglang import SGLangStub
 from tests.stub.state import EngineRefused, StubEngine
@@ -154,3 +155,10 @@ class Rotation:
     async def rejoin(self, names: Collection[str]) -> None:
         self.log.append(f"rejoin {' '.join(sorted(names))}")
         self.routed |= set(names)
+
+
+async def pushed(stubs: Stubs, observer: PushObserver | None = None, **changes: Any) -> PushResult:
+    """Push the new checkpoint into all stubs, or what `changes` of its request say."""
+    request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
+    async with stubs.client() as client:
+        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())

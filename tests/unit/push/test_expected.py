@@ -12,24 +12,18 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
 from skyctl.push.expected import expected_of
-from skyctl.push.request import PushRequest, PushResult, PushServer
+from skyctl.push.request import PushRequest, PushServer
 from skyctl.push.transaction import push, push_rolling
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import site
-from tests.unit.push.fleets import Recorder, Rotation, Stubs
+from tests.unit.push.fleets import Recorder, Rotation, Stubs, pushed
 
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path, count=1)
-
-
-async def pushed(stubs: Stubs, **changes: Any) -> PushResult:
-    async with stubs.client() as client:
-        request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
-        return await push(request, stubs.fleet, client=client, observer=Recorder())
 
 
 def learn(stubs: Stubs, outcome: dict[str, Any] | None) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.push import fit
-from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.transaction import push
 from tests.unit.push.checkpoints import CONFIG, filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import Stubs, pushed
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
@@ -22,12 +19,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
-
-
-async def pushed(stubs: Stubs, **changes: Any) -> PushResult:
-    async with stubs.client() as client:
-        request = PushRequest(str(stubs.new), **changes)
-        return await push(request, stubs.fleet, client=client, observer=Recorder())
 
 
 def untouched(stubs: Stubs) -> bool:

@@ -21,14 +21,12 @@ from skyctl.push.forecast import (
     slots_of,
 )
 from skyctl.push.machine_facts import measure_reading, measured_before
-from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.transaction import push
 from skyctl.push.worker_memory import copier_bytes
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.gpu.devices import slot_sizes
 from skyctl.transfer.plan import plan_chunks
 from tests.unit.push.checkpoints import write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs, written_anew
+from tests.unit.push.fleets import Stubs, pushed, written_anew
 
 GB = 10**9
 CHUNKS = (4 * GB, 4 * GB, 4 * GB, 4 * GB)
@@ -170,12 +168,6 @@ def test_files_too_small_to_tell_have_no_rate(tmp_path: Path) -> None:
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
-
-
-async def pushed(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> PushResult:
-    request = PushRequest(str(stubs.new), **changes)
-    async with stubs.client() as client:
-        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
 
 
 async def test_a_dry_run_tells_each_way_and_what_it_stands_on(stubs: Stubs) -> None:

@@ -10,22 +10,14 @@ import pytest
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError, PushError, ServerError
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.transaction import push
 from skyctl.push.verify import CannotDigest, arrangement_of, verify, weights_digest
 from tests.stub.faults import Fault
-from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
+from tests.unit.push.fleets import BEFORE_FREEZE, Stubs, pushed
 
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
-
-
-async def pushed(stubs: Stubs, **changes: Any) -> PushResult:
-    async with stubs.client() as client:
-        request = PushRequest(str(stubs.new), **changes)
-        return await push(request, stubs.fleet, client=client, observer=Recorder())
 
 
 class Answering(VLLMServer):
