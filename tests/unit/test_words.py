@@ -1,0 +1,48 @@
+"""Names are the field's nouns and verbs, not pronouns. `python tests/unit/test_words.py` counts."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "skyctl"
+BANNED = frozenset(
+    "one found asked said told known wanted meant held left rest of who what why here there settle"
+    " say hear look tell trust doubt weigh hurry leave come_to spoken".split()
+)
+DONE: frozenset[str] = frozenset()  # packages without a banned name; "." has the modules on top
+
+
+def assigned(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and name of all that `tree` defines or assigns, parameters and `self.x` included."""
+    names: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.append((node.lineno, node.name))
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
+                names.append((node.lineno, name))
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.MatchAs(name=str(name)):
+                names.append((node.lineno, name))
+            case ast.ExceptHandler(name=str(name)) if name != "why":
+                names.append((node.lineno, name))
+    return names
+
+
+def banned() -> list[tuple[str, str]]:
+    """Each banned name: its package, and `path:line name`. A leading underscore does not help."""
+    return [
+        (path.parts[0] if len(path.parts) > 1 else ".", f"{path}:{line} {name}")
+        for path in sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py"))
+        for line, name in assigned(ast.parse((PACKAGE / path).read_text(encoding="utf-8")))
+        if name.lstrip("_") in BANNED
+    ]
+
+
+def test_packages_that_are_done_have_no_banned_name() -> None:
+    assert [name for package, name in banned() if package in DONE] == []
+
+
+if __name__ == "__main__":
+    counts = Counter(package for package, _ in banned())
+    print(*(f"{count:5} {package}" for package, count in counts.most_common()), sep="\n")
+    print(f"{counts.total():5} in all")
