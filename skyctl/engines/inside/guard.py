@@ -18,7 +18,7 @@ Refused requests are kept out of the access log, where their URLs would fill the
 a minute a line says how many there were.
 
 A server that restarts in a fleet that has moved on to other weights answers inference without the
-control token with 503 until it has those weights: it does so while a file exists.
+control token with 503 until it has those weights: it does so while a file exists (`_Closure`).
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class Guard:
         self._routes = routes
         self._token = token.encode()
         self._key = key.encode()
-        held = environ.get(HELD_VARIABLE)
-        self._held_while = Path(held) if held else None
+        file = environ.get(HELD_VARIABLE)
+        self._closure = _Closure(Path(file)) if file else None
         self._lease, self._renewed_at = environ.get(LEASE_VARIABLE), -_RENEW_INTERVAL_S
         self._refused, self._reported_at = 0, -_REPORT_INTERVAL_S
         logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often this runs
@@ -234,6 +234,7 @@ class Guard:
         # both are always compared, so that timing reveals nothing
         has_token = hmac.compare_digest(given, self._token)
         has_key = hmac.compare_digest(given, self._key)
+        closed = self._closure is not None and self._closure.now()
         if has_token:
             self._renew()
             if self._key:
@@ -244,8 +245,7 @@ class Guard:
         if self._key and not has_key:
             return Refusal.DATA
         reads = scope["type"] == "http" and scope["method"] in _READING
-        held = self._held_while is not None and not reads and self._held_while.exists()
-        return Refusal.HELD if held else None
+        return Refusal.HELD if closed and not reads else None
 
     def _renew(self) -> None:
         now = time.monotonic()
@@ -253,6 +253,35 @@ class Guard:
             self._renewed_at = now
             with contextlib.suppress(OSError):  # removed: it is being ended
                 os.utime(self._lease)
+
+
+class _Closure:
+    """Whether a server is closed to users: while a file exists.
+
+    A directory that was removed, or replaced by another, says nothing about the file: the server
+    stays as it was. So does a file that cannot be looked up.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._closed = True
+        try:
+            # kept open: its inode number is not given to the next directory of this name
+            self._directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            self._directory = -1
+
+    def now(self) -> bool:
+        """Look. Control requests look as well, so that a change is seen when it is made."""
+        with contextlib.suppress(OSError):
+            try:
+                os.stat(self._file)  # noqa: PTH116 - `exists` takes an error for absence
+                self._closed = True
+            except FileNotFoundError:
+                directory = os.stat(self._file.parent)  # noqa: PTH116 - as above
+                if os.path.samestat(directory, os.fstat(self._directory)):
+                    self._closed = False
+        return self._closed
 
 
 def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:

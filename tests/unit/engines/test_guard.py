@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,31 @@ def test_websockets_are_closed_and_what_is_unknown_is_not_served() -> None:
     assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
     assert asyncio.run(drive("lifespan")) == ["reached"]
     assert asyncio.run(drive("something.new", f"Bearer {TOKEN}")) == []
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("again", [True, False], ids=["replaced", "removed"])
+async def test_a_fleets_directory_that_is_removed_neither_opens_nor_closes_its_servers(
+    tmp_path: Path, closed: bool, again: bool
+) -> None:
+    file = tmp_path / "fleet" / "s-0.held"
+    file.parent.mkdir()
+    file.touch()
+    transport = httpx.ASGITransport(guard(held=file))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+
+        async def answer(path: str, token: str) -> int:
+            headers = {"Authorization": f"Bearer {token}"}
+            return (await client.post(path, headers=headers)).status_code
+
+        assert await answer("/v1/completions", KEY) == 503
+        if not closed:
+            file.unlink()
+            assert await answer("/is_paused", TOKEN) == 200  # the supervisor's next probe
+        shutil.rmtree(file.parent)
+        if again:
+            file.parent.mkdir()
+        assert await answer("/v1/completions", KEY) == (503 if closed else 200)
 
 
 @pytest.mark.parametrize("key", [KEY, None])
