@@ -225,7 +225,6 @@ complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l transport -x
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage -x -a 'auto gpu host stream' -d 'Where the checkpoint waits for the freeze: GPU or host memory, or in a ring of chunks (auto: the GPU if it fits).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage-rate -x -d 'Bytes read per second while servers serve, such as 2GB (default: no bound).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l layout -x -a 'auto runtime checkpoint' -d 'Copy into the parameters, or give to the engine\'s loader (auto: copy if proven).'
-complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l delta -d 'Leave out layers that the servers hold already.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l chunk-size -x -d 'Bytes per chunk, such as 256MiB.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -s h -l help -d 'Show help and exit.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -s q -l quiet -d 'Print results only, no progress (with any command).'

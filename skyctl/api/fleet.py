@@ -242,7 +242,6 @@ class Fleet(GeneratingFleet):
         stage: Stage = "auto",
         stage_rate: int | None = None,
         layout: Layout = "auto",
-        delta: bool = False,
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
@@ -282,7 +281,6 @@ class Fleet(GeneratingFleet):
             stage: where the checkpoint is before servers are frozen: "gpu", "host" or "stream".
             stage_rate: bytes per second that are read at most while servers serve; None takes the
                 fleet's.
-            delta: leave out layers whose bytes the servers already hold (docs/concepts/push.md).
             layout: "runtime" copies tensors straight into parameters, "checkpoint" passes them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
@@ -314,7 +312,6 @@ class Fleet(GeneratingFleet):
             stage=stage,
             stage_rate=stage_rate,
             layout=layout,
-            delta=delta,
             weight_version=weight_version,
             pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,

@@ -88,11 +88,6 @@ def job_views(job: Job) -> list[RenderableType]:
             f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )
-        if skipped := result.get("skipped"):
-            views.append(
-                f"not sent: {count_of(skipped['tensors'], 'tensor')} "
-                f"({format_bytes(skipped['bytes'])}) that the servers held already"
-            )
         views.append(_compared(result))
     return views
 

@@ -189,14 +189,6 @@ def sync_weights(
             show_default=False,
         ),
     ] = LayoutOption.AUTO,
-    delta: Annotated[
-        bool,
-        typer.Option(
-            "--delta",
-            help="Leave out layers that the servers hold already.",
-            rich_help_panel=TRAVEL,
-        ),
-    ] = False,
     chunk_size: Annotated[
         str | None,
         typer.Option(
@@ -217,7 +209,6 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
-    skyctl sync-weights runs/step-200 --delta    # frozen layers stay
     skyctl sync-weights --rollback               # to the previous version
     skyctl sync-weights --rollback step-100      # see: skyctl weights history
     """
@@ -255,7 +246,6 @@ def sync_weights(
         stage=stage.value,
         stage_rate=sizes["--stage-rate"],
         layout=layout.value,
-        delta=delta,
         weight_version=weight_version,
         pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,

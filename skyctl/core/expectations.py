@@ -15,7 +15,6 @@ from skyctl.push.request import PushFleet
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record
 from skyctl.store.base_weights import BaseFiles, BaseWeights
-from skyctl.store.contents import known_content
 from skyctl.store.expected import by_files
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
@@ -34,7 +33,7 @@ _SETTINGS = (
 """Files beside the weights that decide what a server answers."""
 
 
-def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) -> PushFleet:
+def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
     """`fleet` with what is recorded of its servers' weights and of earlier pushes."""
     rows = {row.name: row for row in state.servers()}
     launches = state.expected.launches()
@@ -49,8 +48,7 @@ def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) ->
                 launched_with="" if pushed_to else launches.get(server.name, ""),
             )
         )
-    content = known_content(state.path.parent) if by_tensor else None
-    return replace(fleet, servers=tuple(servers), expected=state.expected.known(), content=content)
+    return replace(fleet, servers=tuple(servers), expected=state.expected.known())
 
 
 def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:

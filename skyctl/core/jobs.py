@@ -22,7 +22,6 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.store.adapters import served
-from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
 from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
@@ -194,7 +193,7 @@ async def run_push(
             roll = functools.partial(push_rolling, on_part=part_over)
             result = await (roll if request.rolling else push)(
                 own.request,
-                informed(fleet, state, by_tensor=own.request.delta),
+                informed(fleet, state),
                 client=client,
                 observer=observer,
                 senders=senders,
@@ -208,8 +207,6 @@ async def run_push(
             reached("push.record")
             own.record(result)
             record(result)
-            if result.content is not None and not request.dry_run:
-                remember_content(state.path.parent, result.content)
 
 
 @contextmanager

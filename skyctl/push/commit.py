@@ -360,8 +360,6 @@ def result_of(
     moving_s = sum(run.stages.get(name, 0.0) for name in ("update", "finish"))
     frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
     dry = run.request.dry_run
-    skipped = prepared.skipped
-    sent = total - (skipped["bytes"] if skipped is not None else 0)
     return PushResult(
         version=label,
         checkpoint=prepared.source,
@@ -370,13 +368,11 @@ def result_of(
         total_bytes=total,
         chunks=prepared.chunks,
         seconds=run.clock() - run.began,
-        gb_per_s=sent / moving_s / 1e9 if moving_s else 0.0,
+        gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
         freeze_window_s=frozen_s,
         stages=dict(run.stages),
         servers=[site.report() for site in prepared.sites],
         content_digest=delivery.content_digest if delivery is not None else "",
-        skipped=skipped,
-        content=delivery.content if delivery is not None else None,
         canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
         compared=_compared(prepared),

@@ -15,13 +15,12 @@ from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.launch.base import Node
-from skyctl.push.delta import content_digest
+from skyctl.push.content import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.relay import OneReader
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
-from skyctl.store.contents import Content
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
@@ -59,13 +58,8 @@ class Delivery(Protocol):
 
     @property
     def content_digest(self) -> str:
-        """Digest over every byte that servers received or already held; "" when unknown."""
+        """Digest over every byte that servers received; "" when unknown."""
         return ""
-
-    @property
-    def content(self) -> Content | None:
-        """The same, tensor by tensor; None when unknown."""
-        return None
 
     async def open(self, sites: Sequence[Site]) -> None:
         """Do everything that can be done before a server is touched. Raises SkyctlError."""
@@ -124,8 +118,6 @@ class ChunkDelivery(Delivery):
         stage: str = "auto",
         programs: Mapping[str, Sequence[Program]] | None = None,
         scan: bool = True,
-        crc32: Mapping[str, int] | None = None,
-        partial: bool = False,
         stage_rate: int | None = None,
     ) -> None:
         self._transport = transport
@@ -150,8 +142,7 @@ class ChunkDelivery(Delivery):
         self._session: Session | None = None
         self._offsets: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
-        self._partial = partial
-        self._checksums: dict[str, int] = dict(crc32 or {})
+        self._checksums: dict[str, int] = {}
         self.one_reader: OneReader | None = None
 
     @property
@@ -163,11 +154,6 @@ class ChunkDelivery(Delivery):
     def content_digest(self) -> str:
         """Digest over names, types, shapes and the crc32 of every tensor; independent of chunks."""
         return content_digest(self._checkpoint.tensors, self._checksums)
-
-    @property
-    def content(self) -> Content | None:
-        digest = self.content_digest
-        return Content(digest, self._checksums) if digest else None
 
     async def warm(self, sites: Sequence[Site]) -> None:
         """Have the pool hold a sender that has started as far as it can without a checkpoint, if
@@ -200,9 +186,7 @@ class ChunkDelivery(Delivery):
                 nccl_settings=self._nccl_settings,
             )
             opened = await self._opened_by(lease, sites)
-        self._session = Session(
-            lease.session, self._plan, world_size, opened.endpoint, partial=self._partial
-        )
+        self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
         if self.one_reader is not None:

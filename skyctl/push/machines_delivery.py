@@ -15,7 +15,6 @@ from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.relay import one_reader
 from skyctl.push.sites import Site, alive
-from skyctl.store.contents import Content
 
 
 class MachinesDelivery(Delivery):
@@ -41,11 +40,6 @@ class MachinesDelivery(Delivery):
         """Of a machine that has read it all."""
         found = (part.content_digest for part in self._parts.values())
         return next((digest for digest in found if digest), "")
-
-    @property
-    def content(self) -> Content | None:
-        found = (part.content for part in self._parts.values())
-        return next((content for content in found if content is not None), None)
 
     async def open(self, sites: Sequence[Site]) -> None:
         parts = [part for part, _ in self._by_machine(sites)]

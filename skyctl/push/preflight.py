@@ -21,7 +21,6 @@ from skyctl.http.client import ControlClient
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import available_memory
 from skyctl.push.delivery import ChunkDelivery, Delivery
-from skyctl.push.delta import Delta, compare
 from skyctl.push.expected import refuse_broken
 from skyctl.push.fit import check_fit
 from skyctl.push.forecast import Forecast, refusal, slots_of
@@ -59,8 +58,7 @@ _plans: dict[tuple[object, ...], ChunkPlan] = {}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is the most memory it needs on this machine. Where
-    servers already hold some of it (`delta`), `plan` covers the rest and `whole` all of it.
+    """A push that may begin. `memory_bytes` is the most memory it needs on this machine.
     `identity` names the files, or weights that are in no file.
     """
 
@@ -79,8 +77,6 @@ class Prepared:
     layout: LayoutChoice = field(default_factory=LayoutChoice)
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
-    delta: Delta | None = None
-    whole: ChunkPlan | None = None
     identity: str = ""
 
     @property
@@ -99,14 +95,13 @@ class Prepared:
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
-        partial = self.whole is not None and not by_loader
         spare_bytes = self.layout.spare_bytes
         copying = functools.partial(RuntimeDelivery, spare_bytes=spare_bytes)
         deliver = functools.partial(
             copying if copied else ChunkDelivery,
             self.transport,
             self.checkpoint,
-            self.plan if partial or self.whole is None else self.whole,
+            self.plan,
             fleet,
             sender_gpu=self.sender_gpu,
             sender_node=self.sender_node,
@@ -115,8 +110,6 @@ class Prepared:
             # what vLLM's loader makes of a processed weight cannot be numbered
             programs=self.layout.programs if copied or not spare_bytes else None,
             scan=self.request.scan_nan is None,
-            crc32=self.delta.crc32 if self.delta is not None else None,
-            partial=partial,
             stage_rate=self.request.stage_rate or fleet.stage_rate,
         )
         nodes = dict.fromkeys(server.node for server in fleet.servers)
@@ -148,13 +141,6 @@ class Prepared:
         """Chunks to send: 0 where servers read the checkpoint themselves."""
         return len(self.plan.chunks) if self.transport is not None else 0
 
-    @property
-    def skipped(self) -> dict[str, int] | None:
-        """What servers already hold, as in `PushResult`."""
-        if self.delta is None:
-            return None
-        return self.delta.skipped(self.checkpoint.tensors)
-
     def to_json(self) -> dict[str, Any]:
         """The plan as `--dry-run` shows it. Sizes in bytes."""
         largest = self.plan.largest
@@ -175,7 +161,6 @@ class Prepared:
             "assumptions": list(self.assumptions),
             "servers": [facts.to_json() for facts in self.facts],
             "notes": list(self.notes),
-            "skipped": self.skipped,
         }
 
 
@@ -251,14 +236,8 @@ async def preflight(
     notes += await check_fit(request, checkpoint, fleet, facts, sites)
     chunk_size = request.chunk_size or fleet.chunk_size
     workers = sum(fact.world_size for fact in facts)
-    delta = None
-    if request.delta:
-        delta = await _delta(request, choice, checkpoint, fleet, sites)
-        notes += [delta.note] if delta.note else []
-    asked_layout = "checkpoint" if request.delta else request.layout
-    layout = await choose_layout(asked_layout, choice.name, sites, checkpoint)
+    layout = await choose_layout(request.layout, choice.name, sites, checkpoint)
     notes += [layout.note] if layout.note else []
-    whole = None
     if transport is None:
         plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
     else:
@@ -274,8 +253,6 @@ async def preflight(
         plan = remembered(
             _plans, (checkpoint.headers, layout.order, *cut), lambda: planned(checkpoint.tensors)
         )
-        if delta is not None and delta.held:
-            whole, plan = plan, planned(delta.sent(checkpoint.tensors))
         layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
@@ -307,8 +284,6 @@ async def preflight(
         layout=layout,
         forecasts=forecasts,
         assumptions=said,
-        delta=delta,
-        whole=whole,
     )
     if layout.name == "checkpoint":  # of copied weights every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
@@ -370,24 +345,6 @@ def _refuse_spanning(transport: str, fleet: PushFleet) -> None:
             "sender reaches the workers of one",
             hint="push a path that all of them share, with --transport disk",
         )
-
-
-async def _delta(
-    request: PushRequest,
-    choice: Choice,
-    checkpoint: Checkpoint,
-    fleet: PushFleet,
-    sites: Sequence[Site],
-) -> Delta:
-    if choice.name == "disk" or request.layout == "runtime":
-        which = "--transport disk" if choice.name == "disk" else "--layout runtime"
-        raise PreflightError(
-            f"--delta sends what differs, and {which} replaces everything",
-            hint="leave one of them out" if request.layout == "runtime" else "--transport shm",
-        )
-    if not request.verify:
-        return Delta({}, note="everything is sent: without verification nothing may be left out")
-    return await compare(checkpoint, fleet, sites, timeout_s=fleet.update_timeout_s)
 
 
 def _refuse_unspeakable(request: PushRequest) -> None:

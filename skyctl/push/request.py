@@ -12,7 +12,6 @@ from skyctl.http.target import ServerTarget
 if TYPE_CHECKING:
     from skyctl.launch.base import Node
     from skyctl.push.trainer import Trainer
-    from skyctl.store.contents import Content
     from skyctl.store.expected import Expectations
     from skyctl.store.journal import PushRecord
     from skyctl.store.state import FleetWeights
@@ -52,9 +51,9 @@ class PushRequest:
     copy, and keeps it. `rolling` is how many servers are updated at a time while the others serve,
     0 for all. `colocated`: sleeping servers are woken for it. `sleep_after` is the level to sleep
     at afterwards, 0: none. `stage` is where the checkpoint is before servers are frozen
-    (`push/forecast.py`), `layout` how it gets into their parameters (`push/layouts.py`). `delta`:
-    layers that servers already hold are not sent (`push/delta.py`). `stage_rate`: bytes per second
-    at which the sender reads at most while servers are not frozen; None takes the fleet's.
+    (`push/forecast.py`), `layout` how it gets into their parameters (`push/layouts.py`).
+    `stage_rate`: bytes per second at which the sender reads at most while servers are not frozen;
+    None takes the fleet's.
     `weights_digest` is the digest that servers must have, if the caller knows it. With transport
     `store.state.TRAINER` a trainer sends the weights itself, and `checkpoint` is "" unless it has
     also written them to disk (`push/trainer.py`).
@@ -79,7 +78,6 @@ class PushRequest:
     sleep_after: int = 0
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
     layout: Layout = "auto"
-    delta: bool = False
     stage_rate: int | None = None
     weights_digest: str | None = None
     expected_content: str | None = None
@@ -156,7 +154,7 @@ class PushFleet:
     interpreter that runs the sender process (it needs torch); "" is this one. `committed` are the
     weights that the fleet serves, and returns to when a push is refused; None if unknown. `pushes`
     are the fleet's latest, newest first. `expected` are the digests that servers must have.
-    `content` is what they hold, tensor by tensor, as far as known. `stage_rate` is None for no
+    `stage_rate` is None for no
     bound. `one_reader`: of the senders on several machines one reads, and the others receive from
     it. `trainer` sends the weights of a push that skyctl has no sender for.
     """
@@ -176,7 +174,6 @@ class PushFleet:
     pushes: tuple[PushRecord, ...] = ()
     committed: FleetWeights | None = None
     expected: Expectations = field(default_factory=_nothing_expected)
-    content: Content | None = None
     trainer: Trainer | None = None
 
 
@@ -290,10 +287,8 @@ class PushResult:
     has one CanaryResult mapping per server and prompt. `compared` is how much of the checkpoint
     every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None if nothing
     was compared. `layout_share` is the share of the weights, 0 to 1, that servers copied into their
-    parameters; vLLM's loader took the rest. `skipped` are the {"tensors", "bytes"} that servers
-    already held and were not sent, None unless they were compared. `learned` is what was found out
-    for later pushes, `content` what servers hold now, tensor by tensor; neither is part of the
-    JSON. `plan` is filled by a dry run only.
+    parameters; vLLM's loader took the rest. `learned` is what was found out
+    for later pushes; it is not part of the JSON. `plan` is filled by a dry run only.
     """
 
     version: str
@@ -312,16 +307,14 @@ class PushResult:
     notes: list[str] = field(default_factory=list)
     compared: dict[str, int] | None = None
     layout_share: float = 0.0
-    skipped: dict[str, int] | None = None
-    content: Content | None = None
     learned: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
-        found = asdict(replace(self, learned=None, content=None))
-        del found["learned"], found["content"]
-        return found
+        data = asdict(replace(self, learned=None))
+        del data["learned"]
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PushResult:

@@ -164,12 +164,6 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
     label = label_of(run, prepared, delivery)
     with run.stage("verify"):
         await verify(run, prepared, delivery.content_digest)
-    if prepared.whole is not None and len(alive(sites)) < len(sites):
-        # they do not hold what they were assumed to hold
-        await delivery.close()
-        delivery = await _push_again(run, prepared, delivery)
-        with run.stage("verify"):
-            await verify(run, prepared, delivery.content_digest)
     if run.request.canary is not None:
         with run.stage("canary"):
             run.canary = await try_canary(run, sites)

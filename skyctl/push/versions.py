@@ -125,18 +125,14 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
     """
     if request.expected_digest in (None, checkpoint.identity_digest):
         return
-    if request.expected_content and request.expected_content == read_content(checkpoint):
-        return
+    if request.expected_content:
+        from skyctl.push.content import read_content
+
+        if request.expected_content == read_content(checkpoint):
+            return
     version = request.weight_version
     pushed = f"pushed as {version}" if version else "last looked at"
     raise WeightsGone(
         f"{checkpoint.path} was overwritten since it was {pushed}",
         hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
     )
-
-
-def read_content(checkpoint: Checkpoint) -> str:
-    """The content digest of a checkpoint; reads all of it. Raises CheckpointChanged."""
-    from skyctl.push.delta import checksums, content_digest
-
-    return content_digest(checkpoint.tensors, checksums(checkpoint))

@@ -22,14 +22,12 @@ from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
 @dataclass(frozen=True)
 class Session:
     """One attempt at carrying a plan over. `endpoint` is what the sender said of itself;
-    `world_size` counts the sender and every worker. `partial`: servers have the layers that are not
-    in the plan."""
+    `world_size` counts the sender and every worker."""
 
     name: str
     plan: ChunkPlan
     world_size: int
     endpoint: Mapping[str, Any]
-    partial: bool = False
 
 
 class Transport(Protocol):
@@ -227,6 +225,5 @@ def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) ->
             tensors=[tensor.name for tensor in session.plan.tensors],
             slot_bytes=session.plan.slot_bytes,
             endpoint=endpoint,
-            partial=session.partial,
         )
     )

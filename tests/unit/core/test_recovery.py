@@ -24,7 +24,7 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.delta import checksums, content_digest
+from skyctl.push.content import read_content
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.identity import own_identity
@@ -333,7 +333,7 @@ def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are
         "v1",
         str(directory),
         checkpoint.identity_digest,
-        content_digest=content_digest(checkpoint.tensors, checksums(checkpoint)),
+        content_digest=read_content(checkpoint),
     )
     os.utime(checkpoint.shards[0].path, ns=(1, 1))
     now = read_checkpoint(str(directory)).identity_digest

@@ -24,16 +24,13 @@ def half_open(model: Any) -> bool:
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
-def missing_parameters(
-    model: Any, tied: Container[str] = (), *, partial: bool = False
-) -> list[str]:
+def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
     """Names of layers that still wait for weights; call before the session is finalized.
 
     Layers that received everything were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
-    use what another one loads (`engines/vllm/inside/experts.py`). With `partial`, a layer that
-    received nothing is not missing: it gets its previous weights back.
+    use what another one loads (`engines/vllm/inside/experts.py`).
     """
     missing = []
     for name, layer in model.named_modules():
@@ -44,8 +41,6 @@ def missing_parameters(
             continue
         method = type(getattr(layer, "quant_method", None)).__name__
         padded = hasattr(layer, "num_embeddings_padded") or method not in _UNQUANTIZED
-        if info.load_numel == 0 and partial:
-            continue
         if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
             missing.append(name or type(layer).__name__)
     return missing

@@ -68,7 +68,6 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = open_receiver(init_info, rank)
         self._announced = set(init_info.tensors)
-        self._partial = init_info.partial
 
     def start_weight_update(self) -> None:
         """Open a session: layers become meta tensors until their weights are complete.
@@ -112,9 +111,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         """
         received, announced = self._received, self._announced
         self._received = set()
-        missing = (
-            missing_parameters(self.model, self._tied, partial=self._partial) if received else []
-        )
+        missing = missing_parameters(self.model, self._tied) if received else []
         finalize_layerwise_reload(self.model, self.model_config)
         if not received:
             return

@@ -55,7 +55,6 @@ class ReceiverInit:
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
         endpoint: what the mechanism needs (see its receiver); it may hold a secret.
-        partial: layers that are sent nothing stay as they are.
     """
 
     transport: str
@@ -63,7 +62,6 @@ class ReceiverInit:
     tensors: list[str]
     slot_bytes: int
     endpoint: dict[str, Any] = field(default_factory=dict, repr=False)
-    partial: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport.isidentifier():
