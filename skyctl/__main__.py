@@ -19,7 +19,7 @@ FRONT_PAGE = Path(__file__).with_name("cli") / "front_page.txt"
 
 def main() -> None:
     """Print the page of `skyctl --help` at once; everything else goes to the commands."""
-    startup.have_streams()
+    startup.ensure_std_streams()
     arguments = sys.argv[1:]
     # a shell that asks for completions calls us without arguments
     completing = "_SKYCTL_COMPLETE" in os.environ
@@ -27,16 +27,16 @@ def main() -> None:
         sys.stdout.write(_front_page())
         sys.exit(0 if arguments else 2)
     startup.hold_interrupts(True)
-    startup.hurry()
+    startup.speed_up_imports()
     from skyctl.cli.app import main as run
 
     try:
         run()
-    except SystemExit as ended:
-        startup.end(ended.code)
+    except SystemExit as exit_:
+        startup.exit_now(exit_.code)
         raise
     finally:
-        startup.leave()
+        startup.skip_final_collection()
 
 
 def _only_asks_for_help(arguments: Sequence[str]) -> bool:

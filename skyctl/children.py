@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 
-from skyctl.startup import inherited
+from skyctl.startup import inherited_environment
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0/0", "::/0")
@@ -23,7 +23,7 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
     Where there is a proxy, no_proxy and NO_PROXY have loopback and the entries of both.
     """
-    given = inherited()
+    given = inherited_environment()
     environment = {**given, **extra}
     if not (proxies := proxies_of(environment)):
         return environment

@@ -9,15 +9,15 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── ServerError                 1   a server answered, and the answer was an error
 │   ├── ServerUnreachable       1   no connection, or it broke
 │   └── DeadlineExceeded      124   no answer within the deadline
-├── HostUnreachable             1   a machine of the fleet cannot be asked what runs there
-├── ConflictError               1   somebody else holds the lock, the port or the name
+├── HostUnreachable             1   a machine of the fleet does not say what runs on it
+├── ConflictError               1   another command or process has the lock, port or name
 │   └── VersionMismatch         1   the fleet's supervisor is of another skyctl
 ├── WeightsGone                 1   the files of a version are not what they were
 ├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug in skyctl
-└── PushError                   1   a push failed after it began; says how it left each server
+└── PushError                   1   a push failed after it began; has the state of each server
     └── CanaryFailed            1   … because its canary did: nothing of it is served
 """
 
@@ -134,11 +134,11 @@ class DeadlineExceeded(ServerError):
 
 
 class HostUnreachable(SkyctlError):
-    """A machine that servers run on cannot be asked; it is unknown whether they still run."""
+    """A machine that servers run on does not answer; whether they still run is unknown."""
 
 
 class ConflictError(SkyctlError):
-    """Somebody else holds the lock, the port or the name; the message says who."""
+    """Another command or process has the lock, the port or the name; the message says which."""
 
 
 class VersionMismatch(ConflictError):
@@ -168,10 +168,10 @@ class CanaryFailed(PushError):
     answer."""
 
 
-def no_server(fleet: str, name: str, known: Iterable[str]) -> NotFoundError:
+def no_server(fleet: str, name: str, servers: Iterable[str]) -> NotFoundError:
     """The error of a server's name that the fleet does not have, with those that it has."""
     return NotFoundError(
-        f"fleet {fleet} has no server {name!r}", hint=f"its servers are: {', '.join(known)}"
+        f"fleet {fleet} has no server {name!r}", hint=f"its servers are: {', '.join(servers)}"
     )
 
 
@@ -179,10 +179,10 @@ def error_named(
     kind: str, message: str, *, hint: str = "", details: dict[str, Any] | None = None
 ) -> SkyctlError:
     """The error of this tree with that name (`kind` in JSON); SkyctlError for any other name."""
-    found = globals().get(kind)
-    if not (isinstance(found, type) and issubclass(found, SkyctlError)):
-        found = SkyctlError
-    error: SkyctlError = found(message, hint=hint, details=details)
+    error_type = globals().get(kind)
+    if not (isinstance(error_type, type) and issubclass(error_type, SkyctlError)):
+        error_type = SkyctlError
+    error: SkyctlError = error_type(message, hint=hint, details=details)
     return error
 
 

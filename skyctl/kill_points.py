@@ -3,7 +3,7 @@
     SKYCTL_KILL_AT=push.update.sent        the first time that point is reached
     SKYCTL_KILL_AT=push.update.sent:3      the third time
     SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, during what follows
-    SKYCTL_KILL_AT=@FILE                   what the file says; whoever removes it dies: one process
+    SKYCTL_KILL_AT=@FILE                   as the file says; the one process that removes it dies
 
 Each point is reached by one kind of process (the process that pushes, the sender, the supervisor, a
 command), so that the variable may be inherited by all of them. `POINTS` lists every one.
@@ -105,24 +105,24 @@ def _parsed(text: str) -> tuple[str, int, float]:
             text = Path(text[1:]).read_text().strip()
         except FileNotFoundError:  # another process died of it
             return "", 1, 0.0
-    named, _, delay_ms = text.partition("+")
-    point, _, count = named.partition(":")
+    place, _, delay_ms = text.partition("+")
+    point, _, count = place.partition(":")
     if point and point not in POINTS:
         raise ValueError(f"{VARIABLE}: there is no point {point!r}")
     return point, int(count or 1), float(delay_ms or 0) / 1000
 
 
-_asked = os.environ.get(VARIABLE, "")
-_point, _left, _delay_s = _parsed(_asked)
+_request = os.environ.get(VARIABLE, "")
+_point, _remaining, _delay_s = _parsed(_request)
 
 
 def reached(point: str) -> None:
-    """End this process by SIGKILL if it is to die here."""
-    global _left
+    """Kill this process if the variable names this point."""
+    global _remaining
     if not _point or _point != point:
         return
-    _left -= 1
-    if _left != 0 or not _is_ours():
+    _remaining -= 1
+    if _remaining != 0 or not _is_ours():
         return
     if _delay_s:
         timer = threading.Timer(_delay_s, os.kill, (os.getpid(), signal.SIGKILL))
@@ -133,10 +133,10 @@ def reached(point: str) -> None:
 
 
 def _is_ours() -> bool:
-    if not _asked.startswith("@"):
+    if not _request.startswith("@"):
         return True
     try:
-        Path(_asked[1:]).unlink()
+        Path(_request[1:]).unlink()
     except FileNotFoundError:
         return False
     return True

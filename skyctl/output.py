@@ -27,7 +27,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError, UsageError
-from skyctl.printing import heard, let_stdout_go, mode
+from skyctl.output_mode import discard_stdout, mode, on_mode_change
 from skyctl.sanitize import sanitized
 from skyctl.tables import Table
 
@@ -88,7 +88,7 @@ def _as_configured() -> None:
 out: Console
 err: Console
 _as_configured()
-heard.append(_as_configured)
+on_mode_change.append(_as_configured)
 
 
 def styled(state: str) -> Text:
@@ -121,7 +121,7 @@ def emit(
     except BrokenPipeError:
         if exit_code is ExitCode.OK:
             raise
-        let_stdout_go()  # its reader has seen enough; the code is for another
+        discard_stdout()  # its reader has gone; the exit code still counts
     if exit_code is not ExitCode.OK:
         raise SystemExit(int(exit_code))
 
@@ -289,7 +289,7 @@ def outcome_table(outcomes: Sequence[Any]) -> RenderableType:
     Takes `Outcome`s or their JSON mappings. Of more than `_MOST_OUTCOMES`, successes without a
     detail are left out.
     """
-    rows = [one if isinstance(one, dict) else one.to_json() for one in outcomes]
+    rows = [row if isinstance(row, dict) else row.to_json() for row in outcomes]
     shown = rows
     if len(rows) > _MOST_OUTCOMES:
         shown = [row for row in rows if row["status"] != "ok" or row["detail"]]
@@ -300,8 +300,8 @@ def outcome_table(outcomes: Sequence[Any]) -> RenderableType:
     listed = table(["SERVER", "RESULT", ">MS", "~DETAIL"], cells)
     if len(shown) == len(rows):
         return listed
-    rest = Text(f"{len(rows) - len(shown)} servers ok (--json lists them)")
-    return Group(listed, rest) if shown else rest
+    hidden = Text(f"{len(rows) - len(shown)} servers ok (--json lists them)")
+    return Group(listed, hidden) if shown else hidden
 
 
 def progress_line(done: float, total: float, text: str) -> RichTable:

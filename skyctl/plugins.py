@@ -26,7 +26,7 @@ class Plugins(Generic[T]):
         """The object of that name.
 
         Raises:
-            UsageError: there is none, or the package that provides it cannot be imported.
+            UsageError: no such object, or the package that provides it cannot be imported.
         """
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")
@@ -45,16 +45,16 @@ class Plugins(Generic[T]):
     def _load(self, name: str) -> T:
         from importlib.metadata import entry_points
 
-        found = [*entry_points(group=self._group, name=name)]
-        if not found:
+        points = [*entry_points(group=self._group, name=name)]
+        if not points:
             raise UsageError(
                 f"there is no {self._kind} {name!r}",
                 hint=f"there are: {', '.join(self.names())}",
             )
         try:
-            loaded: T = found[0].load()
+            loaded: T = points[0].load()
         except Exception as error:
             raise UsageError(
-                f"{self._kind} {name!r} ({found[0].value}) cannot be imported: {error!r}"
+                f"{self._kind} {name!r} ({points[0].value}) cannot be imported: {error!r}"
             ) from error
         return loaded

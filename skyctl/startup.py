@@ -1,4 +1,4 @@
-"""What lets a command start and end quickly, and is not for the processes that it starts."""
+"""Start and end a command quickly; processes that it starts are not affected."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import time
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _AGAIN_S = 0.01  # longer than a finalizer
-_ours: set[str] = set()  # variables that were not there before
+_ours: set[str] = set()  # variables that this module set
 
 
-def have_streams() -> None:
-    """A command that was started without stdin, stdout or stderr (`>&-`) gets an empty one: Python
-    has None for it, and the next file that is opened would take its number. What a locale has no
-    character for is written as its number, as Python does on stderr.
+def ensure_std_streams() -> None:
+    """Open /dev/null as each of stdin, stdout and stderr that was closed (`>&-`), and have stdout
+    write a character that its encoding lacks as an escape, as Python's stderr does.
     """
+    # Python has None for a closed one, and the next file that is opened would take its number
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # another file has taken its number: it is asked where
+        # another file may have taken stdout's number: `reconfigure` asks for its position
+        with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def hurry() -> None:
-    """For a process that is about to import: look for what it does not need less often.
+def speed_up_imports() -> None:
+    """Have this process collect garbage less often, and pydantic look for no plugins.
 
     Imports make many objects and no garbage. Pydantic looks for plugins in every package that is
     installed, which are hundreds beside vLLM.
@@ -46,22 +47,24 @@ def hurry() -> None:
 
 
 def hold_interrupts(hold: bool) -> None:
-    """Have Ctrl-C wait, while nothing could answer it but a traceback; or answer it from now on."""
+    """Block SIGINT until the command can report it; `hold=False` unblocks it."""
     how = signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK
     signal.pthread_sigmask(how, {signal.SIGINT})
 
 
 def repeat_lost_interrupts() -> None:
-    """Have a Ctrl-C come again where Python has nobody to raise it to: in a finalizer, or in the
-    callback of a weak reference, as each import has one. It was reported there, and then ignored.
+    """Send SIGINT again when Python could not raise KeyboardInterrupt.
+
+    In a finalizer or a weak reference's callback (each import has one) Python reports the exception
+    and goes on.
     """
 
-    def unraisable(what: sys.UnraisableHookArgs) -> None:
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(what)
+    def unraisable(report: sys.UnraisableHookArgs) -> None:
+        if not issubclass(report.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(report)
             return
         while True:
-            # a `Thread` waits until it has begun: on a busy machine the next one came before that
+            # `threading.Thread` waits for its start: a second Ctrl-C can arrive during that
             try:
                 _thread.start_new_thread(_interrupt_again, ())
                 return
@@ -78,18 +81,18 @@ def _interrupt_again() -> None:
     signal.pthread_kill(main, signal.SIGINT)
 
 
-def leave() -> None:
-    """For a process that ends: without it the interpreter looks for garbage, for some 60 ms.
+def skip_final_collection() -> None:
+    """Spare a process that ends the interpreter's last garbage collection, some 60 ms.
 
-    Not beside torch, which has taken seconds by then: a library of its would list all that was not
-    collected as leaked.
+    Not beside torch, which takes seconds to import anyway: a library of torch's would report all
+    uncollected objects as leaks.
     """
     if "torch" not in sys.modules:
         gc.freeze()
 
 
-def end(code: object) -> None:
-    """End this process at once: to take apart what was imported takes the interpreter some 10 ms.
+def exit_now(code: object) -> None:
+    """End this process without the interpreter's cleanup of modules, some 10 ms.
 
     Returns where the interpreter has more to do: other threads, output that cannot be written.
     """
@@ -104,6 +107,6 @@ def end(code: object) -> None:
     os._exit(code)
 
 
-def inherited() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
     """The environment as this process was given it, for those that it starts."""
     return {name: value for name, value in os.environ.items() if name not in _ours}

@@ -31,10 +31,10 @@ def parse_bytes(text: str | int) -> int:
 def finite_or(text: str, default: float) -> float:
     """The finite number that `text` is, else `default`."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
         return default
-    return found if math.isfinite(found) else default
+    return number if math.isfinite(number) else default
 
 
 def format_bytes(count: float) -> str:
@@ -57,9 +57,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, full_seconds = divmod(int(seconds), 60)
     if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
+        return f"{minutes}m{full_seconds:02d}s"
     hours, minutes = divmod(minutes, 60)
     if hours < 24:
         return f"{hours}h{minutes:02d}m"

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skyctl.startup import inherited
+from skyctl.startup import inherited_environment
 from skyctl.store.paths import FleetPaths, create_private_file
 from tests import forked
 
@@ -164,7 +164,7 @@ def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Po
     with os.fdopen(create_private_file(log, os.O_APPEND), "ab") as output:
         return command(
             argv,
-            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
+            env={**inherited_environment(), "SKYCTL_HOME": str(paths.root)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -257,7 +257,7 @@ class Supervisor:
         nothing = os.open(os.devnull, os.O_RDONLY)
         output = create_private_file(log, os.O_APPEND)
         try:
-            env = {**inherited(), "SKYCTL_HOME": str(paths.root)}
+            env = {**inherited_environment(), "SKYCTL_HOME": str(paths.root)}
             streams = [nothing, output, output, tell]
             socket.send_fds(self.ask, [_request(argv, "/", env)], streams)
         finally:

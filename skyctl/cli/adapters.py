@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
 from skyctl.units import count_of
 
@@ -122,8 +122,12 @@ def unload(
     """
     from skyctl.adapters.change import UnloadAdapter
 
-    asked = UnloadAdapter(name=name, timeout_s=timeout)
-    _report(ask_fleet(*chosen(context, file, fleet), lambda running: running.unload_adapter(asked)))
+    request = UnloadAdapter(name=name, timeout_s=timeout)
+    _report(
+        call_chosen_fleet(
+            *chosen(context, file, fleet), lambda running: running.unload_adapter(request)
+        )
+    )
 
 
 def _change(
@@ -139,15 +143,15 @@ def _change(
     from skyctl.core.registry import FleetRef, find
     from skyctl.store.paths import expanded
 
-    here = isinstance(find(file, fleet), FleetRef)  # otherwise the path is one on another machine
-    asked = LoadAdapter(
+    local = isinstance(find(file, fleet), FleetRef)  # otherwise the path is on another machine
+    request = LoadAdapter(
         name=name,
-        directory=str(expanded(directory).absolute() if here else directory),
+        directory=str(expanded(directory).absolute() if local else directory),
         new=new,
         any_base=any_base,
         timeout_s=timeout_s,
     )
-    _report(ask_fleet(file, fleet, lambda running: running.load_adapter(asked)))
+    _report(call_chosen_fleet(file, fleet, lambda running: running.load_adapter(request)))
 
 
 def _report(change: AdapterChange) -> None:
@@ -185,21 +189,21 @@ def _show(file: Path | None, fleet: str | None) -> None:
     from skyctl import output
     from skyctl.units import format_bytes
 
-    found = ask_fleet(file, fleet, lambda running: running.adapters())
+    adapters = call_chosen_fleet(file, fleet, lambda running: running.adapters())
     rows = [
         [
-            one.name,
-            str(one.version),
-            str(one.rank),
-            format_bytes(one.bytes),
-            one.digest[:12],
-            ", ".join(one.servers) or "no server yet",
-            one.source,
+            adapter.name,
+            str(adapter.version),
+            str(adapter.rank),
+            format_bytes(adapter.bytes),
+            adapter.digest[:12],
+            ", ".join(adapter.servers) or "no server yet",
+            adapter.source,
         ]
-        for one in found
+        for adapter in adapters
     ]
     output.emit(
-        {"adapters": [one.to_json() for one in found]},
+        {"adapters": [adapter.to_json() for adapter in adapters]},
         output.table(["ADAPTER", "VERSION", "RANK", "SIZE", "DIGEST", "~SERVERS", "~SOURCE"], rows)
         if rows
         else "no adapters are served",

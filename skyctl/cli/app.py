@@ -29,7 +29,7 @@ from skyctl.errors import (
     SkyctlError,
     UsageError,
 )
-from skyctl.printing import configure, let_stdout_go, mode
+from skyctl.output_mode import configure, discard_stdout, mode
 from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
 
@@ -157,7 +157,7 @@ def _global_options(
         help="Copy of a remote fleet's supervisor.pem (with --fleet https://…).",
     ),
 ) -> None:
-    """What they mean is read by `main` from the command line; here they are declared."""
+    """Declares them for --help and the parser; `main` reads them from the command line."""
     for variable, path in (("SKYCTL_TOKEN_FILE", token_file), ("SKYCTL_CA", ca)):
         if path is not None:
             os.environ[variable] = path
@@ -182,7 +182,7 @@ def register(verbs: Sequence[Verb]) -> None:
 
 def options_first(arguments: Sequence[str]) -> list[str]:
     """The same arguments with the options that are valid everywhere at the front."""
-    options, rest = _split(arguments)
+    options, after = _split(arguments)
     first, others, words = list[str](), list[str](), iter(options)
     for word in words:
         option, equals, _ = word.partition("=")
@@ -192,7 +192,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
             )
         else:
             (first if word in EVERYWHERE else others).append(word)
-    return [*first, *others, *rest]
+    return [*first, *others, *after]
 
 
 def given(option: str, arguments: Sequence[str]) -> bool:
@@ -220,12 +220,12 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
     help_hint = f"skyctl {command} --help" if command else "skyctl --help"
     message, _, guess = complaint.replace("Value error, ", "").partition(" Did you mean ")
     message = message[:1].lower() + message[1:].removesuffix(".")
-    if found := re.fullmatch(r"no such command '(.*)'", message):
-        return message, _other_command(found[1], guess.replace("'", ""))
-    if found := re.fullmatch(r"(no such option: \S+) \(Possible options: (.*)\)", message):
-        near = difflib.get_close_matches(found[1].split()[-1], found[2].split(", "), 1, 0.75)
+    if match := re.fullmatch(r"no such command '(.*)'", message):
+        return message, _other_command(match[1], guess.replace("'", ""))
+    if match := re.fullmatch(r"(no such option: \S+) \(Possible options: (.*)\)", message):
+        near = difflib.get_close_matches(match[1].split()[-1], match[2].split(", "), 1, 0.75)
         guess = f"did you mean {near[0]}; " if near else ""
-        return found[1], f"{guess}all options: {help_hint}"
+        return match[1], f"{guess}all options: {help_hint}"
     if guess:
         return message, f"did you mean {guess.replace(chr(39), '')}"
     option = message.partition("no such option: ")[2]
@@ -248,14 +248,14 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
 
 
 def fleet_option(word: str) -> str:
-    """How a word that stands where none is expected is typed, if it names a fleet or its file."""
+    """The option to type before `word`, which names a fleet or its file."""
     if word.endswith((".yaml", ".yml")) or "/" in word:
         return f"a fleet file is named with: -f {word}"
     return f"a fleet is named with: --fleet {word}"
 
 
 def _other_command(typed: str, guess: str) -> str:
-    """The command that was probably meant by an unknown one."""
+    """A hint at the command that an unknown name probably stands for."""
     if typed == "attach":
         return _ATTACH
     if typed in _SAME:
@@ -279,22 +279,24 @@ def flowing(docstring: str | None) -> str:
     )
 
 
-def asked_for(arguments: Sequence[str]) -> Sequence[Verb]:
-    """The command that was typed, where that is plain; else all of them.
+def verbs_to_register(arguments: Sequence[str]) -> Sequence[Verb]:
+    """The command that was typed; all of them if it is unclear which.
 
-    A module and its parser cost some milliseconds for each command.
+    Each registered command costs some milliseconds: its module and its parser.
     """
     typed = command_name(arguments, {})
-    found = [verb for verb in VERBS if verb.name == typed]
+    matching = [verb for verb in VERBS if verb.name == typed]
     # `help` shows the pages of others; a shell asks for completions without arguments
-    return VERBS if not found or typed == "help" or "_SKYCTL_COMPLETE" in os.environ else found
+    return (
+        VERBS if not matching or typed == "help" or "_SKYCTL_COMPLETE" in os.environ else matching
+    )
 
 
 def main() -> None:
     """Entry point: run one command, print one error, exit with its documented code."""
     arguments = sys.argv[1:]
     spare_validators()
-    register(asked_for(arguments))
+    register(verbs_to_register(arguments))
     configure(
         command=command_name(arguments, _groups()),
         json=given("--json", arguments),
@@ -304,8 +306,8 @@ def main() -> None:
     try:
         _run(arguments)
     except BrokenPipeError:
-        # whoever read our output has seen enough: nothing is left to say
-        let_stdout_go()
+        # the reader of our output has closed it: there is nothing to report
+        discard_stdout()
         sys.exit(int(ExitCode.OK))
     except OSError as error:
         _fail_on_disk(error)
@@ -346,32 +348,32 @@ def _run(arguments: Sequence[str]) -> NoReturn:
 
 
 def _of_the_disk(error: OSError) -> bool:
-    """Whether a file or a disk is at fault, ours or the one that stdout is; not a bug."""
+    """Whether a file, a disk or stdout failed, rather than skyctl."""
     full = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
     return error.filename is not None or error.errno in full
 
 
 def _fail_on_disk(error: OSError) -> NoReturn:
-    """A file that cannot be used, or a stdout that takes no more."""
+    """Report a file that cannot be used, or a stdout that cannot be written."""
     from skyctl import output
 
-    what = f"{error.filename}" if error.filename is not None else "cannot write"
+    place = f"{error.filename}" if error.filename is not None else "cannot write"
     hint = _ADVICE.get(error.errno or 0, "") if error.filename is not None else ""
-    known = SkyctlError(f"{what}: {error.strerror or error}", hint=hint)
+    failure = SkyctlError(f"{place}: {error.strerror or error}", hint=hint)
     try:
         sys.stdout.flush()
-        _fail(known)
+        _fail(failure)
     except OSError:
-        let_stdout_go()
+        discard_stdout()
         with contextlib.suppress(OSError):  # stderr may be full, too
-            output.print_error(known)
-        sys.exit(int(known.exit_code))
+            output.print_error(failure)
+        sys.exit(int(failure.exit_code))
 
 
 def _interrupted() -> Interrupted:
-    """What a command has begun goes on in the supervisor."""
+    """The error of Ctrl-C; what the command began may go on in the supervisor."""
     verb = mode.command.split()[0]
-    acts = any(one.name == verb and one.panel in (FLEET, FREEZE, WEIGHTS) for one in VERBS)
+    acts = any(row.name == verb and row.panel in (FLEET, FREEZE, WEIGHTS) for row in VERBS)
     hint = "what it began may go on: skyctl status" if acts and verb not in _LOOKS else ""
     return Interrupted("interrupted", hint=hint)
 
@@ -383,17 +385,19 @@ def _fail(error: SkyctlError) -> NoReturn:
     if isinstance(error, UsageError) and not error.hint:
         error.hint = f"how it is typed: skyctl {mode.command} --help"
     if isinstance(error, PreflightError) and not error.hint:
-        error.hint = "nothing was touched: put it right, and type this again"
+        error.hint = "nothing was touched: repair it, then run this again"
     try:
         output.emit_error(error)
     except BrokenPipeError:
-        let_stdout_go()
+        discard_stdout()
     sys.exit(int(error.exit_code))
 
 
 def _of_an_interrupt(error: BaseException | None) -> bool:
-    """Whether it stands for Ctrl-C: in a class body Python makes a RuntimeError of it, and pydantic
-    a SchemaError that ends with its name.
+    """Whether Ctrl-C caused `error`.
+
+    Python turns KeyboardInterrupt in a class body into a RuntimeError, pydantic into a SchemaError
+    whose text ends with its name.
     """
     while error is not None:
         if isinstance(error, KeyboardInterrupt) or str(error).endswith("KeyboardInterrupt: "):
@@ -403,7 +407,7 @@ def _of_an_interrupt(error: BaseException | None) -> bool:
 
 
 def _fail_unexpectedly(error: Exception) -> NoReturn:
-    """A wrong command line, as the parser found it, Ctrl-C amid an import, or a bug."""
+    """Report a command line that the parser refused, Ctrl-C during an import, or a bug."""
     if _of_an_interrupt(error):
         _fail(_interrupted())
     show = getattr(error, "show", None)
@@ -411,9 +415,9 @@ def _fail_unexpectedly(error: Exception) -> NoReturn:
         sys.stderr.write(sanitized(traceback.format_exc()))
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
     command = mode.command
-    known = command.split()[0] in {verb.name for verb in VERBS}
+    is_verb = command.split()[0] in {verb.name for verb in VERBS}
     text: str = getattr(error, "format_message", error.__str__)()
-    message, hint = explain(text, command if known else "")
+    message, hint = explain(text, command if is_verb else "")
     _fail(UsageError(message, hint=hint))
 
 
@@ -430,11 +434,10 @@ def _groups() -> dict[str, set[str]]:
 
 
 def spare_validators() -> None:
-    """Have Typer take plain values as they are, in this process: without pydantic, where that would
-    change nothing.
+    """Have Typer take plain values without pydantic, where the result is the same.
 
-    Typer builds one of pydantic's validators for each parameter, also for those that nobody typed.
-    To import and build them takes a third of a short command's time.
+    Typer builds a pydantic validator for every parameter, typed or not. Importing pydantic and
+    building them takes a third of a short command's time.
     """
     for kind in (TyperArgument, TyperOption):
         _spare(kind)
@@ -457,11 +460,11 @@ def _plain(parameter: Any, value: Any) -> Any:
     """The value itself, or the member of an enumeration. Raises ValueError for any other."""
     if value is None and not parameter.required:
         return () if parameter.multiple or parameter.nargs != 1 else None
-    # Typer has it since it has validators
-    wanted = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-    if isinstance(wanted, type) and issubclass(wanted, Enum):
-        return wanted(value)
-    if wanted is str and isinstance(value, str):
-        value.encode()  # what is no Unicode is refused
+    # Typer has it since it has had validators
+    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    if kind is str and isinstance(value, str):
+        value.encode()  # refuses lone surrogates
         return value
     raise ValueError

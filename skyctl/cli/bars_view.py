@@ -42,19 +42,21 @@ def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:
     width = max(_LEAST, min(_MOST, columns - _NAMES_AND_TIMES))
     rows = [["", _axis(drawn, width), ""]]
     rows += [
-        [one.name, _stage_bar(one, drawn, width), _time(one.seconds, drawn)] for one in drawn.stages
+        [stage.name, _stage_bar(stage, drawn, width), _time(stage.seconds, drawn)]
+        for stage in drawn.stages
     ]
     if drawn.servers:
         rows.append(["", output.text(""), ""])
     rows += [
-        [one.server, _server_bar(one, drawn, width), _frozen(one, drawn)] for one in drawn.servers
+        [server.server, _server_bar(server, drawn, width), _frozen(server, drawn)]
+        for server in drawn.servers
     ]
     return output.table(["", "", ">"], rows)
 
 
 def legend(drawn: Timeline) -> RenderableType:
     """What the signs of its servers mean."""
-    seen = [_sign(span.name) for one in drawn.servers for span in one.states]
+    seen = [_sign(span.name) for server in drawn.servers for span in server.states]
     line, styles = "", []
     for sign, colour, meaning in dict.fromkeys(sorted(seen, key=_ORDER.index)):
         styles.append((len(line), len(line) + 1, colour))
@@ -80,8 +82,8 @@ def _time(seconds: float, drawn: Timeline) -> str:
     return f"{seconds * per_second:.{decimals}f} {name}"
 
 
-def _frozen(one: ServerTimeline, drawn: Timeline) -> str:
-    return "" if one.frozen_s is None else f"{_time(one.frozen_s, drawn)} frozen"
+def _frozen(server: ServerTimeline, drawn: Timeline) -> str:
+    return "" if server.frozen_s is None else f"{_time(server.frozen_s, drawn)} frozen"
 
 
 def _stage_bar(span: Span, drawn: Timeline, width: int) -> Text:
@@ -98,9 +100,9 @@ def _stage_bar(span: Span, drawn: Timeline, width: int) -> Text:
     return output.text(" " * first + cells, [(first, last, "green")])
 
 
-def _server_bar(one: ServerTimeline, drawn: Timeline, width: int) -> Text:
+def _server_bar(server: ServerTimeline, drawn: Timeline, width: int) -> Text:
     cells, styles = [" "] * width, []
-    for span in one.states:
+    for span in server.states:
         sign, colour, _ = _sign(span.name)
         first, last = (_cell(at, drawn, width) for at in (span.begin_s, span.end_s))
         cells[first:last] = sign * (last - first)
@@ -134,18 +136,26 @@ def history_plot(pushes: Sequence[PushRecord]) -> RenderableType:
     frozen = _numbers(moved, "freeze_window_s")
     rates = _numbers(moved, "gb_per_s")
     # one unit per column, so that bars and figures agree
-    windows = _told(frozen, 1000.0, "ms") if max(frozen, default=0) < 2 else _told(frozen, 1.0, "s")
-    speeds = _told(rates, 1000.0, "MB/s") if max(rates, default=0) < 1 else _told(rates, 1, "GB/s")
+    windows = (
+        _in_one_unit(frozen, 1000.0, "ms")
+        if max(frozen, default=0) < 2
+        else _in_one_unit(frozen, 1.0, "s")
+    )
+    speeds = (
+        _in_one_unit(rates, 1000.0, "MB/s")
+        if max(rates, default=0) < 1
+        else _in_one_unit(rates, 1, "GB/s")
+    )
     rows = [
         [
             push.job,
             push.version,
             _bar(window, max(frozen), "blue"),
-            said,
+            window_text,
             _bar(rate, max(rates), "green"),
-            speed,
+            speed_text,
         ]
-        for push, window, said, rate, speed in zip(
+        for push, window, window_text, rate, speed_text in zip(
             moved, frozen, windows, rates, speeds, strict=True
         )
     ]
@@ -156,7 +166,7 @@ def _numbers(pushes: Sequence[PushRecord], key: str) -> list[float]:
     return [float(push.result.get(key) or 0.0) for push in pushes]
 
 
-def _told(values: Sequence[float], factor: float, unit: str) -> list[str]:
+def _in_one_unit(values: Sequence[float], factor: float, unit: str) -> list[str]:
     """The values in one unit, with as many decimals as the largest needs for three digits."""
     largest = max(values, default=0.0) * factor
     decimals = 0 if largest >= 100 else 1 if largest >= 10 else 2
@@ -166,6 +176,6 @@ def _told(values: Sequence[float], factor: float, unit: str) -> list[str]:
 def _bar(value: float, most: float, colour: str) -> RenderableType:
     """A bar of up to _WIDTH cells, to an eighth of a cell."""
     eighths = round(value / most * _WIDTH * 8) if most else 0
-    whole, rest = divmod(eighths, 8)
-    cells = (_EIGHTHS[8] * whole + (_EIGHTHS[rest] if rest else "")).ljust(_WIDTH)
+    whole, part = divmod(eighths, 8)
+    cells = (_EIGHTHS[8] * whole + (_EIGHTHS[part] if part else "")).ljust(_WIDTH)
     return output.text(cells, [(0, _WIDTH, colour)])

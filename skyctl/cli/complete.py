@@ -28,7 +28,7 @@ def _silent(complete: Callable[..., Iterable[str]]) -> Callable[..., list[str]]:
     def safe(*args: Any, **kwargs: Any) -> list[str]:
         try:
             return sorted(set(complete(*args, **kwargs)))[:_MOST]
-        except Exception:  # whatever is wrong, a traceback under the prompt helps nobody
+        except Exception:  # a traceback under the prompt would be in the way
             return []
 
     return safe
@@ -45,7 +45,7 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
-    from skyctl.cli.asking import ask
+    from skyctl.cli.fleet_calls import call_fleet
     from skyctl.core.placement import expand_replicas
     from skyctl.errors import SkyctlError
 
@@ -54,7 +54,7 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     # a fleet that was scaled has replicas that its file does not list; attached servers are named
     # by their records, and those that must be discovered are not discovered for a key press
     with suppress(SkyctlError):
-        names += [row.name for row in ask(ref, lambda fleet: fleet.weights()).servers]
+        names += [row.name for row in call_fleet(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -68,20 +68,20 @@ def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Ids of the chosen fleet's latest jobs."""
-    from skyctl.cli.asking import ask
+    from skyctl.cli.fleet_calls import call_fleet
 
-    found = ask(_chosen(ctx), lambda fleet: fleet.jobs())
-    return [job.id for job in found if job.id.startswith(incomplete)]
+    listed_jobs = call_fleet(_chosen(ctx), lambda fleet: fleet.jobs())
+    return [job.id for job in listed_jobs if job.id.startswith(incomplete)]
 
 
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Weight versions that were pushed to the chosen fleet."""
-    from skyctl.cli.asking import ask
+    from skyctl.cli.fleet_calls import call_fleet
 
-    pushes = ask(_chosen(ctx), lambda fleet: fleet.weights()).pushes
-    found = [push.version for push in pushes if push.version]
-    return [version for version in found if version.startswith(incomplete)]
+    pushes = call_fleet(_chosen(ctx), lambda fleet: fleet.weights()).pushes
+    pushed = [push.version for push in pushes if push.version]
+    return [version for version in pushed if version.startswith(incomplete)]
 
 
 @_silent

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import in_loop
+from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.units import count_of
 
@@ -47,7 +47,7 @@ def doctor(
     from skyctl.core.registry import select
     from skyctl.doctor.finding import Severity, count
     from skyctl.errors import FleetFileError, NotFoundError, SkyctlError
-    from skyctl.printing import mode
+    from skyctl.output_mode import mode
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None
@@ -96,14 +96,14 @@ def _lines(findings: Sequence[Finding]) -> list[Text]:
     signs = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "error": ("✗ ", "bold red")}
     lines: list[Text] = []
     for section, title in _TITLES.items():
-        here = [finding for finding in findings if finding.section == section]
-        if here:
+        section_findings = [finding for finding in findings if finding.section == section]
+        if section_findings:
             lines += [Text(), Text(title, "bold")] if lines else [Text(title, "bold")]
-        for finding in here:
+        for finding in section_findings:
             sign, style = signs[finding.severity]
-            first, *rest = output.wrapped(finding.message, indent=len(sign))
+            first, *more_lines = output.wrapped(finding.message, indent=len(sign))
             lines.append(Text.assemble((sign, style), first))
-            lines += [Text(" " * len(sign) + line) for line in rest]
+            lines += [Text(" " * len(sign) + line) for line in more_lines]
             if finding.fix:
                 lines.append(Text(f"  → {finding.fix}", "dim"))
     return [*lines, Text()] if lines else []

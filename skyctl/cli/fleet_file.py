@@ -40,14 +40,14 @@ def kept(ref: FleetRef) -> tuple[dict[str, int], dict[str, str]]:
     """
     import sqlite3
 
-    from skyctl.cli.asking import in_loop
+    from skyctl.cli.fleet_calls import in_loop
     from skyctl.service.supervised import SupervisedFleet
 
-    async def ask() -> tuple[dict[str, int], dict[str, str]]:
+    async def call_fleet() -> tuple[dict[str, int], dict[str, str]]:
         async with SupervisedFleet(ref) as fleet:
             return await fleet.kept()
 
     try:
-        return ({}, {}) if ref.attached else in_loop(ask())
+        return ({}, {}) if ref.attached else in_loop(call_fleet())
     except (SkyctlError, OSError, sqlite3.Error):
         return {}, {}

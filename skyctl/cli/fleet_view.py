@@ -71,9 +71,10 @@ def drift_lines(drift: Iterable[Drift]) -> list[Text]:
     """Differences from the fleet file and from the intended state, a line each."""
     lines = [
         _advised(
-            Text.assemble(("± ", "yellow"), (one.subject, "bold"), f" {one.message}"), one.hint
+            Text.assemble(("± ", "yellow"), (difference.subject, "bold"), f" {difference.message}"),
+            difference.hint,
         )
-        for one in drift
+        for difference in drift
     ]
     return [Text(), *lines] if lines else []
 
@@ -115,7 +116,7 @@ def _table(status: FleetStatus) -> RenderableType:
     every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
     blank = [""] * len(status.fronts)
     extra: dict[str, list[Any]] = {
-        ">RESTARTS": [one.restarts for one in every],
+        ">RESTARTS": [process.restarts for process in every],
         "GPUS": [",".join(map(str, replica.gpus)) for replica in status.replicas] + blank,
         "ROLE": [replica.role for replica in status.replicas] + blank,
         "NODE": [replica.node or "" for replica in status.replicas] + blank,
@@ -147,12 +148,12 @@ def _front_cells(name: str, front: FrontStatus) -> list[object]:
     return [name, output.styled(front.state), routed, "", "", "", "", *_process_cells(front)]
 
 
-def _process_cells(one: ReplicaStatus | FrontStatus) -> list[object]:
+def _process_cells(process: ReplicaStatus | FrontStatus) -> list[object]:
     return [
-        None if one.uptime_s is None else format_seconds(one.uptime_s),
-        None if one.rss_bytes is None else format_bytes(one.rss_bytes),
-        one.pid,
-        one.port,
+        None if process.uptime_s is None else format_seconds(process.uptime_s),
+        None if process.rss_bytes is None else format_bytes(process.rss_bytes),
+        process.pid,
+        process.port,
     ]
 
 

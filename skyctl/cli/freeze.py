@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from skyctl.cli.asking import run_verb
+from skyctl.cli.fleet_calls import run_verb
 from skyctl.cli.options import (
     FileOption,
     FleetOption,
@@ -63,14 +63,14 @@ def pause(
     """
     from skyctl.core.service import Pause
 
-    asked = Pause(
+    request = Pause(
         mode=mode.value,
         clear_cache=clear_cache,
         keep_partial=keep_partial,
         servers=tuple(servers or ()),
         timeout_s=timeout,
     )
-    run_verb(file, fleet, asked, done="paused", note=f"mode {mode.value}")
+    run_verb(file, fleet, request, done="paused", note=f"mode {mode.value}")
 
 
 def resume(
@@ -88,8 +88,8 @@ def resume(
     """
     from skyctl.core.service import Resume
 
-    asked = Resume(servers=tuple(servers or ()), timeout_s=timeout)
-    run_verb(file, fleet, asked, done="resumed")
+    request = Resume(servers=tuple(servers or ()), timeout_s=timeout)
+    run_verb(file, fleet, request, done="resumed")
 
 
 def sleep(
@@ -113,8 +113,8 @@ def sleep(
     """
     from skyctl.core.service import Sleep
 
-    asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout)
-    run_verb(file, fleet, asked, done="put to sleep", note=f"level {level}")
+    request = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout)
+    run_verb(file, fleet, request, done="put to sleep", note=f"level {level}")
 
 
 def wake(
@@ -138,8 +138,8 @@ def wake(
     """
     from skyctl.core.service import Wake
 
-    asked = Wake(tags=parse_tags(tags), servers=tuple(servers or ()), timeout_s=timeout)
-    run_verb(file, fleet, asked, done="woke", note=", ".join(asked.tags))
+    request = Wake(tags=parse_tags(tags), servers=tuple(servers or ()), timeout_s=timeout)
+    run_verb(file, fleet, request, done="woke", note=", ".join(request.tags))
 
 
 def parse_tags(text: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.asking import in_loop
+from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:

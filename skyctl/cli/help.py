@@ -38,11 +38,11 @@ def help_(
     from skyctl.help import text_of, topics
 
     if topic is None:
-        known = topics()
-        width = max(len(name) for name in known)
-        lines = [f"  {name:<{width}}  {title.partition(': ')[2]}" for name, title in known.items()]
+        titles = topics()
+        width = max(len(name) for name in titles)
+        lines = [f"  {name:<{width}}  {title.partition(': ')[2]}" for name, title in titles.items()]
         more = ["", "Read one: skyctl help TOPIC", "A command's own: skyctl COMMAND --help"]
-        output.emit({"topics": known}, Text("\n".join(["Topics", *lines, *more])))
+        output.emit({"topics": titles}, Text("\n".join(["Topics", *lines, *more])))
         return
     if (page := _page_of(context, topic)) is not None:
         output.emit({"command": topic, "text": page}, Text.from_ansi(page.rstrip()))
@@ -55,13 +55,15 @@ def _page_of(context: typer.Context, command: str) -> str | None:
     """The help page of a command, or None if there is none of this name."""
     assert context.parent is not None  # `help` is a command of a group
     group = context.parent.command
-    found = group.get_command(context.parent, command)  # type: ignore[attr-defined]
-    if found is None:
+    page_command = group.get_command(context.parent, command)  # type: ignore[attr-defined]
+    if page_command is None:
         return None
     with (
-        found.make_context(command, [], parent=context.parent, resilient_parsing=True) as inner,
+        page_command.make_context(
+            command, [], parent=context.parent, resilient_parsing=True
+        ) as inner,
         redirect_stdout(io.StringIO()) as printed,
     ):
         # with Rich it prints the page, without it returns it
-        returned = found.get_help(inner)
+        returned = page_command.get_help(inner)
     return printed.getvalue() or str(returned)

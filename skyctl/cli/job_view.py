@@ -29,8 +29,8 @@ class JobView:
         size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
         return output.progress_line(self._done, self._total or 1, f"{self._stage}  {size}".rstrip())
 
-    def hear(self, event: JobEvent, live: LiveView) -> None:
-        """Take in one event of the job, and draw it where `live` does."""
+    def show(self, event: JobEvent, live: LiveView) -> None:
+        """Record one event of the job, and draw it where `live` does."""
         data = event.data
         if event.kind == "stage":
             self._stage = data["stage"]
@@ -49,7 +49,7 @@ async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | N
     """Show a job until it ends."""
     view = JobView()
     with output.live(view.render, transient=True) as live:
-        return await running.wait_job(job_id, lambda event: view.hear(event, live), timeout_s)
+        return await running.wait_job(job_id, lambda event: view.show(event, live), timeout_s)
 
 
 def emit_job(job: Job) -> None:
@@ -166,14 +166,15 @@ def _forecast_views(plan: dict[str, Any]) -> list[RenderableType]:
         return []
     rows = [
         [
-            one["stage"] + (" *" if one["chosen"] else ""),
-            one["slots"],
-            format_bytes(one["sender_gpu_bytes"]) if one["sender_gpu_bytes"] else None,
-            format_bytes(one["worker_gpu_bytes"]) if one["worker_gpu_bytes"] else None,
-            format_bytes(one["host_bytes"]),
-            one["problem"] or (format_seconds(one["freeze_s"]) if one["freeze_s"] else "not known"),
+            forecast["stage"] + (" *" if forecast["chosen"] else ""),
+            forecast["slots"],
+            format_bytes(forecast["sender_gpu_bytes"]) if forecast["sender_gpu_bytes"] else None,
+            format_bytes(forecast["worker_gpu_bytes"]) if forecast["worker_gpu_bytes"] else None,
+            format_bytes(forecast["host_bytes"]),
+            forecast["problem"]
+            or (format_seconds(forecast["freeze_s"]) if forecast["freeze_s"] else "not known"),
         ]
-        for one in plan["forecasts"]
+        for forecast in plan["forecasts"]
     ]
     columns = ["STAGE", ">SLOTS", ">SENDER GPU", ">WORKER GPU", ">HOST MEMORY", "FREEZE"]
     return [output.table(columns, rows), *plan["assumptions"], ""]

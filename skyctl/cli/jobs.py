@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.asking import ask_fleet, chosen, run_following
+from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption, seconds
 from skyctl.units import format_ago
 
@@ -39,7 +39,7 @@ def jobs(
         return
     from skyctl import output
 
-    found = ask_fleet(file, fleet, lambda running: running.jobs())
+    listed_jobs = call_chosen_fleet(file, fleet, lambda running: running.jobs())
     rows = [
         [
             job.id,
@@ -49,10 +49,10 @@ def jobs(
             format_ago(job.created_at),
             job.request.get("checkpoint"),
         ]
-        for job in found
+        for job in listed_jobs
     ]
     output.emit(
-        {"jobs": [job.to_json() for job in found]},
+        {"jobs": [job.to_json() for job in listed_jobs]},
         output.table(["JOB", "STATE", "STAGE", ">DONE", ">STARTED", "~CHECKPOINT"], rows)
         if rows
         else "no jobs yet",
@@ -85,9 +85,11 @@ def show(
     from skyctl.core.timeline import timeline as timeline_of
     from skyctl.service.ended import job_error
 
-    asked = JobQuery(job_id)
-    found = ask_fleet(*chosen(context, file, fleet), lambda running: running.job_changes(asked))
-    job, drawn = found.job, timeline_of(found.events)
+    query = JobQuery(job_id)
+    changes = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.job_changes(query)
+    )
+    job, drawn = changes.job, timeline_of(changes.events)
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
     if svg is not None:
         title = f"skyctl jobs show {job.id} --timeline"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.asking import ask_fleet
+from skyctl.cli.fleet_calls import call_chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def logs(
     if fleet is not None and "://" in fleet:
         if follow:
             raise UsageError("--follow works on the fleet's own machine")
-        asked = LogQuery(tuple(names), lines, probes)
-        there = ask_fleet(None, fleet, lambda running: running.logs(asked))
-        found = {name: list(ending) for name, ending in there.items()}
+        query = LogQuery(tuple(names), lines, probes)
+        remote_logs = call_chosen_fleet(None, fleet, lambda running: running.logs(query))
+        endings = {name: list(ending) for name, ending in remote_logs.items()}
     else:
         paths = select_paths(file, fleet)
         if not any(paths.logs.glob("*.log")):
@@ -78,13 +78,13 @@ def logs(
             follow_logs(paths, names, lines, probes=probes)
             return
         files = _files(paths, names)
-        found = {name: tail(path, lines, probes=probes) for name, path in files.items()}
-    printer = LinePrinter(list(found))
+        endings = {name: tail(path, lines, probes=probes) for name, path in files.items()}
+    printer = LinePrinter(list(endings))
     if not as_json:
-        for name, ending in found.items():
+        for name, ending in endings.items():
             for line in ending:
                 printer.print(name, line)
-    output.emit({"logs": found})
+    output.emit({"logs": endings})
 
 
 def follow_logs(
@@ -121,7 +121,7 @@ class LinePrinter:
 
         if name not in self._names:
             self._names.append(name)
-        width = max(len(known) for known in self._names)
+        width = max(map(len, self._names))
         color = _COLORS[self._names.index(name) % len(_COLORS)]
         style = "bold" if is_mark(line) else ""
         output.out.print(Text.assemble((f"{name:<{width}} │ ", color), (line, style)))
@@ -158,10 +158,12 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
     """
     from skyctl.errors import NotFoundError
 
-    there = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
-    if not there:
+    log_files = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
+    if not log_files:
         raise NotFoundError(f"fleet {paths.name} has no logs yet", hint="start it: skyctl up")
     for name in names:
-        if name not in there:
-            raise NotFoundError(f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}")
-    return {name: there[name] for name in names} if names else there
+        if name not in log_files:
+            raise NotFoundError(
+                f"there is no log of {name!r}", hint=f"logs: {', '.join(log_files)}"
+            )
+    return {name: log_files[name] for name in names} if names else log_files

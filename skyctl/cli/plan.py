@@ -51,7 +51,7 @@ def _emit_attached(ref: FleetRef) -> None:
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.cli.asking import in_loop
+    from skyctl.cli.fleet_calls import in_loop
     from skyctl.service.discovery import locate
 
     urls = [url for _, url in in_loop(locate(ref))]
@@ -85,7 +85,7 @@ def _overview(planned: FleetPlan) -> Text:
     if planned.free_gpus:
         rows.append(("free GPUs", ", ".join(str(gpu) for gpu in planned.free_gpus)))
     if planned.warm_sender["gpu_bytes"]:
-        gpu, host = (format_bytes(planned.warm_sender[one]) for one in ("gpu_bytes", "host_bytes"))
+        gpu, host = (format_bytes(planned.warm_sender[key]) for key in ("gpu_bytes", "host_bytes"))
         rows.append(("sender", f"waits for pushes: {gpu} on its GPUs, {host} of host memory"))
     text = Text()
     for label, value in rows:
@@ -126,10 +126,12 @@ def _commands(planned: FleetPlan) -> list[Text]:
 
     texts = []
     for server in planned.servers:
-        told = server.to_json()
-        texts.append(_command(server.name, told))
-        rest = told["followers"]
-        texts += [_command(f"{server.name} on {one['node']}", one) for one in rest]
+        process = server.to_json()
+        texts.append(_command(server.name, process))
+        followers = process["followers"]
+        texts += [
+            _command(f"{server.name} on {follower['node']}", follower) for follower in followers
+        ]
     if planned.router is not None:
         roles = dict.fromkeys(server.role for server in planned.servers)
         urls = {role: ["…"] for role in roles}

@@ -24,7 +24,7 @@ _PLANS = {
     "restart": "restart",
     "quarantine": "quarantine",
     "adopt": "take over",
-    "end": "end what is left",
+    "end": "end leftover processes",
     "down": "finish `skyctl down`",
     "replace": "replace, the servers go on",
 }
@@ -54,26 +54,26 @@ def recover(
       skyctl recover --yes --json
     """
     from skyctl import output
-    from skyctl.cli.asking import ask
+    from skyctl.cli.fleet_calls import call_fleet
     from skyctl.core.registry import find
     from skyctl.core.service import Recover
     from skyctl.errors import UsageError
 
     ref = find(file, fleet)
-    findings = ask(ref, lambda running: running.findings())
+    findings = call_fleet(ref, lambda running: running.findings())
     wrong = [finding for finding in findings if finding.action != "nothing"]
-    data = {"findings": [one.to_json() for one in findings], "recovered": []}
+    data = {"findings": [finding.to_json() for finding in findings], "recovered": []}
     if dry_run or not wrong:
-        said = "nothing to do" if not wrong else f"{len(wrong)} to put right: skyctl recover"
-        output.emit({**data, "dry_run": dry_run}, _findings_table(findings), said)
+        message = "nothing to do" if not wrong else f"{len(wrong)} to repair: skyctl recover"
+        output.emit({**data, "dry_run": dry_run}, _findings_table(findings), message)
         return
     if not yes:
         if not output.interactive():
             raise UsageError("recover asks before it acts", hint="give --yes, or --dry-run")
         output.err.print(_findings_table(findings))
         typer.confirm("do this?", abort=True, err=True)
-    recovered = ask(ref, lambda running: running.recover(Recover(timeout)))
-    data["recovered"] = [one.to_json() for one in recovered]
+    recovered = call_fleet(ref, lambda running: running.recover(Recover(timeout)))
+    data["recovered"] = [finding.to_json() for finding in recovered]
     output.emit({**data, "dry_run": False}, _recovered_table(recovered), error=_failure(recovered))
 
 
@@ -82,7 +82,8 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     from skyctl import output
 
     rows = [
-        [one.server, output.styled(one.found), _PLANS[one.action], one.detail] for one in findings
+        [finding.server, output.styled(finding.found), _PLANS[finding.action], finding.detail]
+        for finding in findings
     ]
     return output.table(["SERVER", "FOUND", "TO DO", "~DETAIL"], rows)
 
@@ -94,14 +95,14 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
 
     rows = [
         [
-            one.server,
-            output.styled(one.found),
-            _PLANS[one.action],
-            output.styled("ok" if one.ok else "failed"),
-            format_seconds(one.seconds),
-            one.detail,
+            server.server,
+            output.styled(server.found),
+            _PLANS[server.action],
+            output.styled("ok" if server.ok else "failed"),
+            format_seconds(server.seconds),
+            server.detail,
         ]
-        for one in recovered
+        for server in recovered
     ]
     return output.table(
         ["SERVER", "WAS", "DONE", "RESULT", ">TIME", "~DETAIL"], rows, spare=["TIME"]
@@ -112,12 +113,12 @@ def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
     """The error that these outcomes add up to; None if every server is as it should be."""
     from skyctl.errors import PartialFailure, SkyctlError
 
-    failed = [one for one in recovered if not one.ok]
+    failed = [server for server in recovered if not server.ok]
     if not failed:
         return None
     first = failed[0]
     message = (
-        f"recover: {len(failed)} of {count_of(len(recovered), 'server')} could not be put right "
+        f"recover: {len(failed)} of {count_of(len(recovered), 'server')} could not be repaired "
         f"({first.server}: {first.detail})"
     )
     hint = "look: skyctl status"

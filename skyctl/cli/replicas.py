@@ -30,7 +30,7 @@ def restart(
       skyctl restart tiny-1
     """
     from skyctl import output
-    from skyctl.cli.asking import ask, follow
+    from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
     from skyctl.core.service import Restart
@@ -42,7 +42,7 @@ def restart(
         operation = await running.restart(Restart(chosen))
         return await follow(running, operation, f"restarting {', '.join(chosen) or ref.name}")
 
-    done = ask(ref, run)
+    done = call_fleet(ref, run)
     output.emit(done.to_json(), status_view(done))
 
 
@@ -63,7 +63,7 @@ def scale(
       skyctl scale 1 --fleet tiny
     """
     from skyctl import output
-    from skyctl.cli.asking import ask, follow
+    from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
     from skyctl.core.service import Scale
@@ -77,5 +77,5 @@ def scale(
             return await running.status()
         return await follow(running, operation, f"scaling {ref.name} to {replicas}")
 
-    done = ask(ref, run)
+    done = call_fleet(ref, run)
     output.emit(done.to_json(), status_view(done))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import ask, in_loop
+from skyctl.cli.fleet_calls import call_fleet, in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
@@ -55,13 +55,21 @@ def status(
         in_loop(_watch(ref, interval))
         return
 
-    async def look(running: FleetService) -> tuple[FleetStatus, list[Drift] | None]:
-        found = await running.status()
-        return found, await find_drift(ref, running, found) if exit_code else None
+    async def read_status(running: FleetService) -> tuple[FleetStatus, list[Drift] | None]:
+        fleet_status = await running.status()
+        return fleet_status, await find_drift(ref, running, fleet_status) if exit_code else None
 
-    found, drift = ask(ref, look)
-    data = {**found.to_json(), "drift": None if drift is None else [d.to_json() for d in drift]}
-    output.emit(data, status_view(found), *drift_lines(drift or ()), exit_code=_code(found, drift))
+    fleet_status, drift = call_fleet(ref, read_status)
+    data = {
+        **fleet_status.to_json(),
+        "drift": None if drift is None else [d.to_json() for d in drift],
+    }
+    output.emit(
+        data,
+        status_view(fleet_status),
+        *drift_lines(drift or ()),
+        exit_code=_code(fleet_status, drift),
+    )
 
 
 async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
@@ -80,10 +88,10 @@ async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
                 live.refresh()
 
 
-def _code(found: FleetStatus, drift: list[Drift] | None) -> ExitCode:
+def _code(status: FleetStatus, drift: list[Drift] | None) -> ExitCode:
     """`drift` None: no exit code was requested."""
     from skyctl.errors import ExitCode
 
     if drift is None:
         return ExitCode.OK
-    return ExitCode.FAILED if drift and not found.health.exit_code else found.health.exit_code
+    return ExitCode.FAILED if drift and not status.health.exit_code else status.health.exit_code

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.asking import run_following
+from skyctl.cli.fleet_calls import run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption, seconds
 
 if TYPE_CHECKING:
@@ -231,14 +231,14 @@ def sync_weights(
         except ValueError as error:
             raise UsageError(f"{option}: {error}") from error
     ref = find(file, fleet)
-    here = isinstance(ref, FleetRef)  # else the path is one of another machine
+    local = isinstance(ref, FleetRef)  # otherwise the path is on another machine
     prompts = None
     if canary is not None:
         from skyctl.push.canary import read_canary
 
         prompts = read_canary(canary)
     request = PushRequest(
-        checkpoint=(absolute(checkpoint) if here else checkpoint)
+        checkpoint=(absolute(checkpoint) if local else checkpoint)
         if checkpoint and not back
         else "",
         transport=transport.value,
@@ -268,8 +268,8 @@ def sync_weights(
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            asked = await _looked_up(running, request, checkpoint if back else None, back)
-            started.append(await running.start_push(asked))
+            resolved = await _resolved(running, request, checkpoint if back else None, back)
+            started.append(await running.start_push(resolved))
             if detach:
                 return None
             from skyctl.cli.job_view import follow_job
@@ -291,17 +291,19 @@ def sync_weights(
         emit_job(job)
 
 
-async def _looked_up(
+async def _resolved(
     running: FleetService, request: PushRequest, version: str | None, back: bool
 ) -> PushRequest:
-    """The request as the history makes it: another one for a rollback, or with a warning."""
+    """The request to send: a rollback takes its checkpoint from the history. Warns of a label that
+    the history has for other weights.
+    """
     if not back and not request.weight_version:
         return request
     state = await running.weights()
     if back:
         from skyctl.push.versions import rollback
 
-        kept = [one.kept for one in await running.kept_versions()]
+        kept = [kept_version.kept for kept_version in await running.kept_versions()]
         return rollback(request, state.pushes, kept, version, state.base, state.base_digest)
     from skyctl import output
     from skyctl.push.versions import reused_label

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import in_loop
+from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.errors import SkyctlError
 

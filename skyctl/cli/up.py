@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.asking import in_loop
+from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
@@ -58,8 +58,8 @@ def up(
         raise UsageError("--attach and --json do not go together")
     ref = chosen_fleet(path, file, fleet)
     refuse_another_file(ref)
-    status, said = _bring_up(ref, not no_router, timeout, rollback)
-    output.note(said)
+    status, message = _bring_up(ref, not no_router, timeout, rollback)
+    output.note(message)
     _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
     if attach:
@@ -71,7 +71,7 @@ def _bring_up(
 ) -> tuple[FleetStatus, str]:
     """The status once everything is ready, and one line that says what was done."""
     from skyctl import output
-    from skyctl.cli.asking import follow
+    from skyctl.cli.fleet_calls import follow
     from skyctl.errors import DeadlineExceeded, SkyctlError
     from skyctl.service import connect
     from skyctl.service.bring_up import begin_up, undo
@@ -118,12 +118,14 @@ def _note_entrance(ref: FleetRef) -> None:
     from skyctl import output
     from skyctl.supervisor.listening import entrance
 
-    found = entrance(ref.config.supervisor, ref.base_dir, ref.paths)
-    if found is None:
+    access = entrance(ref.config.supervisor, ref.base_dir, ref.paths)
+    if access is None:
         return
-    ca = f" --ca {found.cert}" if found.cert is not None else ""
-    output.note(f"elsewhere: skyctl --token-file {found.token_file}{ca} status --fleet {found.url}")
-    if fingerprint := found.fingerprint():
+    ca = f" --ca {access.cert}" if access.cert is not None else ""
+    output.note(
+        f"elsewhere: skyctl --token-file {access.token_file}{ca} status --fleet {access.url}"
+    )
+    if fingerprint := access.fingerprint():
         output.note(f"SHA-256 of its certificate: {fingerprint}")
 
 
@@ -159,13 +161,13 @@ def down(
       skyctl down --fleet tiny --drain-timeout 0
     """
     from skyctl import output
-    from skyctl.cli.asking import ask_fleet
+    from skyctl.cli.fleet_calls import call_chosen_fleet
     from skyctl.core.service import Down
 
     if fleet is not None and "://" in fleet:  # on another machine
-        done = ask_fleet(None, fleet, lambda running: running.down(Down(drain_timeout)))
-        said = f"fleet {fleet} is down: stopped {', '.join(done.stopped) or 'nothing'}"
-        output.emit({"name": fleet, "stopped": list(done.stopped)}, said)
+        done = call_chosen_fleet(None, fleet, lambda running: running.down(Down(drain_timeout)))
+        message = f"fleet {fleet} is down: stopped {', '.join(done.stopped) or 'nothing'}"
+        output.emit({"name": fleet, "stopped": list(done.stopped)}, message)
         return
     paths, drain_timeout_s, stop_timeout_s = _chosen(file, fleet)
     if drain_timeout is not None:
@@ -202,5 +204,5 @@ def _bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float
         )
 
     stopped = list(in_loop(work()).stopped)
-    said = f"stopped {', '.join(stopped)}" if stopped else "nothing was running"
-    output.emit({"name": paths.name, "stopped": stopped}, f"fleet {paths.name} is down: {said}")
+    outcome = f"stopped {', '.join(stopped)}" if stopped else "nothing was running"
+    output.emit({"name": paths.name, "stopped": stopped}, f"fleet {paths.name} is down: {outcome}")

@@ -72,7 +72,7 @@ def urls(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.cli.asking import in_loop
+    from skyctl.cli.fleet_calls import in_loop
     from skyctl.core.registry import FleetRef, find, select
     from skyctl.core.urls import FORMATS, notes, refused_rollouts, tinker_place
     from skyctl.errors import UsageError
@@ -92,21 +92,21 @@ def urls(
         output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
         return
     ref = find(file, fleet)
-    found, refused = in_loop(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
-    data = found.to_json()
+    fleet_urls, refused = in_loop(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
+    data = fleet_urls.to_json()
     if prometheus_sd is not None:
-        data["prometheus_sd"] = _write(found, prometheus_sd)
+        data["prometheus_sd"] = _write(fleet_urls, prometheus_sd)
         if chosen is None:
             output.emit(data)
             return
     if chosen is None:
-        output.emit(data, Text(_lines(found)))
-        _note_keys(found)
+        output.emit(data, Text(_lines(fleet_urls)))
+        _note_keys(fleet_urls)
         return
-    text = FORMATS[chosen.value](found)
+    text = FORMATS[chosen.value](fleet_urls)
     if warning := refused_rollouts(refused, attached=isinstance(ref, FleetRef) and ref.attached):
         output.warn(warning)
-    for advice in notes(chosen.value, found):
+    for advice in notes(chosen.value, fleet_urls):
         output.note(advice)
     output.emit({**data, "format": chosen.value, "text": text}, Text(text))
 
@@ -138,11 +138,11 @@ def _key(ref: FleetRef) -> str:
     return key
 
 
-def _note_keys(found: FleetUrls) -> None:
+def _note_keys(urls: FleetUrls) -> None:
     """Say where the keys are. On stderr, so that the URLs can be piped."""
     from skyctl import output
 
-    access = found.access
+    access = urls.access
     if where := access.api_key_file or (access.api_key_env and f"${access.api_key_env}"):
         output.note(f"requests need the API key in {where}")
     token = access.control_token_env
@@ -150,27 +150,27 @@ def _note_keys(found: FleetUrls) -> None:
         output.note(f"control routes need the token in {where}")
 
 
-def _lines(found: FleetUrls) -> str:
+def _lines(urls: FleetUrls) -> str:
     """One name and URL per line: plain text, because a table would truncate them in a narrow
     terminal.
     """
-    rows = [("router", found.router)] if found.router else []
-    rows += found.servers.items()
+    rows = [("router", urls.router)] if urls.router else []
+    rows += urls.servers.items()
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {url}" for name, url in rows)
 
 
-def _write(found: FleetUrls, path: Path) -> str:
+def _write(urls: FleetUrls, path: Path) -> str:
     """Write the service discovery file and say so; returns its absolute path."""
     from skyctl import output
     from skyctl.core.urls import write_targets
 
-    count = write_targets(found, path)
+    count = write_targets(urls, path)
     output.note(f"{count} targets in {path}")
-    if where := found.access.api_key_file or found.access.api_key_env:
+    if where := urls.access.api_key_file or urls.access.api_key_env:
         output.note(
             f"scrape servers with `authorization: {{credentials_file: …}}`, a copy of {where}"
         )
-    if found.router and found.router_metrics is None:
+    if urls.router and urls.router_metrics is None:
         output.note("the router is not among them: where its metrics are is not known")
     return str(path.absolute())

@@ -43,7 +43,7 @@ def validate(
     from skyctl.errors import SkyctlError
 
     ref = chosen_fleet(path, file, fleet)
-    warnings, problems, what = _findings(ref, offline=offline)
+    warnings, problems, summary = _findings(ref, offline=offline)
     data = {
         "name": ref.name,
         "file": None if ref.file is None else str(ref.file),
@@ -53,7 +53,7 @@ def validate(
     for warning in warnings:
         output.warn(warning)
     if not problems:
-        output.emit(data, Text(f"fleet {ref.name}: valid, {what}"))
+        output.emit(data, Text(f"fleet {ref.name}: valid, {summary}"))
         return
     lines = Text()
     for problem in problems:
@@ -79,10 +79,10 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
         plan = plan_offline(ref.config, ref.base_dir)
         return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"
     learn_arguments(ref.config, ref.base_dir, output.note)
-    held, pins = kept(ref)
-    plan = plan_here(ref.config, ref.base_dir, known_ports=held, pins=pins)
-    own = set(held.values())
-    if "router" in held and plan.router is not None:
+    recorded_ports, pins = kept(ref)
+    plan = plan_here(ref.config, ref.base_dir, known_ports=recorded_ports, pins=pins)
+    own = set(recorded_ports.values())
+    if "router" in recorded_ports and plan.router is not None:
         own.add(plan.router.metrics_port)
     return list(plan.warnings), check_plan(plan, own_ports=own, file=ref.file), _summary(plan)
 

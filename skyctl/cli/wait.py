@@ -53,32 +53,32 @@ def wait(
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
     from skyctl import output
-    from skyctl.cli.asking import ask_fleet
+    from skyctl.cli.fleet_calls import call_chosen_fleet
 
-    wanted, said = Condition.parse(condition), ""
+    parsed, noted = Condition.parse(condition), ""
     for name in servers or ():
         if name.partition("=")[0] in KINDS:
             raise UsageError(
                 f"{name!r} is a condition, not a server", hint=f"skyctl wait --for {name}"
             )
 
-    def tell(pending: Sequence[str]) -> None:
-        nonlocal said
-        if said != (text := "; ".join(pending)):
-            said = text
+    def note_pending(pending: Sequence[str]) -> None:
+        nonlocal noted
+        if noted != (text := "; ".join(pending)):
+            noted = text
             output.note(f"waiting: {text}")
 
     began = time.perf_counter()
-    status = ask_fleet(
+    status = call_chosen_fleet(
         file,
         fleet,
         lambda running: wait_for(
-            running, wanted, timeout_s=timeout, names=servers or (), on_pending=tell
+            running, parsed, timeout_s=timeout, names=servers or (), on_pending=note_pending
         ),
     )
     seconds = time.perf_counter() - began
     data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
-    output.emit(data, f"fleet {status.name} is {wanted} (waited {seconds:.1f} s)")
+    output.emit(data, f"fleet {status.name} is {parsed} (waited {seconds:.1f} s)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Condition:
         return f"at version {self.version}" if self.kind == "version" else self.kind
 
     def met_by(self, replica: ReplicaStatus) -> bool:
-        """Whether one server meets it. `base` is the version of weights that nobody pushed."""
+        """Whether one server meets it. `base` is the version before the first push."""
         from skyctl.core.status import INTENDED_STATES
         from skyctl.push.versions import means
 
@@ -149,11 +149,11 @@ async def wait_for(
     """Poll until all servers (or `names`) meet the condition; `on_pending` receives those that do
     not.
 
-    A fleet that is down is waited for, too: somebody may be starting it.
+    A fleet that is down is waited for, too: another command may be starting it.
 
     Raises:
         DeadlineExceeded: they do not, after `timeout_s` seconds.
-        SkyctlError: a server is given up or quarantined, and nobody is repairing it.
+        SkyctlError: a server is given up or quarantined, and no recovery is under way.
         NotFoundError: a running fleet has no server of one of these names.
     """
     deadline = time.monotonic() + timeout_s
@@ -176,10 +176,10 @@ async def wait_for(
 
 
 def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
-    known = [replica.name for replica in status.replicas]
+    servers = [replica.name for replica in status.replicas]
     for name in names:
-        if known and name not in known:
-            raise no_server(status.name, name, known)
+        if servers and name not in servers:
+            raise no_server(status.name, name, servers)
 
 
 def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 
 if TYPE_CHECKING:
@@ -39,11 +39,11 @@ def weights(
         return
     from skyctl import output
 
-    async def ask(running: FleetService) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
+    async def read_state(running: FleetService) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
         return await running.weights(), await running.adapters()
 
-    found, adapters = ask_fleet(file, fleet, ask)
-    servers, pushes = found.servers, found.pushes
+    weights_state, adapters = call_chosen_fleet(file, fleet, read_state)
+    servers, pushes = weights_state.servers, weights_state.pushes
     rows = [
         [
             row.name,
@@ -67,7 +67,7 @@ def weights(
                 for row in servers
             ],
             "pushes": [push.to_json() for push in pushes],
-            "adapters": [one.to_json() for one in adapters],
+            "adapters": [adapter.to_json() for adapter in adapters],
         },
         output.table(["SERVER", "VERSION", "WEIGHTS", "~CHECKPOINT", "~"], rows)
         if rows
@@ -77,8 +77,9 @@ def weights(
     )
 
 
-def _adapter(one: AdapterVersion) -> str:
-    return f"{one.served_as} ({one.digest[:12]}) on {', '.join(one.servers) or 'no server yet'}"
+def _adapter(adapter: AdapterVersion) -> str:
+    servers = ", ".join(adapter.servers) or "no server yet"
+    return f"{adapter.served_as} ({adapter.digest[:12]}) on {servers}"
 
 
 @app.command()
@@ -102,7 +103,9 @@ def history(
     from skyctl import output
     from skyctl.cli.bars_view import history_plot
 
-    pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
+    pushes = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.weights()
+    ).pushes
     if svg is not None:
         output.write_picture(svg, "skyctl weights history --plot", history_plot(pushes))
     show = history_plot if plot or svg is not None else _history
@@ -128,25 +131,29 @@ def verify(
     from skyctl import output
     from skyctl.errors import PartialFailure, SkyctlError
 
-    found = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
-    report = found.to_json()
+    verification = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.verify_weights()
+    )
+    report = verification.to_json()
     servers = report["servers"]
     silent = [row["server"] for row in servers if not row["ok"]]
     versions = {row["version"] for row in servers if row["ok"]}
     error: SkyctlError | None = None
     unlike = [row for row in servers if row["as_recorded"] is False]
     if silent:
-        why = next(row["detail"] for row in servers if not row["ok"])
+        reason = next(row["detail"] for row in servers if not row["ok"])
         error = PartialFailure(
-            f"{', '.join(silent)} could not be verified: {why}", hint="skyctl status"
+            f"{', '.join(silent)} could not be verified: {reason}", hint="skyctl status"
         )
     elif unlike:
         error = SkyctlError(
             f"{unlike[0]['server']}: {unlike[0]['detail']}",
-            hint="somebody else may push to it; push once more: skyctl sync-weights CKPT",
+            hint="another program may push to it; push again: skyctl sync-weights CKPT",
         )
     elif report["agree"] is False:
-        error = SkyctlError("the servers hold different weights", hint="push once more")
+        error = SkyctlError(
+            "the servers hold different weights", hint="push again: skyctl sync-weights CKPT"
+        )
     elif len(versions) > 1:
         error = SkyctlError("the servers are labelled with different versions")
     elif report["agree"] is None:
@@ -182,19 +189,23 @@ def kept(
     from skyctl import output
     from skyctl.units import format_ago, format_bytes
 
-    versions = ask_fleet(*chosen(context, file, fleet), lambda running: running.kept_versions())
+    versions = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.kept_versions()
+    )
     rows = [
         [
-            one.kept.version,
-            format_bytes(one.kept.bytes),
-            format_ago(one.kept.at),
-            one.kept.source,
-            output.styled("current") if one.current else ("" if one.there else "its copy is gone"),
+            version.kept.version,
+            format_bytes(version.kept.bytes),
+            format_ago(version.kept.at),
+            version.kept.source,
+            output.styled("current")
+            if version.current
+            else ("" if version.there else "its copy is gone"),
         ]
-        for one in versions
+        for version in versions
     ]
     output.emit(
-        {"kept": [one.to_json() for one in versions]},
+        {"kept": [version.to_json() for version in versions]},
         output.table(["VERSION", ">SIZE", ">WHEN", "~FROM", ""], rows)
         if rows
         else "nothing is kept (skyctl sync-weights CKPT --keep)",
@@ -228,7 +239,7 @@ def rendezvous(
     from skyctl import output
     from skyctl.push.trainer import Rendezvous, SendTarget, suggest
 
-    async def ask(running: FleetService) -> tuple[Rendezvous, tuple[SendTarget, ...]]:
+    async def plan_rendezvous(running: FleetService) -> tuple[Rendezvous, tuple[SendTarget, ...]]:
         at = suggest((await running.urls()).servers.values())
         if master_address is not None:
             at = replace(at, master_address=master_address)
@@ -236,17 +247,17 @@ def rendezvous(
             at = replace(at, master_port=master_port)
         return at, await running.rendezvous(at)
 
-    at, targets = ask_fleet(*chosen(context, file, fleet), ask)
+    at, targets = call_chosen_fleet(*chosen(context, file, fleet), plan_rendezvous)
     rows = [
-        [one.server, one.url, one.backend, str(one.rank_offset), str(one.workers)]
-        for one in targets
+        [target.server, target.url, target.backend, str(target.rank_offset), str(target.workers)]
+        for target in targets
     ]
     output.emit(
         {
             "master_address": at.master_address,
             "master_port": at.master_port,
             "world_size": targets[0].world_size,
-            "servers": [one.to_json() for one in targets],
+            "servers": [target.to_json() for target in targets],
         },
         output.table(["SERVER", "URL", "BACKEND", ">RANK OFFSET", ">WORKERS"], rows),
         f"world size {targets[0].world_size}; the trainer is rank 0, for example at "
@@ -271,10 +282,12 @@ def forget(
     from skyctl.core.service import Forget
     from skyctl.units import format_bytes
 
-    asked = Forget(version)
-    freed = ask_fleet(*chosen(context, file, fleet), lambda running: running.forget_version(asked))
-    said = f"forgot {version}: {format_bytes(freed)} deleted"
-    output.emit({"version": version, "freed_bytes": freed}, said)
+    request = Forget(version)
+    freed = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.forget_version(request)
+    )
+    message = f"forgot {version}: {format_bytes(freed)} deleted"
+    output.emit({"version": version, "freed_bytes": freed}, message)
 
 
 def _history(pushes: Any) -> Any:
@@ -317,6 +330,6 @@ def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:
         same += "; all is as on record"
     compared = [row["compared"] for row in servers]
     if all(compared):
-        least = min(one["tensors"] for one in compared)
+        least = min(sample["tensors"] for sample in compared)
         return f"{same}; rows of {least} tensors are the checkpoint's"
     return f"{same}; not compared with the checkpoint, which is gone or not the pushed one"

@@ -9,12 +9,12 @@ from skyctl.errors import NotFoundError
 
 def topics() -> dict[str, str]:
     """Title by topic name, sorted by name."""
-    found = sorted(
+    titles = sorted(
         (entry.name.removesuffix(".txt"), entry.read_text("utf-8").partition("\n")[0])
         for entry in files(__name__).iterdir()
         if entry.name.endswith(".txt")
     )
-    return dict(found)
+    return dict(titles)
 
 
 def text_of(topic: str) -> str:

@@ -38,7 +38,7 @@ from skyctl.checkpoints.header import Shard
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
-from skyctl.startup import hurry
+from skyctl.startup import speed_up_imports
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from skyctl.transfer.transports.base import Carrier, Reader
@@ -242,7 +242,7 @@ def claim_stdout() -> TextIO:
 def main() -> None:
     """Obey the parent until its end of the pipe closes."""
     die_with_parent()
-    hurry()
+    speed_up_imports()
     sys.setswitchinterval(_SWITCH_S)
     channel = Channel(claim_stdout())
     sender = Sender(channel)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.cli.app import VERBS, asked_for
+from skyctl.cli.app import VERBS, verbs_to_register
 
 HEAVY = {"torch", "vllm", "vllm_router", "transformers", "numpy"}
 # what generation and the supervisor's own server need, and a client's command does not
@@ -96,7 +96,7 @@ def test_a_push_is_asked_for_before_what_carries_it_out_is_imported(tmp_path: Pa
 def test_all_commands_are_there_unless_one_was_plainly_typed(
     typed: list[str], registered: set[str] | None
 ) -> None:
-    found = {verb.name for verb in asked_for(typed)}
+    found = {verb.name for verb in verbs_to_register(typed)}
     assert found == (registered or {verb.name for verb in VERBS})
 
 
@@ -104,4 +104,4 @@ def test_a_shell_that_asks_for_completions_sees_all_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("_SKYCTL_COMPLETE", "complete_bash")
-    assert asked_for(["pause"]) == VERBS
+    assert verbs_to_register(["pause"]) == VERBS

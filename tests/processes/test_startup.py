@@ -26,16 +26,16 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_those_it_starts_get_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "")  # taken back at the end, as is all of it
     monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS")
-    startup.hurry()
+    startup.speed_up_imports()
     assert os.environ["PYDANTIC_DISABLE_PLUGINS"] == "__all__"
-    assert "PYDANTIC_DISABLE_PLUGINS" not in startup.inherited()
-    assert startup.inherited()["PATH"] == os.environ["PATH"]
+    assert "PYDANTIC_DISABLE_PLUGINS" not in startup.inherited_environment()
+    assert startup.inherited_environment()["PATH"] == os.environ["PATH"]
 
 
 def test_what_the_user_said_of_plugins_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "logfire")
-    startup.hurry()
-    assert startup.inherited()["PYDANTIC_DISABLE_PLUGINS"] == "logfire"
+    startup.speed_up_imports()
+    assert startup.inherited_environment()["PYDANTIC_DISABLE_PLUGINS"] == "logfire"
 
 
 def test_a_command_that_needed_torch_ends_without_a_word_of_leaks(tmp_path: Path) -> None:

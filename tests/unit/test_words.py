@@ -12,7 +12,7 @@ BANNED = frozenset({
     "tell", "trust", "doubt", "weigh", "hurry", "leave", "come_to", "spoken",
 })
 # fmt: on
-DONE: frozenset[str] = frozenset()  # packages without a banned name; "." has the modules on top
+DONE = frozenset({".", "help"})  # packages without a banned name; "." has the modules on top
 
 
 def assigned(tree: ast.AST) -> list[tuple[int, str]]:

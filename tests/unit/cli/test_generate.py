@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyctl import printing
+from skyctl import output_mode
 from skyctl.cli import generate
 from skyctl.cli.generate import explained, results_file, why_requests_wait
 from skyctl.core.status import FleetStatus, ReplicaStatus, assess
@@ -20,7 +20,7 @@ from skyctl.store.state import ServerRow
 
 @pytest.fixture(autouse=True)
 def _notes_are_printed() -> None:
-    printing.configure(command="generate", json=False)  # an earlier test may have chosen --json
+    output_mode.configure(command="generate", json=False)  # an earlier test may have chosen --json
 
 
 class Fleet:

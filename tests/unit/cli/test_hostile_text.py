@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from skyctl import output, printing
+from skyctl import output, output_mode
 from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import SkyctlError
 from skyctl.sanitize import sanitized
@@ -58,7 +58,7 @@ def test_nothing_that_is_printed_reaches_the_terminal_raw(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdout", written)
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setenv("TERM", "xterm-256color")
-    printing.configure(command="test", json=False, color=False)
+    output_mode.configure(command="test", json=False, color=False)
     hostile = "[/nomarkup]" + "".join(text for text, _ in HOSTILE)
     output.print_error(SkyctlError(hostile, hint=hostile))
     output.warn(hostile)
@@ -72,7 +72,7 @@ def test_nothing_that_is_printed_reaches_the_terminal_raw(monkeypatch: pytest.Mo
 
 
 def test_generated_text_goes_into_a_pipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    printing.configure(command="generate", json=False)
+    output_mode.configure(command="generate", json=False)
     output.raw(CLIPBOARD)
     assert capsys.readouterr().out == CLIPBOARD
 

@@ -1,4 +1,4 @@
-"""How this process prints: set at the entry point, before `output.py` and Rich are imported."""
+"""How this process prints: chosen at the entry point, before `output.py` and Rich are imported."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Mode:
 
 
 mode = Mode()
-heard: list[Callable[[], None]] = []
-"""Called when the mode changes."""
+on_mode_change: list[Callable[[], None]] = []
+"""Called after each change of the mode."""
 
 
-def let_stdout_go() -> None:
-    """What is left in its buffer must not fail once more when the interpreter ends."""
+def discard_stdout() -> None:
+    """Discard stdout's buffer, which would fail again when the interpreter ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
     """Set the mode of all further output, to the current stdout and stderr."""
     mode.command, mode.json, mode.quiet, mode.color = command, json, quiet, color
-    for hear in heard:
-        hear()
+    for callback in on_mode_change:
+        callback()

@@ -1,4 +1,6 @@
-"""What commands share: a question to a fleet, a verb's table, an operation's progress."""
+"""Calls to a fleet, as commands make them: one call, a verb with its table, an operation with its
+progress.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ def chosen(
 
 
 def in_loop(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`. A Ctrl-C while the loop is made comes once it is: half a loop would say on
-    stderr what it lacks.
+    """`asyncio.run`, with Ctrl-C blocked while the loop is made.
+
+    An interrupted constructor would leave half a loop, whose finalizer prints errors on stderr.
     """
     hold_interrupts(True)
     try:
@@ -43,16 +46,16 @@ def in_loop(work: Coroutine[Any, Any, T]) -> T:
         hold_interrupts(False)
 
 
-def ask_fleet(
+def call_chosen_fleet(
     file: Path | None, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
 ) -> T:
     """Make one call to the chosen fleet, in an event loop of its own."""
     from skyctl.core.registry import find
 
-    return ask(find(file, fleet), call)
+    return call_fleet(find(file, fleet), call)
 
 
-def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
+def call_fleet(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
     """Make one call to a fleet, in an event loop of its own."""
     from skyctl.service import connect
 
@@ -64,7 +67,7 @@ def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]])
 
 
 def run_verb(
-    file: Path | None, fleet: str | None, asked: Control, *, done: str, note: str = ""
+    file: Path | None, fleet: str | None, request: Control, *, done: str, note: str = ""
 ) -> None:
     """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
 
@@ -73,7 +76,7 @@ def run_verb(
     from skyctl import output
     from skyctl.http.fanout import failure
 
-    outcomes = ask_fleet(file, fleet, lambda running: running.control(asked))
+    outcomes = call_chosen_fleet(file, fleet, lambda running: running.control(request))
     rows = [outcome.to_json() for outcome in outcomes]
     ok = sum(row["status"] == "ok" for row in rows)
     elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)
@@ -82,7 +85,7 @@ def run_verb(
         {"outcomes": rows, "done": ok, "servers": len(rows), "elapsed_ms": elapsed_ms},
         output.outcome_table(rows),
         f"{footer} ({note})" if note else footer,
-        error=failure(outcomes, asked.verb),
+        error=failure(outcomes, request.verb),
     )
 
 
@@ -97,7 +100,7 @@ async def follow(
     from skyctl import output
     from skyctl.cli.fleet_view import OperationView, log_tail
     from skyctl.engines.logs import telling_line
-    from skyctl.printing import mode
+    from skyctl.output_mode import mode
     from skyctl.service.bring_up import follow_operation
     from skyctl.service.ended import operation_error
 
