@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from skyctl import output
 from skyctl.core.timeline import ServerTimeline, Span, Timeline
+from skyctl.states import PushState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,7 +35,11 @@ _FROZEN = ("▒", "blue", "frozen")
 _UPDATING = ("▓", "yellow", "frozen, being updated")
 _QUARANTINED = ("█", "red", "quarantined")
 _ORDER = [_PAUSING, _FROZEN, _UPDATING, _QUARANTINED]
-_SIGNS = {"pausing": _PAUSING, "updating": _UPDATING, "quarantined": _QUARANTINED}
+_SIGNS = {
+    PushState.PAUSING: _PAUSING,
+    PushState.UPDATING: _UPDATING,
+    PushState.QUARANTINED: _QUARANTINED,
+}
 
 
 def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:
@@ -65,7 +70,7 @@ def legend(drawn: Timeline) -> RenderableType:
 
 
 def _sign(state: str) -> tuple[str, str, str]:
-    return _SIGNS.get(state, _FROZEN)
+    return _SIGNS.get(PushState(state), _FROZEN)
 
 
 def _unit(drawn: Timeline) -> tuple[float, str, int]:

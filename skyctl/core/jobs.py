@@ -21,6 +21,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
+from skyctl.states import PushStage, PushState
 from skyctl.store.adapters import served
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
 from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
 
 _PROGRESS_S = 0.15
 _VERIFY_TIMEOUT_S = 120.0
-
-
-INTENT_STAGES = frozenset(("start", "update"))
-INTENT_STATES = frozenset(("waking", "pausing", "held"))
-"""States that recovery depends on: each is on record before it is acted upon, or the push undoes
-itself. A server is woken or paused only after the record says so.
-"""
 
 
 class JournalObserver(PushObserver):
@@ -66,7 +60,7 @@ class JournalObserver(PushObserver):
         self._failure: Exception | None = None
 
     def stage(self, name: str) -> None:
-        self._tell(JobEvent.stage(name), intent=name in INTENT_STAGES)
+        self._tell(JobEvent.stage(name), intent=PushStage(name).must_be_recorded_first)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
@@ -78,11 +72,12 @@ class JournalObserver(PushObserver):
             self._journal.progress(self._job_id, done_bytes, total_bytes)
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._tell(JobEvent.server(name, state, detail), intent=state in INTENT_STATES)
+        intent = PushState(state).must_be_recorded_first
+        self._tell(JobEvent.server(name, state, detail), intent=intent)
         self._on_server(name, state, detail)
 
     def intend(self, states: Mapping[str, str]) -> None:
-        intent = not INTENT_STATES.isdisjoint(states.values())
+        intent = any(PushState(state).must_be_recorded_first for state in states.values())
         self._tell(*(JobEvent.server(*one) for one in states.items()), intent=intent)
         for name, state in states.items():
             self._on_server(name, state, "")
@@ -305,11 +300,11 @@ def record_failure(
     holding = {
         row["server"]
         for row in rows
-        if row.get("ok") or (row["server"] in whole and row["state"] in ("ready", "asleep"))
+        if row.get("ok") or (row["server"] in whole and PushState(row["state"]).serves_or_sleeps)
     }
     for server in rows:
         changes: dict[str, Any] = {}
-        if server["state"] == "quarantined":
+        if server["state"] == PushState.QUARANTINED:
             changes["quarantine"] = server.get("detail") or error.message
         version = server.get("version")
         holds = version and server["server"] in holding

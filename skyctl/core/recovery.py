@@ -30,8 +30,8 @@ from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 from skyctl.push.versions import refuse_changed
+from skyctl.states import PushStage
 from skyctl.store.in_doubt import (
-    BEFORE_SESSIONS,
     doubt,
     held_by,
     in_doubt,
@@ -43,7 +43,6 @@ from skyctl.store.journal import Job, number_of
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
-_NOTHING_SENT = (*BEFORE_SESSIONS, "start")
 
 
 @dataclass(frozen=True)
@@ -340,12 +339,12 @@ async def release(
             it.
     """
     name = server.target.name
-    if not digest and stage not in _NOTHING_SENT:
+    if not digest and not PushStage(stage).before_bytes:
         raise ServerError(f"{name}: nobody knows what its weights were before the push")
     if slept:  # the push may have died before the wake was complete
         await server.wake(["weights"])
     # nothing would show that an earlier push left a session open
-    if stage not in BEFORE_SESSIONS or not digest:
+    if not (PushStage(stage).before_sessions and digest):
         try:
             await server.finish_weight_update(timeout_s=timeout_s)
         except ServerError as error:

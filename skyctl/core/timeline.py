@@ -6,11 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from skyctl.states import PushState
 from skyctl.store.journal import JobEvent
-
-FROZEN = frozenset({"pausing", "paused", "updating", "trying", "updated", "held"})
-"""States of a server (in a push's events) in which it generates for nobody."""
-_THAWED = frozenset({"ready", "kept", "resumed"})
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,10 @@ def timeline(events: Sequence[JobEvent]) -> Timeline:
 
 
 def _server(name: str, moments: Sequence[tuple[str, float]], end_s: float) -> ServerTimeline:
-    spans = [span for span in _spans(moments, end_s=end_s) if span.name not in _THAWED]
-    frozen = [span for span in spans if span.name in FROZEN or span.name == "quarantined"]
+    spans = [span for span in _spans(moments, end_s=end_s) if not PushState(span.name).thawed]
+    frozen = [span for span in spans if PushState(span.name).frozen]
     # `pausing` is the call: until it is answered the server may still generate
-    answered = [span for span in frozen if span.name not in ("pausing", "quarantined")]
+    answered = [span for span in frozen if PushState(span.name).answered]
     frozen_s = frozen[-1].end_s - (answered or frozen)[0].begin_s if frozen else None
     return ServerTimeline(name, tuple(spans), frozen_s)
 

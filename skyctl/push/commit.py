@@ -34,6 +34,7 @@ from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
+from skyctl.states import PushStage, PushState
 from skyctl.store.expected import BrokenReload
 from skyctl.units import count_of
 
@@ -179,7 +180,7 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
     results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
 
     async def call(site: Site) -> None:
-        run.observer.server(site.name, "trying")
+        run.observer.server(site.name, PushState.TRYING)
         await abort_stragglers(site)
         await site.vllm.resume()
         reached("push.canary.call")
@@ -231,15 +232,15 @@ async def refuse_commit(
         if site.weights is Weights.NEW:
             site.failure = site.failure or why
     rows = [returned.get(site.name) or site.report() for site in sites]
-    left = [row.server for row in rows if row.state == "quarantined"]
+    left = [row.server for row in rows if row.state == PushState.QUARANTINED]
     if left:
         end = f"{', '.join(left)} quarantined"
         end += f": the version before could not be pushed back ({problem})" if problem else ""
     else:
         end = f"{_version_before(run)} was pushed back"
     for row in rows:
-        if row.state == "quarantined":
-            run.observer.server(row.server, "quarantined", row.detail)
+        if row.state == PushState.QUARANTINED:
+            run.observer.server(row.server, PushState.QUARANTINED, row.detail)
     asked = len({result.prompt for result in results})
     return CanaryFailed(
         f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
@@ -304,7 +305,7 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
         await site.vllm.set_weight_version(label)
         site.version = label
         site.weights = Weights.VERIFIED
-        run.observer.server(site.name, "updated", label)
+        run.observer.server(site.name, PushState.UPDATED, label)
 
     loaded = alive([site for site in sites if site.weights is Weights.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
@@ -321,7 +322,7 @@ def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseExce
     in_doubt = [site for site in sites if site.weights in (Weights.UNKNOWN, Weights.NEW)]
     for site in in_doubt:
         site.failure = site.failure or f"the push was interrupted ({error!r})"
-        run.observer.server(site.name, "quarantined", site.failure)
+        run.observer.server(site.name, PushState.QUARANTINED, site.failure)
     if isinstance(error, SkyctlError) or not isinstance(error, Exception):
         return error
     return PushError(
@@ -339,8 +340,8 @@ def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> Push
     if not behind:
         return result
     for server in behind:
-        if server.state == "quarantined":
-            run.observer.server(server.server, "quarantined", server.detail)
+        if server.state == PushState.QUARANTINED:
+            run.observer.server(server.server, PushState.QUARANTINED, server.detail)
     updated = [server.server for server in result.servers if server.ok]
     done = f"{', '.join(updated)} at {label}; " if updated else ""
     stay = ", ".join(f"{server.server} {server.state}" for server in behind)
@@ -357,7 +358,7 @@ def result_of(
 ) -> PushResult:
     """The result as of now; a dry run has no delivery."""
     total = prepared.checkpoint.total_bytes
-    moving_s = sum(run.stages.get(name, 0.0) for name in ("update", "finish"))
+    moving_s = sum(run.stages.get(name, 0.0) for name in (PushStage.UPDATE, PushStage.FINISH))
     frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
     dry = run.request.dry_run
     return PushResult(

@@ -15,7 +15,7 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
 from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, responsive
 from skyctl.push.verify import weights_digest
-from skyctl.store.in_doubt import HELD
+from skyctl.states import PushStage, PushState
 
 _DRAIN_POLL_S = 0.25
 # a request that the router has already assigned may arrive after the server left it
@@ -41,7 +41,7 @@ class NotYet(Exception):
         if self.unwritable is not None:
             failed, hint = [self.unwritable.message], self.unwritable.hint
         left = [site.report().to_json() for site in sites]
-        in_doubt = [row["server"] for row in left if row["state"] == "quarantined"]
+        in_doubt = [row["server"] for row in left if row["state"] == PushState.QUARANTINED]
         after = (
             f"{', '.join(in_doubt)} stay paused: an earlier push broke off there"
             if in_doubt
@@ -109,7 +109,7 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
             closed=run.request.canary is not None,  # nobody has accepted what they will hold
         )
         for site in sites:
-            run.observer.server(site.name, "draining")
+            run.observer.server(site.name, PushState.DRAINING)
     except SkyctlError as error:
         for site in sites:
             site.failure = f"drain: {error.message}"
@@ -147,7 +147,9 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     """
     run.froze_at = run.clock()
     # recorded first: whoever reads the journal of a push that died must know which servers to thaw
-    run.observer.intend({site.name: HELD if site.was_paused else "pausing" for site in sites})
+    run.observer.intend(
+        {site.name: PushState.HELD if site.was_paused else PushState.PAUSING for site in sites}
+    )
     reached("push.pause.call")
     # prefill servers first: they answer once the decode servers, which still run, have fetched the
     # KV that waits for them
@@ -177,7 +179,7 @@ async def _pause(run: Run, sites: Sequence[Site]) -> None:
         await require_paused(site)
         site.spans.frozen_at = site.spans.clock()
         if site.frozen:
-            run.observer.server(site.name, "paused")
+            run.observer.server(site.name, PushState.PAUSED)
 
     outcomes = await each(sites, call, timeout_s=timeout_s, what="pause")
     for site, outcome in zip(sites, outcomes, strict=True):
@@ -196,7 +198,7 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
     """
     timeout_s = run.fleet.control_timeout_s
 
-    with run.stage("recover"):
+    with run.stage(PushStage.RECOVER):
         failed = [site for site in sites if site.failure]
         answering = await responsive(failed, control_timeout_s=timeout_s)
         able = alive(sites) + answering
@@ -211,7 +213,7 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
         for site in sites:
             if site.weights is Weights.UNKNOWN:
                 site.failure = site.failure or "an earlier push broke off and left it half updated"
-                run.observer.server(site.name, "quarantined", site.failure)
+                run.observer.server(site.name, PushState.QUARANTINED, site.failure)
 
 
 async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
@@ -237,9 +239,9 @@ async def resume(run: Run, sites: Sequence[Site]) -> None:
     frozen = [site for site in sites if site.frozen]
     for site in sites:
         if site.was_paused:
-            run.observer.server(site.name, "kept", "stays paused")
+            run.observer.server(site.name, PushState.KEPT, "stays paused")
         elif not site.frozen:
-            run.observer.server(site.name, "ready")
+            run.observer.server(site.name, PushState.READY)
 
     async def call(site: Site) -> None:
         try:
@@ -249,12 +251,14 @@ async def resume(run: Run, sites: Sequence[Site]) -> None:
         site.resumed = True
         site.spans.thawed_at = site.spans.clock()
         # its freeze ends here; it becomes `ready`, and is routed to, once all are resumed
-        run.observer.server(site.name, "resumed", site.failure)
+        run.observer.server(site.name, PushState.RESUMED, site.failure)
 
     await each(frozen, call, timeout_s=timeout_s * 2, what="resume")
     run.thawed_at = run.clock()
     for site in frozen:
-        run.observer.server(site.name, "ready" if site.resumed else "paused", site.failure)
+        run.observer.server(
+            site.name, PushState.READY if site.resumed else PushState.PAUSED, site.failure
+        )
 
 
 async def rejoin(run: Run, sites: Sequence[Site]) -> None:

@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
 THIS_JOB = "ID"
 """Stands for the job in a hint of `skyctl jobs show`: a push does not know its number."""
-STAGES = ("preflight", "stage", "pause", "init", "start", "update", "finish", "verify", "resume")
-"""Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
-that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
-after `verify`; `recover` is a second attempt, or an undo.
-"""
-
-
 PauseMode = Literal["keep", "wait", "abort"]
 Layout = Literal["auto", "runtime", "checkpoint"]
 
@@ -184,16 +177,13 @@ class PushObserver:
     """
 
     def stage(self, name: str) -> None:
-        """A stage (one of `STAGES`, or "recover") begins."""
+        """A stage (see `PushStage`) begins."""
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: weighed (`detail` is the digest it had before), draining, waking (its
-        weights), held (was paused before), pausing, paused, updating, trying (its canary), updated,
-        resumed; at its end ready, kept (stays paused), asleep (again) or quarantined.
-        """
+        """A server's state (see `PushState`); `detail` of WEIGHED is the digest it had before."""
 
     def intend(self, states: Mapping[str, str]) -> None:
         """The states that several servers, by name, are about to enter."""

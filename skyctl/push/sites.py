@@ -16,6 +16,7 @@ from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
 from skyctl.push.rows import Compared
+from skyctl.states import PushState
 
 T = TypeVar("T")
 ENGINE_TIMEOUT_S = 10.0
@@ -135,13 +136,13 @@ class Site:
         """How the push leaves this server."""
         safe = self.weights in (Weights.OLD, Weights.VERIFIED)
         if not safe:
-            state = "quarantined"
+            state = PushState.QUARANTINED
         elif self.slept or (self.asleep and self.slept is None):
-            state = "asleep"
+            state = PushState.ASLEEP
         elif self.resumed or not (self.frozen or self.was_paused):
-            state = "ready"
+            state = PushState.READY
         else:
-            state = "paused"
+            state = PushState.PAUSED
         version = (
             self.old_version if self.weights is Weights.OLD else self.version if safe else None
         )

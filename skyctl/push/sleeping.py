@@ -22,6 +22,7 @@ from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
 from skyctl.push.sites import Site, Weights, alive, each, responsive
+from skyctl.states import PushState
 
 DISCARDED = 2
 
@@ -48,7 +49,7 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
         if not site.server.weights_awake:
             # before the call: if its answer is lost, or we die, they may be awake
             site.woken = True
-            run.observer.server(site.name, "waking")
+            run.observer.server(site.name, PushState.WAKING)
         # also if they are recorded as awake, which a supervisor's death can make wrong; vLLM
         # ignores a second wake
         await _patient(run, site).wake(["weights"])
@@ -77,7 +78,7 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
     await each(able, call, timeout_s=2 * run.fleet.update_timeout_s, what="sleep again")
     for site in woken:
         if not site.woken or site.server.sleep_level == DISCARDED:
-            run.observer.server(site.name, "asleep", site.failure)
+            run.observer.server(site.name, PushState.ASLEEP, site.failure)
 
 
 async def back_to_sleep(server: Server, level: int) -> None:

@@ -60,6 +60,7 @@ from skyctl.push.run import CancelGuard, Rotation, Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Site, Weights, alive, responsive
 from skyctl.push.tracing import traced
+from skyctl.states import PushStage, PushState
 from skyctl.transfer.sender_client import SenderFailed
 from skyctl.transfer.sender_pool import SenderPool
 
@@ -105,7 +106,7 @@ async def push(
 
 async def _transaction(run: Run) -> PushResult:
     run.began = run.clock()
-    with run.stage("preflight"):
+    with run.stage(PushStage.CHECK):
         sleeping.refuse_impossible(run.request)
         refuse_impossible(run.request, run.fleet, run.rotation)
         prepared = await preflight(run.request, run.fleet, client=run.client, idle=run.senders.idle)
@@ -119,7 +120,7 @@ async def _transaction(run: Run) -> PushResult:
         run.learned.digests += launch_digests(prepared.sites)
         for site in prepared.sites:
             if site.digest_before:
-                run.observer.server(site.name, "weighed", site.digest_before)
+                run.observer.server(site.name, PushState.WEIGHED, site.digest_before)
     if run.request.dry_run:
         return result_of(run, prepared, run.request.weight_version or "")
     try:
@@ -134,14 +135,14 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
     sites = prepared.sites
     delivery = prepared.delivery(run.fleet, run.senders)
     try:
-        with run.stage("stage"):
+        with run.stage(PushStage.STAGE):
             delivery = await _stage(run, prepared, delivery)
             reached("push.staged")
         run.cancel_guard.enter()  # from here on a cancellation must not leave servers frozen
         await _until_started(run, delivery, sites)
-        with run.stage("update", announced=True):
+        with run.stage(PushStage.UPDATE, announced=True):
             await delivery.update(sites, _progress(run, prepared))
-        with run.stage("finish"):
+        with run.stage(PushStage.FINISH):
             reached("push.finish.call")
             await delivery.finish(sites, lambda: label_of(run, prepared, delivery))
             reached("push.finish.done")
@@ -162,14 +163,14 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
     if delivery.can_retry and len(alive(sites)) < len(sites):
         delivery = await _push_again(run, prepared, delivery)
     label = label_of(run, prepared, delivery)
-    with run.stage("verify"):
+    with run.stage(PushStage.VERIFY):
         await verify(run, prepared, delivery.content_digest)
     if run.request.canary is not None:
-        with run.stage("canary"):
+        with run.stage(PushStage.CANARY):
             run.canary = await try_canary(run, sites)
         if failed(run.canary):
             raise await refuse_commit(run, sites, run.canary, _transaction)
-    with run.stage("resume"):
+    with run.stage(PushStage.RESUME):
         _tell_verified(run, prepared, label, delivery.content_digest)
         await publish(run, sites, label)
         reached("push.resume.call")
@@ -186,24 +187,24 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
     """Freeze the servers and open an update in each; what fails here is undone on all of them."""
     try:
         if run.request.leaves_router:
-            with run.stage("drain"):
+            with run.stage(PushStage.DRAIN):
                 await leave(run, sites)
         if run.request.colocated:
-            with run.stage("wake"):
+            with run.stage(PushStage.WAKE):
                 await sleeping.wake_weights(run, sites)
-        with run.stage("pause"):
+        with run.stage(PushStage.PAUSE):
             await pause(run, sites)
             reached("push.pause.done")
-        with run.stage("init"):
+        with run.stage(PushStage.INIT):
             await delivery.init(sites)
             reached("push.init.done")
             require_all(run, sites)
-        with run.stage("start"):
+        with run.stage(PushStage.START):
             reached("push.start.call")
             await delivery.start(sites)
             reached("push.start.done")
             require_all(run, sites)
-        run.observer.stage("update")  # on record before the first byte, or nothing is sent
+        run.observer.stage(PushStage.UPDATE)  # on record before the first byte, or nothing is sent
     except (NotYet, StateUnwritable) as stop:
         await roll_back(run, sites)
         await sleeping.sleep_again(run, sites)
@@ -258,7 +259,7 @@ def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:
     total = prepared.plan.total_bytes
     run.observer.progress(0, total)
     for site in alive(prepared.sites):
-        run.observer.server(site.name, "updating")
+        run.observer.server(site.name, PushState.UPDATING)
     return lambda done: run.observer.progress(done, total)
 
 
@@ -270,7 +271,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
     """
     failed = [site for site in prepared.sites if site.failure]
     delivery = prepared.delivery(run.fleet, run.senders, by_loader=True)
-    with run.stage("recover"):
+    with run.stage(PushStage.RECOVER):
         run.note(
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
             "scrubbing and pushing again"

@@ -13,22 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from skyctl.errors import ConflictError
+from skyctl.states import PushStage, PushState
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
-
-HELD = "held"
-"""State of a server that was paused before the push: it stays paused after it."""
-_GIVEN_BACK = ("ready", "kept", "resumed", "draining")
-"""States in which a push has released a server; one that is draining has not been touched yet."""
-_WEIGHED = "weighed"
-"""The push has read its weights, and touched nothing yet."""
-_LEFT = "left"
-"""Stage of a server that no push left: recovery could not bring it to the fleet's weights."""
-BEFORE_SESSIONS = ("wake", "pause", "init")
-"""Stages of a frozen server in which no session has been opened yet."""
-_WAKING, _ASLEEP = "waking", "asleep"
-"""States of a server that slept: its weights are woken; the push was undone, it sleeps again."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class InDoubt:
     @property
     def why(self) -> str:
         """Why it is in doubt, and what it may hold, in a sentence."""
-        if self.stage == _LEFT:
+        if self.stage == PushStage.NO_PUSH:
             return "it does not hold the fleet's weights, and recovery could not have them"
         said = f"{self.job} broke off in stage {self.stage}"
         if self.half_updated:
@@ -81,33 +69,34 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         for name, digest in one["servers"].items()
         if digest
     }
-    stages: set[str] = set()
+    stages: set[PushStage] = set()
     held: set[str] = set()
     woken: set[str] = set()
-    last: dict[str, str] = {}
+    last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
     for event in events:
         if event.kind == "stage":
-            stages.add(event.data["stage"])
+            stages.add(PushStage(event.data["stage"]))
         elif event.kind == "server":
-            name, state = event.data["server"], event.data["state"]
-            if state == _WEIGHED:
+            name, state = event.data["server"], PushState(event.data["state"])
+            if state is PushState.WEIGHED:
                 digests[name] = event.data["detail"]
                 continue
             last[name] = state
-            if state == HELD:
+            if state is PushState.HELD:
                 held.add(name)
-            elif state == _WAKING:
+            elif state is PushState.WAKING:
                 woken.add(name)
-    sent = "update" in stages
+    sent = PushStage.UPDATE in stages
 
-    def given_back(name: str, state: str) -> bool:
+    def given_back(name: str, state: PushState) -> bool:
         if name in woken and not sent:
-            return state == _ASLEEP
+            return state is PushState.ASLEEP
         # a server that was already paused is unchanged until a session is opened in it
-        return state in _GIVEN_BACK or (state == HELD and "start" not in stages)
+        unchanged = state is PushState.HELD and PushStage.START not in stages
+        return state.given_back or unchanged
 
-    if not stages & {"wake", "pause"}:
+    if not any(stage.touches for stage in stages):
         return {}
     return {
         name: InDoubt(
@@ -153,7 +142,7 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             one = replace(one, woken=one.woken or before.woken)
             if not one.version:
                 sent = before.half_updated and not one.half_updated
-                opened = before.stage == "start" and one.stage in BEFORE_SESSIONS
+                opened = before.stage == PushStage.START and PushStage(one.stage).before_sessions
                 if sent or opened:
                     # this push did not get to scrub, or to close, what that one left
                     one = replace(one, half_updated=sent, job=before.job, stage=before.stage)
@@ -210,7 +199,7 @@ def touch(state: FleetState, name: str, why: str) -> None:
         StateUnwritable: it cannot be put on record.
     """
     with state.durable():
-        _save(state, InDoubt(name, why, "update", True, True))
+        _save(state, InDoubt(name, why, PushStage.UPDATE, True, True))
 
 
 def leave_to_next_push(state: FleetState, name: str) -> None:
@@ -219,7 +208,7 @@ def leave_to_next_push(state: FleetState, name: str) -> None:
     """
     if name not in in_doubt(state):
         thaw = not state.server(name).paused
-        _save(state, InDoubt(name, "recovery", _LEFT, half_updated=True, thaw=thaw))
+        _save(state, InDoubt(name, "recovery", PushStage.NO_PUSH, half_updated=True, thaw=thaw))
 
 
 def trust(state: FleetState, *names: str) -> None:

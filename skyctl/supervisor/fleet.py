@@ -30,6 +30,7 @@ from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail, this_run
 from skyctl.errors import SkyctlError, no_server
 from skyctl.http.client import ControlClient
+from skyctl.states import PushState
 from skyctl.store.adapters import served
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
@@ -220,7 +221,7 @@ def _rollout(running: RunningFleet) -> str | None:
     if job is None or not job.request.get("rolling"):
         return None
     told = running.state.journal.job(job.id).servers
-    done = sum(server["state"] in ("ready", "kept") for server in told.values())
+    done = sum(PushState(server["state"]).complete for server in told.values())
     return f"{job.id}: {done} of {count_of(len(running.replicas), 'server')} updated"
 
 

@@ -22,6 +22,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import SendTarget, Trainer
+from skyctl.states import PushState
 from skyctl.store.expected import Learned
 from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, JobEvent
@@ -33,7 +34,6 @@ from skyctl.supervisor.rollout import sync_router
 from skyctl.transfer.sender_pool import SenderPool
 
 _LOG = logging.getLogger(__name__)
-_IN_PUSH = ("draining", "pausing", "paused", "updating", "trying", "updated", "resumed")
 _UNDO_TIMEOUT_S = 5.0
 _ABANDON_TIMEOUT_S = 1.0
 _ASK_TIMEOUT_S = 5.0
@@ -234,9 +234,9 @@ class Pushes:
         replica = self._running.replicas.get(name)
         if replica is None:
             return
-        if state == "quarantined":
+        if state == PushState.QUARANTINED:
             replica.update_row(quarantine=detail or "its push failed")
-        replica.update_state = "updating" if state in _IN_PUSH else ""
+        replica.update_state = "updating" if PushState(state).shown_as_updating else ""
         self._running.changed()
 
 

@@ -167,8 +167,8 @@ DEFECTS: dict[str, Defect] = {
     "04 a push goes on when its journal cannot be written": Defect(
         "attached",
         {
-            "skyctl.core.jobs.INTENT_STAGES": frozenset(),
-            "skyctl.core.jobs.INTENT_STATES": frozenset(),
+            "skyctl.states.PushStage.must_be_recorded_first": False,
+            "skyctl.states.PushState.must_be_recorded_first": False,
         },
     ),
     "05 a digest that failed counts as one that there is not": Defect(
@@ -253,6 +253,6 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.push.run.CancelGuard.run": _cancelled_as_it_ends}
     ),
     "33 a push that dies early hides the session that one before it left open": Defect(
-        "attached", {"skyctl.store.in_doubt.BEFORE_SESSIONS": ()}
+        "attached", {"skyctl.states.PushStage.before_sessions": False}
     ),
 }

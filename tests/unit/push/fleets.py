@@ -20,6 +20,8 @@ from tests.stub.state import EngineRefused, StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
+STAGES = ["preflight", "stage", "pause", "init", "start", "update", "finish", "verify", "resume"]
+"""Of a push that neither fails nor is asked for more, in order."""
 BEFORE_FREEZE = 4
 """Calls of /collective_rpc to each server before a push freezes it: what it was started with, its
 problems, whether the checkpoint fits, and its digest."""

@@ -14,7 +14,7 @@ from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
 from skyctl.push.preflight import preflight
-from skyctl.push.request import STAGES, PushRequest, PushResult
+from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.run import CancelGuard
 from skyctl.push.transaction import push
 from skyctl.push.verify import weights_digest
@@ -22,7 +22,7 @@ from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs, written_anew
+from tests.unit.push.fleets import BEFORE_FREEZE, STAGES, Recorder, Stubs, written_anew
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
     asked: dict[str, int] = {}
     observer.on_stage = lambda name: asked.update({name: calls["/get_world_size"]})
     result = await push_new(stubs, observer)
-    assert observer.stages == list(STAGES)
+    assert observer.stages == STAGES
     # facts that do not change are asked for once, and not while servers are frozen
     assert asked["stage"] == 2 == calls["/get_world_size"]
     assert {engine.digest for engine in stubs.engines} == {stubs.engines[0].digest} != {"base"}

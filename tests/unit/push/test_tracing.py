@@ -13,10 +13,10 @@ import pytest
 
 from skyctl.errors import PushError
 from skyctl.push import tracing
-from skyctl.push.request import STAGES, PushRequest
+from skyctl.push.request import PushRequest
 from skyctl.push.tracing import configured, current_traceparent
 from skyctl.push.transaction import push
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import STAGES, Recorder, Stubs
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -85,7 +85,7 @@ async def test_a_push_is_one_span_with_a_child_per_stage(
     )
     async with stubs.client() as client:
         result = await push(request, stubs.fleet, client=client, observer=recorder)
-    assert recorder.stages == list(STAGES), "the observer was told less"
+    assert recorder.stages == STAGES, "the observer was told less"
     spans = {span.name: span for span in collector.spans()}
     whole = spans.pop("skyctl.push")
     assert list(spans) == [f"skyctl.push.{stage}" for stage in STAGES]
