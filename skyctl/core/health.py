@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,12 +44,28 @@ async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: fl
     return found.sleep_level or 0
 
 
+async def tokens_computed(client: ControlClient, target: ServerTarget, probe_s: float) -> int:
+    """How many tokens a server has read and generated since its start; -1 if it does not say.
+
+    For beside a probe with a deadline of `probe_s` seconds: it is asked once half of that is over,
+    and a probe that is answered costs nothing more. The front end alone answers.
+    """
+    await asyncio.sleep(probe_s / 2)
+    try:
+        metrics = await engines.server(client, target, timeout_s=probe_s / 2).metrics()
+    except ServerError:
+        return -1
+    return metrics.prompt_tokens + metrics.generation_tokens
+
+
 @dataclass
 class FailureCount:
     """Failed probes in a row. `failed` returns the verdict once there are too many."""
 
     policy: HealthPolicy
     count: int = 0
+    tokens: int = -1
+    """Computed by the time of the last failed probe; -1 if that is not known."""
 
     @property
     def next_decides(self) -> bool:
@@ -56,11 +73,16 @@ class FailureCount:
         return self.count + 1 >= self.policy.failures
 
     def succeeded(self) -> None:
-        self.count = 0
+        self.count, self.tokens = 0, -1
 
-    def failed(self, error: ServerError) -> str:
-        """Why the server counts as dead, or "" while it may still come back."""
-        self.count += 1
+    def failed(self, error: ServerError, tokens: int = -1) -> str:
+        """Why the server counts as dead, or "" while it may still come back.
+
+        An engine that has computed more tokens since the last failed probe is busy, and answers
+        late: the count begins again.
+        """
+        before, self.tokens = self.tokens, tokens
+        self.count = 0 if 0 <= before < tokens else self.count + 1
         if self.count < self.policy.failures:
             return ""
         return f"stopped by skyctl after {self.count} missed health probes: {error.message}"

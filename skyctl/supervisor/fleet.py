@@ -37,6 +37,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.front import Front, TinkerChild
+from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
@@ -75,6 +76,7 @@ class RunningFleet(RecordedFleet):
         self.not_listening = ""  # why other machines cannot reach it although they should
         self._context: ReplicaContext | None = None
         self._looking = False
+        self._unanswering: Replica | None = None  # the last to be replaced for missed probes
 
     def require_plan(self) -> FleetPlan:
         """The plan of the running fleet. Raises FleetDownError if none was started yet."""
@@ -95,6 +97,16 @@ class RunningFleet(RecordedFleet):
             if name not in self.replicas:
                 raise no_server(self.paths.name, name, self.replicas)
         return [self.replicas[n] for n in names] if names else list(self.replicas.values())
+
+    def unanswering(self, replica: Replica) -> str:
+        """The server that is being replaced because it did not answer; "" if there is none: then
+        this one is.
+        """
+        other = self._unanswering
+        if other not in (None, replica) and other.phase not in SETTLED:
+            return other.name
+        self._unanswering = replica
+        return ""
 
     def changes(self, plan: FleetPlan) -> Changes:
         """What a plan would change."""

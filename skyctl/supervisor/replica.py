@@ -28,7 +28,7 @@ from typing import Any
 
 from skyctl.children import bypassing
 from skyctl.core.expectations import files_of
-from skyctl.core.health import FailureCount, probe_alive, probe_ready
+from skyctl.core.health import FailureCount, probe_alive, probe_ready, tokens_computed
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
@@ -53,7 +53,8 @@ _SETTLE_TIMEOUT_S = 5.0
 class ReplicaContext(Context):
     """`admit` brings a new server to the fleet's weights, `admitted` says whether it has them, with
     no push under way that it would miss; `pushing` says whether a push is under way; `gate` is held
-    from spawn to ready.
+    from spawn to ready; `unanswering` names another server that is being replaced because it did
+    not answer, or lets this one be replaced.
     """
 
     credentials: Credentials
@@ -61,6 +62,7 @@ class ReplicaContext(Context):
     admitted: Callable[[Replica], bool]
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
     pushing: Callable[[], bool]
+    unanswering: Callable[[Replica], str]
 
 
 class Replica(KeptRunning):
@@ -337,24 +339,17 @@ class Replica(KeptRunning):
             self._record_descendants(process)
             # checked first: a probe of a lost machine says nothing about the server
             lost = await process.lost() if failures.next_decides else ""
+            probe = self._context.client, self.target, policy.timeout_s
+            tokens = asyncio.create_task(tokens_computed(*probe))
             try:
-                paused = await probe_alive(self._context.client, self.target, policy.timeout_s)
+                paused = await probe_alive(*probe)
             except ServerError as error:
-                # a push may block the engine for as long as its own deadlines allow
-                busy = self.update_state or self.rehearsing
-                if not busy and (verdict := failures.failed(error)):
-                    self.lost = lost or await process.lost()
-                    if not self.lost:
-                        return self._death(process) if process.exited.is_set() else verdict
-                elif not busy and isinstance(error, ServerUnreachable):
-                    # two ways to it are gone: no request would get there either
-                    self.lost = process.connection_lost()
-                elif not busy and isinstance(error, DeadlineExceeded) and process.connection_lost():
-                    # so they are where packets are dropped; or it is slow, and a new connection is
-                    # just being made
-                    self.lost = await process.lost() or self.lost
-                self._note_failures(failures)
+                computed = await tokens if isinstance(error, DeadlineExceeded) else -1
+                if verdict := await self._missed(process, failures, error, lost, computed):
+                    return verdict
                 continue
+            finally:
+                tokens.cancel()
             failures.succeeded()
             if cut := await self._cut(process):
                 self.lost = cut
@@ -364,13 +359,42 @@ class Replica(KeptRunning):
             self.observe(paused=paused)
         return self._death(process)
 
+    async def _missed(
+        self,
+        process: ChildProcess,
+        failures: FailureCount,
+        error: ServerError,
+        lost: str,
+        tokens: int,
+    ) -> str:
+        """Take note of a failed probe; returns why the server counts as dead, or ""."""
+        wait = ""
+        # a push may block the engine for as long as its own deadlines allow
+        busy = self.update_state or self.rehearsing
+        if not busy and (verdict := failures.failed(error, tokens)):
+            self.lost = lost or await process.lost()
+            if process.exited.is_set():
+                return self._death(process)
+            # what all suffer from, a loaded machine above all, must not end all of them
+            if not self.lost and not (wait := self._context.unanswering(self)):
+                return verdict
+        elif not busy and isinstance(error, ServerUnreachable):
+            # two ways to it are gone: no request would get there either
+            self.lost = process.connection_lost()
+        elif not busy and isinstance(error, DeadlineExceeded) and process.connection_lost():
+            # so they are where packets are dropped; or it is slow, and a new connection is
+            # just being made
+            self.lost = await process.lost() or self.lost
+        self._note_failures(failures, f"; waits until {wait} is replaced" if wait else "")
+        return ""
+
     async def _cut(self, process: ChildProcess) -> str:
         """Why a part of it cannot be asked, for longer than a new connection takes. The part that
         answers probes cannot tell: it hangs at the next request."""
         return await process.lost() if self.spec.followers and process.connection_lost() else ""
 
-    def _note_failures(self, failures: FailureCount) -> None:
-        reason = f"{failures.count} health probes in a row failed" if failures.count else ""
+    def _note_failures(self, failures: FailureCount, more: str = "") -> None:
+        reason = f"{failures.count} health probes in a row failed{more}" if failures.count else ""
         reason = self.lost or reason or (self.process.connection_lost() if self.process else "")
         if reason != self.reason:
             self.reason = reason

@@ -394,6 +394,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 gate=self._gate,
                 changed=self.changed,
                 pushing=lambda: not self.pushes.over.is_set(),
+                unanswering=self.unanswering,
             )
         self.state.retention = Retention(**plan.config.history.model_dump())
         self.on_plan(plan)

@@ -243,6 +243,51 @@ async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: P
         assert row.restarts == 1 and row.restart_reason.startswith(why)
 
 
+async def test_servers_that_stop_answering_at_once_are_replaced_one_after_the_other(
+    tmp_path: Path,
+) -> None:
+    """What all suffer from may pass: the second is left alone when it answers again."""
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.2, "failures": 2, "startup_timeout_s": 15}
+        servers = [stub_server("a"), stub_server("b")]
+        plan = fleet_plan(servers, health=health, stop_timeout_s=0.3, restart={"backoff_s": 2})
+        await bring_up(supervisor, plan)
+        before = {name: pid_of(supervisor, name) for name in "ab"}
+        for pid in before.values():
+            os.kill(pid, signal.SIGSTOP)
+
+        def waiting() -> list[str]:
+            replicas = supervisor.replicas.values()
+            return [replica.name for replica in replicas if "waits until" in replica.reason]
+
+        await eventually(lambda: bool(waiting()))
+        (second,) = waiting()
+        os.kill(before[second], signal.SIGCONT)
+        await eventually(lambda: set(states(supervisor).values()) == {"ready"})
+        replaced = {name for name in "ab" if pid_of(supervisor, name) != before[name]}
+        assert replaced == {"a", "b"} - {second}
+
+
+async def test_a_busy_server_that_answers_late_is_not_ended(tmp_path: Path) -> None:
+    """Its engine generates: its sibling, which does not answer and does nothing, is replaced."""
+    hangs = {"/is_paused": {"kind": "hang", "calls": list(range(4, 1000))}}
+    servers = [stub_server(name, faults=hangs) for name in "ab"]
+    servers[0] = replace(servers[0], argv=(*servers[0].argv, "--token-delay-s", "0.01"))
+    async with supervising(tmp_path) as supervisor, httpx.AsyncClient() as client:
+        health = {"interval_s": 0.1, "timeout_s": 0.3, "failures": 2, "startup_timeout_s": 15}
+        await bring_up(supervisor, fleet_plan(servers, health=health))
+        busy, idle = pid_of(supervisor, "a"), pid_of(supervisor, "b")
+        body = {"model": "stub-model", "prompt": "long", "max_tokens": 100_000}
+        url = f"http://127.0.0.1:{servers[0].port}/v1/completions"
+        request = asyncio.create_task(client.post(url, json=body, timeout=60))
+        await eventually(lambda: not psutil.pid_exists(idle))
+        await eventually(lambda: states(supervisor)["b"] == "ready")
+        assert psutil.pid_exists(busy) and pid_of(supervisor, "a") == busy
+        assert not request.done()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+
 async def test_a_server_whose_machine_comes_back_is_asked_again_before_it_counts_as_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

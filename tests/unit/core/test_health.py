@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.health import FailureCount
 from skyctl.core.status import FrontStatus, Health, ReplicaStatus, RouterStatus, assess
-from skyctl.errors import ExitCode
+from skyctl.errors import ExitCode, ServerError
+from skyctl.fleetfile.schema import HealthPolicy
 
 
 def replicas(*states: str, **fields: Any) -> list[ReplicaStatus]:
@@ -110,3 +112,12 @@ def test_the_exit_code_is_0_while_users_are_served(health: Health) -> None:
     served = health in (Health.HEALTHY, Health.PARTIAL, Health.UPDATING)
     down = ExitCode.NOT_FOUND if health is Health.DOWN else ExitCode.FAILED
     assert health.exit_code == (ExitCode.OK if served else down)
+
+
+def test_an_engine_that_computes_tokens_is_late_and_not_dead() -> None:
+    late = ServerError("no answer in 10 s")
+    busy, stuck, silent = (FailureCount(HealthPolicy(failures=3)) for _ in range(3))
+    assert not any(busy.failed(late, tokens) for tokens in range(100))
+    assert [bool(stuck.failed(late, 7)) for _ in range(3)] == [False, False, True]
+    assert [bool(silent.failed(late)) for _ in range(3)] == [False, False, True]
+    assert [bool(busy.failed(late, 99)) for _ in range(3)] == [False, False, True]  # by now it is
