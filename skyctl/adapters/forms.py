@@ -61,7 +61,7 @@ _TENSORS = {
         f"save it with save_embedding_layers=False; if it was trained, {_MERGE}",
     ),
 }
-"""Parts of names of tensors that are no LoRA, what they are, and what to do about them."""
+"""Parts of the names of tensors outside LoRA, what they are, and what to do about them."""
 
 
 def refuse_config(directory: Path, config: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ def refuse_config(directory: Path, config: Mapping[str, Any]) -> None:
     if unknown := sorted(key for key, value in config.items() if value and key not in readable):
         raise PreflightError(
             f"{directory} sets {unknown[0]}, which may change what it computes, and which neither "
-            "skyctl nor vLLM knows",
+            "skyctl nor vLLM supports",
             hint=f"take {unknown[0]} out of adapter_config.json if it changes nothing",
         )
 
@@ -95,13 +95,13 @@ def _unserved(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def not_lora(directory: Path, name: str) -> PreflightError:
-    """What a tensor is that is no part of a LoRA module."""
+    """The error of a tensor that does not belong to a LoRA module."""
     for part, (words, hint) in _TENSORS.items():
         if part in name:
             return PreflightError(
                 f"{directory} has {words} ({name}), which vLLM does not serve", hint=hint
             )
-    return PreflightError(f"{directory}: {name} is no part of a LoRA module")
+    return PreflightError(f"{directory}: {name} does not belong to a LoRA module")
 
 
 def same_name(name: str, other: str) -> bool:

@@ -50,17 +50,20 @@ _HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT directory that was read. `rank` is the largest of its modules; `digest` covers every
-    byte of its weights and the configuration that applies to them; `bytes` is the size of its
-    files.
-    """
+    """A PEFT directory that was read."""
 
     path: Path
+    """The directory, absolute and without links."""
     config: Mapping[str, Any]
+    """The content of its adapter_config.json."""
     tensors: tuple[Tensor, ...]
+    """The headers of its tensors."""
     rank: int
+    """The largest rank of its modules."""
     digest: str
+    """Of every byte of its weights and the configuration that applies to them."""
     bytes: int
+    """The size of its files."""
     is_zero: bool = False
     """Whether all of one side of each module is zero, so that it changes nothing."""
 
@@ -74,9 +77,9 @@ def read_adapter(path: str) -> Adapter:
     """
     directory = Path(without_links(os.path.abspath(expanded(path))))  # noqa: PTH100
     if not os.path.isdir(directory):  # noqa: PTH112 - Path.is_dir raises
-        there = os.path.exists(directory)  # noqa: PTH110 - so does Path.exists
+        exists = os.path.exists(directory)  # noqa: PTH110 - so does Path.exists
         raise NotFoundError(
-            f"{path} is a file" if there else f"adapter {path} does not exist",
+            f"{path} is a file" if exists else f"adapter {path} does not exist",
             hint=f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}",
         )
     config = _read_config(directory)
@@ -135,7 +138,7 @@ def check_fits(
     """Check that an adapter fits what the servers run; returns notes on what could not be compared
     here.
 
-    `model` is what they run (a directory or hub id, None: unknown), `bases` all its names;
+    `model` is what they run (a directory or hub id, None if unknown), `bases` all its names;
     `any_base` accepts an adapter of a base with another name. The servers check shapes as well.
 
     Raises:
@@ -155,7 +158,7 @@ def check_fits(
         notes.append("its weights are zero: it answers as the model without an adapter does")
     if not running.tensors:
         which = model or "what the servers run"
-        return [*notes, f"{which} is not here: shapes were not compared with it"]
+        return [*notes, f"{which} is not on this machine: shapes were not compared with it"]
     problems = _misfits(adapter, {tensor.name: tensor for tensor in running.tensors})
     if problems:
         raise PreflightError(
@@ -195,18 +198,20 @@ async def write_adapter(
         UsageError: something that is not a tensor was given, or `config` lacks a key.
         SkyctlError: it cannot be written.
     """
-    found = [_plain(name, tensor) async for name, tensor in each_tensor(tensors)]
+    plain_tensors = [_plain(name, tensor) async for name, tensor in each_tensor(tensors)]
     missing = [key for key in ("r", "lora_alpha") if key not in (config or {})]
     if missing:
         raise UsageError(
             f"tensors need a configuration with {' and '.join(missing)}",
             hint='give config={"r": 8, "lora_alpha": 32}, or what adapter_config.json would have',
         )
-    modules = {m["module"].rpartition(".")[2] for name, *_ in found if (m := _PART.match(name))}
+    modules = {
+        m["module"].rpartition(".")[2] for name, *_ in plain_tensors if (m := _PART.match(name))
+    }
     whole = {"peft_type": "LORA", "bias": "none", "target_modules": sorted(modules)}
     header: dict[str, Any] = {}
     end = 0
-    for name, dtype, shape, data in found:
+    for name, dtype, shape, data in plain_tensors:
         offsets = [end, end := end + data.nbytes]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     raw = json.dumps(header).encode()
@@ -214,7 +219,7 @@ async def write_adapter(
     try:
         with (directory / WEIGHTS).open("xb") as file:
             file.write(struct.pack("<Q", len(raw)) + raw)
-            for *_, data in found:
+            for *_, data in plain_tensors:
                 file.write(data)
         (directory / CONFIG).write_text(json.dumps({**whole, **(config or {})}))
     except (OSError, TypeError, ValueError) as error:
@@ -242,13 +247,15 @@ def _read_config(directory: Path) -> dict[str, Any]:
         hint = f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}"
         if (directory / "config.json").exists():
             hint = f"a whole checkpoint is pushed: skyctl sync-weights {directory}"
-        raise PreflightError(f"{directory} is no adapter: it has no {CONFIG}", hint=hint) from error
+        raise PreflightError(
+            f"{directory} is not an adapter: it has no {CONFIG}", hint=hint
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise PreflightError(f"{directory / CONFIG} cannot be read: {error}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise PreflightError(
-            f"{directory} is no LoRA adapter: its peft_type is {kind!r}",
+            f"{directory} is not a LoRA adapter: its peft_type is {kind!r}",
             hint="vLLM serves LoRA alone; merge others into their base and push that",
         )
     refuse_config(directory, config)
@@ -261,22 +268,24 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
     Raises:
         PreflightError: a tensor is not part of a LoRA module, or one of two parts is missing.
     """
-    said, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(said, int) or said < 1 or alpha is None:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or alpha is None:
         raise PreflightError(f"{directory / CONFIG} lacks a rank `r`, or `lora_alpha`")
-    pattern, scales = (_pattern(directory, config, of) for of in ("rank_pattern", "alpha_pattern"))
+    pattern, scales = (
+        _pattern(directory, config, key) for key in ("rank_pattern", "alpha_pattern")
+    )
     for name, scale in {"lora_alpha": alpha, **scales}.items():
         if not isinstance(scale, int | float) or not -math.inf < scale < math.inf:
             raise PreflightError(f"{directory / CONFIG}: the scale {name} is {scale!r}")
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
-        found = _PART.match(tensor.name)
-        if found is None or len(tensor.shape) != 2:
+        match = _PART.match(tensor.name)
+        if match is None or len(tensor.shape) != 2:
             raise not_lora(directory, tensor.name)
-        parts.setdefault(found["module"], {})[found["part"][-1]] = tensor
+        parts.setdefault(match["module"], {})[match["part"][-1]] = tensor
     if not parts:
         raise PreflightError(f"{directory} holds no tensors")
-    ranks = [said, *pattern.values()]
+    ranks = [rank, *pattern.values()]
     for module, pair in parts.items():
         if len(pair) != 2:
             raise PreflightError(f"{directory}: {module} has lora_{next(iter(pair))} alone")
@@ -284,17 +293,17 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
         if down != up or down not in ranks:
             raise PreflightError(
                 f"{directory}: {module} has rank {down} in lora_A and {up} in lora_B, and "
-                f"{CONFIG} says {said}"
+                f"{CONFIG} says {rank}"
             )
     return [pair["A"].shape[0] for pair in parts.values()]
 
 
 def _pattern(directory: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
     """What a configuration sets for some modules, by patterns of their names."""
-    found = config.get(key) or {}
-    if not isinstance(found, dict):
-        raise PreflightError(f"{directory / CONFIG}: {key} is no mapping")
-    return found
+    pattern = config.get(key) or {}
+    if not isinstance(pattern, dict):
+        raise PreflightError(f"{directory / CONFIG}: {key} is not a mapping")
+    return pattern
 
 
 @lru_cache(maxsize=4)
@@ -320,34 +329,34 @@ def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -
     if not base or not isinstance(base, str) or not bases:
         return
     problems: list[Difference] = []
-    here = expanded(base)
+    directory = expanded(base)
     with suppress(PreflightError):  # what cannot be read is compared by its name
-        if running.config and os.path.isfile(here / "config.json"):  # noqa: PTH113 - see _same_model
-            problems = compare_configs(read_config(here), running.config)
-    if not problems and any(_same_model(base, one) for one in bases):
+        if running.config and os.path.isfile(directory / "config.json"):  # noqa: PTH113 - see _same_model
+            problems = compare_configs(read_config(directory), running.config)
+    if not problems and any(_same_model(base, name) for name in bases):
         return
-    why = f": {problems[0]}" if problems else ""
+    difference = f": {problems[0]}" if problems else ""
     raise PreflightError(
-        f"{adapter.path} was trained on {base}, and this fleet runs {bases[0]}{why}",
+        f"{adapter.path} was trained on {base}, and this fleet runs {bases[0]}{difference}",
         hint="load an adapter of this model; or, if it is one under another name: --any-base",
     )
 
 
-def _same_model(one: str, other: str) -> bool:
+def _same_model(name: str, other: str) -> bool:
     """Whether two names, of directories or on the hub, can mean the same model."""
-    # os.path: a directory of another user, or a name that is too long for one, is none here
-    if os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other):  # noqa: PTH110, PTH121
+    # os.path: a directory of another user, or a name that is too long for a path, does not count
+    if os.path.exists(name) and os.path.exists(other) and os.path.samefile(name, other):  # noqa: PTH110, PTH121
         return True
-    return same_name(one, other)
+    return same_name(name, other)
 
 
 def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:
     """Parts of an adapter that the running model lacks or has in another shape, one line each."""
     problems = []
     for tensor in adapter.tensors:
-        found = _PART.match(tensor.name)
-        assert found is not None  # read_adapter checked it
-        module, part = found["module"].removeprefix(_PREFIX), found["part"]
+        match = _PART.match(tensor.name)
+        assert match is not None  # read_adapter checked it
+        module, part = match["module"].removeprefix(_PREFIX), match["part"]
         weight = base.get(f"{module}.weight")
         if weight is None and module == _HEAD:
             weight = base.get(_TIED_TO)
@@ -357,13 +366,13 @@ def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:
                 problems.append(f"{module} is not in the model the servers run")
             continue
         if len(weight.shape) != 2:
-            problems.append(f"{module} is no linear layer and no embedding")
+            problems.append(f"{module} is neither a linear layer nor an embedding")
             continue
         rows, columns = weight.shape
         if "embedding" in part:
             rows, columns = columns, rows
-        here, there = (tensor.shape[1], columns) if part[-1] == "A" else (tensor.shape[0], rows)
-        if here != there:
+        own, theirs = (tensor.shape[1], columns) if part[-1] == "A" else (tensor.shape[0], rows)
+        if own != theirs:
             side = "inputs" if part[-1] == "A" else "outputs"
-            problems.append(f"{module} has {here} {side} here, {there} in the servers")
+            problems.append(f"{module} has {own} {side} in the adapter, {theirs} in the servers")
     return sorted(set(problems))

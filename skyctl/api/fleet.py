@@ -108,7 +108,7 @@ class Fleet(GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._here(), router=router)
+        begun = await bring_up.begin_up(self._local_ref(), router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
     async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
@@ -172,14 +172,14 @@ class Fleet(GeneratingFleet):
         Raises:
             PartialFailure, ServerError: with `check`, if a server failed; see VerbResult.check.
         """
-        asked = Pause(
+        request = Pause(
             mode=mode,
             clear_cache=clear_cache,
             keep_partial=keep_partial,
             servers=tuple(servers or ()),
             timeout_s=timeout_s,
         )
-        return await self._control(asked, check)
+        return await self._control(request, check)
 
     async def resume(
         self,
@@ -189,8 +189,8 @@ class Fleet(GeneratingFleet):
         check: bool = True,
     ) -> VerbResult:
         """Let every server generate again. Raises as `pause`."""
-        asked = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
-        return await self._control(asked, check)
+        request = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(request, check)
 
     async def sleep(
         self,
@@ -203,8 +203,8 @@ class Fleet(GeneratingFleet):
         """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards them
         (push weights after waking). Raises as `pause`.
         """
-        asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
-        return await self._control(asked, check)
+        request = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(request, check)
 
     async def wake(
         self,
@@ -219,8 +219,8 @@ class Fleet(GeneratingFleet):
         Raises:
             ConflictError: a server would serve weights that its sleep discarded.
         """
-        asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
-        return await self._control(asked, check)
+        request = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
+        return await self._control(request, check)
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -436,9 +436,9 @@ class Fleet(GeneratingFleet):
 
     # --- internals -----------------------------------------------------------------------------
 
-    async def _control(self, asked: Control, check: bool) -> VerbResult:
+    async def _control(self, request: Control, check: bool) -> VerbResult:
         async with self._connected() as fleet:
-            result = VerbResult(asked.verb, await fleet.control(asked))
+            result = VerbResult(request.verb, await fleet.control(request))
         if check:
             result.check()
         return result
@@ -447,7 +447,7 @@ class Fleet(GeneratingFleet):
         """Absolute, for a fleet of this machine; else it is a path on the fleet's machine."""
         return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
 
-    def _here(self) -> FleetRef:
+    def _local_ref(self) -> FleetRef:
         """The fleet, which must be on this machine."""
         if isinstance(self._ref, FleetRef):
             return self._ref

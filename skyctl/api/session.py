@@ -165,8 +165,8 @@ class GeneratingFleet(SessionHolder):
             PartialFailure: with `check`, some requests were given up; `outcomes` has the results.
             ServerError, DeadlineExceeded: with `check`, all of them were.
         """
-        one = isinstance(prompts, str)
-        if one and n != 1:
+        single = isinstance(prompts, str)
+        if single and n != 1:
             raise UsageError("several answers are a list", hint="generate([prompt], n=…)")
         requests = _requests(
             [prompts] if isinstance(prompts, str) else prompts,
@@ -187,7 +187,7 @@ class GeneratingFleet(SessionHolder):
                 session.forget_endpoints()
                 if check:
                     raise error
-        return results[0] if one else results
+        return results[0] if single else results
 
     async def chat(
         self,

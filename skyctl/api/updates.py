@@ -12,8 +12,8 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.adapters.peft import write_adapter
+from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.live import (
     NamedTensors,
     dtype_name,
@@ -55,14 +55,14 @@ async def push_tensors(
         ConflictError: another push is in progress.
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
     """
-    wanted = dtype_name(dtype)
+    target_dtype = dtype_name(dtype)
     running = await asyncio.to_thread(running_model, await fleet.model_path())
     place = await _swept(fleet)  # make room first
     try:
         with staged(
             place.directory, needed_bytes=running.total_bytes, in_memory=place.in_memory
         ) as checkpoint:
-            await write_tensors(tensors, checkpoint, running=running, dtype=wanted)
+            await write_tensors(tensors, checkpoint, running=running, dtype=target_dtype)
             job_id = await fleet.start_push(replace(request, checkpoint=str(checkpoint)))
             return await fleet.wait_job(job_id, on_event, timeout_s)
     finally:
@@ -134,8 +134,8 @@ async def updating(
     except BaseException as error:
         try:
             await ended(f"the trainer failed: {error!r}")
-        except Exception as left:
-            error.add_note(str(left))
+        except Exception as cleanup_error:
+            error.add_note(str(cleanup_error))
         raise
     update.result = await ended()
 
@@ -216,7 +216,7 @@ class Adapters:
         any_base: bool,
         timeout_s: float | None,
     ) -> AdapterChange:
-        def asked(directory: Path) -> LoadAdapter:
+        def request(directory: Path) -> LoadAdapter:
             return LoadAdapter(
                 name=name,
                 directory=str(expanded(directory).absolute()),
@@ -227,10 +227,10 @@ class Adapters:
 
         async with self._fleet._connected() as fleet:
             if isinstance(source, str | PathLike):
-                return await fleet.load_adapter(asked(Path(fspath(source))))
-            found = [pair async for pair in each_tensor(source)]
-            total = sum(tensor.nbytes for _, tensor in found if hasattr(tensor, "nbytes"))
+                return await fleet.load_adapter(request(Path(fspath(source))))
+            named_tensors = [pair async for pair in each_tensor(source)]
+            total = sum(tensor.nbytes for _, tensor in named_tensors if hasattr(tensor, "nbytes"))
             place = await fleet.staging()
             with staged(place.adapters, needed_bytes=total, in_memory=place.in_memory) as directory:
-                await write_adapter(found, config, directory)
-                return await fleet.load_adapter(asked(directory))
+                await write_adapter(named_tensors, config, directory)
+                return await fleet.load_adapter(request(directory))

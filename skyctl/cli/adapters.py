@@ -12,7 +12,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOptio
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
-    from skyctl.adapters.change import AdapterChange
+    from skyctl.adapters.requests import AdapterChange
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
@@ -120,7 +120,7 @@ def unload(
     \b
     skyctl adapters unload math
     """
-    from skyctl.adapters.change import UnloadAdapter
+    from skyctl.adapters.requests import UnloadAdapter
 
     request = UnloadAdapter(name=name, timeout_s=timeout)
     _report(
@@ -139,7 +139,7 @@ def _change(
     any_base: bool,
     timeout_s: float | None,
 ) -> None:
-    from skyctl.adapters.change import LoadAdapter
+    from skyctl.adapters.requests import LoadAdapter
     from skyctl.core.registry import FleetRef, find
     from skyctl.store.paths import expanded
 

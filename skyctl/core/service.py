@@ -26,7 +26,7 @@ from skyctl.push.trainer import Rendezvous, SendTarget
 from skyctl.store.identity import ProcessIdentity
 
 if TYPE_CHECKING:
-    from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
+    from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
@@ -415,7 +415,7 @@ class FleetService:
         return await self._change_adapter("unload_adapter", asked)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters.change import AdapterChange
+        from skyctl.adapters.requests import AdapterChange
 
         patience_s = 4 * (asked.timeout_s or _ASK_S) + _VERB_GRACE_S
         return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)

@@ -192,7 +192,7 @@ async def _quarantined_behind(
     """Give servers that woke the adapters they slept through. Those that do not take them are
     quarantined; returns why, by name.
     """
-    from skyctl.adapters.change import catch_up  # too heavy to import for a pause
+    from skyctl.adapters.committed import catch_up  # too heavy to import for a pause
 
     behind = [target for target in woken if not is_current(state, target.name)]
     failed = {

@@ -55,10 +55,10 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
         refused = [Finding("fleet-file", "plan", Severity.ERROR, error.message, error.hint)]
     python = plan.python if plan is not None else ref.config.python
     facts = await asyncio.to_thread(gather, python, state_root())
-    found = check_machine(facts, _needs(ref, plan)) + refused
+    findings = check_machine(facts, _needs(ref, plan)) + refused
     if plan is not None:
-        found += await asyncio.to_thread(_examine_file, ref, plan, facts, ports)
-    return found + await _examine_running(ref, plan, verify)
+        findings += await asyncio.to_thread(_examine_file, ref, plan, facts, ports)
+    return findings + await _examine_running(ref, plan, verify)
 
 
 def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:

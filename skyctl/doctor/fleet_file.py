@@ -41,8 +41,8 @@ class FilePlan:
 
 def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
     """All checks of this section."""
-    here = all(server.node is None for server in given.plan.servers)
-    checks = CHECKS | OF_THIS_MACHINE if here else CHECKS
+    on_this_machine = all(server.node is None for server in given.plan.servers)
+    checks = CHECKS | OF_THIS_MACHINE if on_this_machine else CHECKS
     return run_checks("fleet-file", checks, given, facts)
 
 
@@ -115,14 +115,14 @@ def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     chunk = min(largest, model.total_bytes)
     workers = sum(server.world_size for server in plan.servers) if plan.device == "cpu" else 0
     needed = (_SLOTS + workers) * chunk
-    said = f"a push needs up to {format_bytes(needed)} of memory, {format_bytes(available)}"
+    message = f"a push needs up to {format_bytes(needed)} of memory, {format_bytes(available)}"
     if needed > available:
         yield error(
-            f"{said} are available",
+            f"{message} are available",
             "lower weight_transfer.chunk_size, or set its transport to disk",
         )
     else:
-        yield ok(f"{said} are available")
+        yield ok(f"{message} are available")
 
 
 def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
@@ -134,24 +134,24 @@ def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
         model.total_bytes + ENGINES[server.engine].sizes(server.argv, server.env).host_bytes
         for server in plan.servers
     )
-    said = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
+    message = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
     if needed > available:
         yield warning(
-            f"{said}, {format_bytes(available)} are available",
+            f"{message}, {format_bytes(available)} are available",
             "lower `replicas`, or VLLM_CPU_KVCACHE_SPACE under `env`",
         )
     else:
-        yield ok(f"{said} of {format_bytes(available)}")
+        yield ok(f"{message} of {format_bytes(available)}")
 
 
 def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     """Do the weights fit into the share of each GPU that a server takes?"""
     plan, model = given.plan, given.model
-    known = {gpu.index: gpu for gpu in facts.gpus}
+    by_index = {gpu.index: gpu for gpu in facts.gpus}
     if model is None or plan.device != "cuda":
         return
     for server in plan.servers:
-        gpus = [known[index] for index in server.gpus if index in known]
+        gpus = [by_index[index] for index in server.gpus if index in by_index]
         if not gpus:
             continue
         sizes = ENGINES[server.engine].sizes(server.argv, server.env)

@@ -139,18 +139,18 @@ def read_packages(python: str | None) -> dict[str, str]:
             timeout=_PYTHON_TIMEOUT_S,
             check=True,
         )
-        found = json.loads(result.stdout or "{}")
+        versions = json.loads(result.stdout or "{}")
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
-    return {str(name): str(version) for name, version in found.items()}
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _size_of_mount(path: Path) -> int | None:
@@ -234,12 +234,12 @@ def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is there exactly one NCCL? Pushes by nccl and tensor parallelism need it."""
     if not facts.gpus or not any(name in facts.packages for name in _VLLM):
         return
-    found = [name for name in facts.packages if name.startswith("nvidia-nccl")]
-    if len(found) == 1:
-        yield ok(f"NCCL {facts.packages[found[0]]}")
-    elif found:
+    libraries = [name for name in facts.packages if name.startswith("nvidia-nccl")]
+    if len(libraries) == 1:
+        yield ok(f"NCCL {facts.packages[libraries[0]]}")
+    elif libraries:
         yield warning(
-            f"{' and '.join(found)} are both installed: which one is loaded is chance",
+            f"{' and '.join(libraries)} are both installed: which one is loaded is chance",
             "uninstall the one of another CUDA than torch's",
         )
     else:
@@ -265,14 +265,14 @@ def shared_memory(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is /dev/shm large enough for NCCL and for vLLM's workers?"""
     if facts.shm_size is None:
         return
-    said = f"/dev/shm holds {format_bytes(facts.shm_size)}"
+    message = f"/dev/shm holds {format_bytes(facts.shm_size)}"
     fix = "docker run --shm-size 8g (or --ipc host); or: mount -o remount,size=8G /dev/shm"
     if facts.shm_size <= _SMALLEST_SHM and needs.largest_world_size > 1:
-        yield error(f"{said}: servers of several workers fail in it", fix)
+        yield error(f"{message}: servers of several workers fail in it", fix)
     elif facts.shm_size < _ENOUGH_SHM:
-        yield warning(f"{said}: NCCL and vLLM's workers may run out of it", fix)
+        yield warning(f"{message}: NCCL and vLLM's workers may run out of it", fix)
     else:
-        yield ok(said)
+        yield ok(message)
 
 
 def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
@@ -314,11 +314,11 @@ def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
     """Is there room for state and logs?"""
     if facts.state_free is None:
         return
-    said = f"{format_bytes(facts.state_free)} free for state and logs in {facts.state_root}"
+    message = f"{format_bytes(facts.state_free)} free for state and logs in {facts.state_root}"
     if facts.state_free < _LITTLE_DISK:
-        yield error(said, "make room there, or point SKYCTL_HOME elsewhere")
+        yield error(message, "make room there, or point SKYCTL_HOME elsewhere")
     else:
-        yield ok(said)
+        yield ok(message)
 
 
 def proxy(facts: MachineFacts, needs: Needs) -> Iterator[Result]:

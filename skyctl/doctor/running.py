@@ -108,8 +108,8 @@ def drifted(facts: RunningFacts) -> Iterator[Result]:
 
 def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
     """Do all servers run the same version? A push refuses to mix them."""
-    found, title = sorted(set(facts.vllm.values())), engines.ENGINES[facts.engine].title
-    if len(found) > 1:
+    versions, title = sorted(set(facts.vllm.values())), engines.ENGINES[facts.engine].title
+    if len(versions) > 1:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.vllm.items()))
         attached = facts.status.supervised is None
         fix = (
@@ -118,24 +118,28 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
             else "skyctl restart"
         )
         yield error(f"servers run different versions of {title}: {listed}", fix)
-    elif found:
-        yield ok(f"every server runs {title} {found[0]}")
+    elif versions:
+        yield ok(f"every server runs {title} {versions[0]}")
 
 
 def weight_versions(facts: RunningFacts) -> Iterator[Result]:
     """Is every server at the fleet's weight version, and does it report it?"""
-    found = {r.name: r.weight_version for r in facts.status.replicas if r.state != "starting"}
-    if len(set(found.values())) > 1:
-        listed = ", ".join(f"{name} {version or 'base'}" for name, version in found.items())
+    recorded_versions = {
+        r.name: r.weight_version for r in facts.status.replicas if r.state != "starting"
+    }
+    if len(set(recorded_versions.values())) > 1:
+        listed = ", ".join(
+            f"{name} {version or 'base'}" for name, version in recorded_versions.items()
+        )
         yield error(
             f"servers are at different weight versions: {listed}",
             "push once more: skyctl sync-weights CKPT",
         )
-    for name, recorded in found.items():
-        said = facts.versions.get(name)
-        if recorded is not None and said is not None and said != recorded:
+    for name, recorded in recorded_versions.items():
+        reported = facts.versions.get(name)
+        if recorded is not None and reported is not None and reported != recorded:
             yield error(
-                f"{name} says it has weights {said}, and {recorded} was pushed to it",
+                f"{name} says it has weights {reported}, and {recorded} was pushed to it",
                 "somebody else pushed to it; push once more: skyctl sync-weights CKPT",
             )
 

@@ -24,8 +24,8 @@ def flag_name(key: str) -> str:
     Only the part before the first dot changes: in `compilation-config.cudagraph_mode` the rest
     names a field.
     """
-    head, dot, rest = key.strip().lstrip("-").partition(".")
-    return head.replace("_", "-") + dot + rest
+    head, dot, field = key.strip().lstrip("-").partition(".")
+    return head.replace("_", "-") + dot + field
 
 
 def merge_arguments(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def plan_warnings(
         *_server_warnings(config, launches[0].device, launches[0].backend),
         *_port_warnings(config, len(launches)),
         *_size_warnings(config),
-        *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
+        *(PlanWarning(*advice) for advice in engine.warnings(launches, config.share_gpus)),
         *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
         *_tinker_warnings(config, launches, trainer_gpu),
@@ -168,9 +168,9 @@ def _inference_is_open(config: FleetConfig) -> bool:
 def _port_warnings(config: FleetConfig, replicas: int) -> Iterator[PlanWarning]:
     if config.ports is not None and len(config.ports) != replicas:
         few = len(config.ports) < replicas
-        rest = "the rest get free ones" if few else "the last ones are not used"
+        consequence = "the rest get free ones" if few else "the last ones are not used"
         yield PlanWarning(
-            f"ports: {len(config.ports)} for {replicas} replicas; {rest}",
+            f"ports: {len(config.ports)} for {replicas} replicas; {consequence}",
             "name one port per replica, or leave `ports` out",
         )
 

@@ -184,13 +184,13 @@ def _without_empty(value: Any, location: Location) -> Any:
     """
     if isinstance(value, list):
         return [_without_empty(item, (*location, index)) for index, item in enumerate(value)]
-    known = _known_keys(location)
-    if not isinstance(value, dict) or not known:
+    schema_keys = _known_keys(location)
+    if not isinstance(value, dict) or not schema_keys:
         return value
     return {
         key: _without_empty(item, (*location, key))
         for key, item in value.items()
-        if item is not None or key not in known
+        if item is not None or key not in schema_keys
     }
 
 
@@ -201,11 +201,11 @@ def _dotted(location: Location) -> str:
 def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
     ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.line)
     lines = [f"{path}:{problem.line}: {problem.message}" for problem in ordered]
-    told = lines[:_MOST_PROBLEMS_SHOWN]
-    if len(lines) > len(told):
-        told.append(f"… and {len(lines) - len(told)} more")
+    shown_lines = lines[:_MOST_PROBLEMS_SHOWN]
+    if len(lines) > len(shown_lines):
+        shown_lines.append(f"… and {len(lines) - len(shown_lines)} more")
     return FleetFileError(
-        "\n".join(told),
+        "\n".join(shown_lines),
         hint=next((problem.hint for problem in ordered if problem.hint), _LOOK_AGAIN),
         details={
             "file": str(path),
@@ -230,11 +230,11 @@ def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
             f"this is a file for `vllm serve --config` (`{arguments[0]}:`), not a fleet file",
             "begin with `name:` and `model:`, and put vLLM's arguments under `args:`",
         )
-    for signature, what in _OTHER_FILES:
+    for signature, kind in _OTHER_FILES:
         if signature <= keys:
             names = " and ".join(f"`{key}:`" for key in sorted(signature))
             line = min(source.line((key,)) for key in signature)
-            return FileProblem(line, f"this is {what} ({names}), not a fleet file", INIT_HINT)
+            return FileProblem(line, f"this is {kind} ({names}), not a fleet file", INIT_HINT)
     return None
 
 
@@ -248,13 +248,13 @@ def _problems_of(errors: Sequence[Mapping[str, Any]], source: YamlSource) -> lis
     for error in errors:
         places.setdefault(_location(error, source.value), []).append(error)
     problems = []
-    for location, here in places.items():
+    for location, place_errors in places.items():
         inside = any(
             other[: len(location)] == location and len(other) > len(location) for other in places
         )
-        if inside and all(error["type"] in _EXPECTED for error in here):
+        if inside and all(error["type"] in _EXPECTED for error in place_errors):
             continue
-        problems.append(_problem(location, here, source))
+        problems.append(_problem(location, place_errors, source))
     return problems
 
 
@@ -307,9 +307,9 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
         if kind == "literal_error":
             word = "one of " + context["expected"].replace(" or ", ", ")
             given = str(error["input"])
-            meant = "cuda" if given.lower() in ("gpu", "nvidia") else given
-            known = re.findall(r"'([^']*)'", context["expected"])
-            if near := difflib.get_close_matches(meant, known, n=1):
+            typed = "cuda" if given.lower() in ("gpu", "nvidia") else given
+            choices = re.findall(r"'([^']*)'", context["expected"])
+            if near := difflib.get_close_matches(typed, choices, n=1):
                 word += f" (did you mean {near[0]!r}?)"
         elif kind in _LIMITS:
             word = f"{_LIMITS[kind]} {next(iter(context.values())):g}"
@@ -333,14 +333,14 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
 
 def _unknown_key(line: int, location: Location) -> FileProblem:
     key = str(location[-1])
-    known = _known_keys(location[:-1])
+    schema_keys = _known_keys(location[:-1])
     inside = f"{_dotted(location[:-1])}: " if len(location) > 1 else ""
     message = f"{inside}unknown key {shown(key)}"
-    near = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
+    near = difflib.get_close_matches(key.replace("-", "_").lower(), schema_keys, n=1)
     if near:
         return FileProblem(line, f"{message}; did you mean {near[0]!r}?")
     hint = _SCHEMA_HINT
-    if "args" in known:
+    if "args" in schema_keys:
         hint = f"arguments of the program itself go under `args:`; {hint}"
     return FileProblem(line, message, hint)
 

@@ -43,15 +43,15 @@ def _number(value: Any) -> Any:
 
 
 def _chosen(plugins: Plugins[Any]) -> AfterValidator:
-    def known(name: str) -> str:
+    def check_available(name: str) -> str:
         try:
             plugins[name]
         except UsageError as error:
-            said = f"{error.message}; {error.hint}" if error.hint else error.message
-            raise ValueError(said) from error
+            message = f"{error.message}; {error.hint}" if error.hint else error.message
+            raise ValueError(message) from error
         return name
 
-    return AfterValidator(known)
+    return AfterValidator(check_available)
 
 
 def _url(text: str) -> str:
@@ -674,28 +674,30 @@ class FleetConfig(_Section):
 
     def _check_spanning(self, nodes: int, group: ReplicaGroup) -> None:
         """Raise ValueError if a replica cannot run on several machines as the file has it."""
-        asked, hosts = f"`nodes_per_replica: {nodes}`", len(self.ssh.hosts)
+        setting, hosts = f"`nodes_per_replica: {nodes}`", len(self.ssh.hosts)
         stages = group.pipeline_parallel_size or self.pipeline_parallel_size
         if self.launcher != "ssh":
             raise ValueError(
-                f"{asked} goes with `launcher: ssh`: elsewhere a replica runs on one machine"
+                f"{setting} goes with `launcher: ssh`: elsewhere a replica runs on one machine"
             )
         if stages % nodes:
             raise ValueError(
-                f"{asked} with `pipeline_parallel_size: {stages}`: each machine takes whole "
+                f"{setting} with `pipeline_parallel_size: {stages}`: each machine takes whole "
                 f"pipeline stages; write a multiple of {nodes}"
             )
         if hosts < nodes:
-            raise ValueError(f"{asked}, and `ssh: hosts` names {hosts}: add machines")
+            raise ValueError(f"{setting}, and `ssh: hosts` names {hosts}: add machines")
         if (group.data_parallel_size or self.data_parallel_size) > 1:
-            raise ValueError(f"{asked} does not go with `data_parallel_size`: write more replicas")
+            raise ValueError(
+                f"{setting} does not go with `data_parallel_size`: write more replicas"
+            )
         if self.share_gpus:
-            raise ValueError(f"{asked} does not go with `share_gpus`: leave one of the two out")
+            raise ValueError(f"{setting} does not go with `share_gpus`: leave one of the two out")
         transport, backend = self.weight_transfer.transport, self.weight_transfer.backend
         if backend or transport not in ("auto", "disk"):
             sender = f"backend {backend}" if backend else f"transport {transport}"
             raise ValueError(
-                f"{asked} with {sender}: a sender reaches the workers of one machine; leave it "
+                f"{setting} with {sender}: a sender reaches the workers of one machine; leave it "
                 "out: each machine reads the checkpoint (disk)"
             )
 

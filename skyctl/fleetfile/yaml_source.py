@@ -219,8 +219,8 @@ class _Reader:
         return _VARIABLE.sub(value, node.value)
 
     def _refuse_unusable(self, node: yaml.ScalarNode, text: str) -> None:
-        if found := _UNUSABLE.search(text):
-            self._problem(node, f"no program can be given the character {found.group()!a}")
+        if match := _UNUSABLE.search(text):
+            self._problem(node, f"no program can be given the character {match.group()!a}")
 
     def _problem(self, node: yaml.Node, message: str, hint: str = "") -> None:
         self.source.problems.append(FileProblem(_line(node), message, hint))
@@ -246,8 +246,8 @@ _CLOSES = {"[": "]", "{": "}"}
 
 def explained(error: yaml.MarkedYAMLError, text: str) -> FileProblem:
     """One problem for the parser's error in `text`."""
-    said = " ".join(part for part in (error.context, error.problem) if part)
-    open_end = _never_closed(said, error, text)
+    complaint = " ".join(part for part in (error.context, error.problem) if part)
+    open_end = _never_closed(complaint, error, text)
     if open_end is not None:
         return open_end
     mark = error.problem_mark or error.context_mark
@@ -256,15 +256,15 @@ def explained(error: yaml.MarkedYAMLError, text: str) -> FileProblem:
     if "${" in written:
         hint = _QUOTE
     else:
-        hint = next((hint for pattern, hint in _HINTS if pattern.search(said)), _OTHERWISE)
-    return FileProblem(line, f"{_INVALID}{said}", hint)
+        hint = next((hint for pattern, hint in _HINTS if pattern.search(complaint)), _OTHERWISE)
+    return FileProblem(line, f"{_INVALID}{complaint}", hint)
 
 
-def _never_closed(said: str, error: yaml.MarkedYAMLError, text: str) -> FileProblem | None:
+def _never_closed(complaint: str, error: yaml.MarkedYAMLError, text: str) -> FileProblem | None:
     """A bracket or quote that the file leaves open."""
-    if "end of stream" not in said and "<stream end>" not in said:
+    if "end of stream" not in complaint and "<stream end>" not in complaint:
         return None
-    if "quoted scalar" in said and error.context_mark is not None:
+    if "quoted scalar" in complaint and error.context_mark is not None:
         line = error.context_mark.line + 1
         return FileProblem(line, f"{_INVALID}a quote is never closed", "close it on this line")
     for line, written in reversed([*enumerate(text.splitlines(), 1)]):

@@ -187,12 +187,12 @@ def _check_prompt(key: str, value: Any, where: str) -> None:
 
 def _with_max_tokens(body: dict[str, Any], where: str) -> dict[str, Any]:
     """`body` with max_tokens set, whichever of its two names was used."""
-    asked = body.pop("max_completion_tokens", None)
-    if asked is None:
-        asked = body.get("max_tokens", DEFAULT_MAX_TOKENS)
-    if type(asked) is not int or asked < 1:
-        raise UsageError(f"{where}: max_tokens is a positive integer, not {asked!r}")
-    return {**body, "max_tokens": asked}
+    max_tokens = body.pop("max_completion_tokens", None)
+    if max_tokens is None:
+        max_tokens = body.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise UsageError(f"{where}: max_tokens is a positive integer, not {max_tokens!r}")
+    return {**body, "max_tokens": max_tokens}
 
 
 class Cut(Exception):
@@ -259,13 +259,13 @@ def _piece(event: dict[str, Any]) -> Piece:
     )
 
 
-def _logprobs(found: Any) -> tuple[float, ...]:
+def _logprobs(logprobs: Any) -> tuple[float, ...]:
     """A completion's `token_logprobs`, or the `logprob` of each entry of a chat's `content`."""
-    if not isinstance(found, dict):
+    if not isinstance(logprobs, dict):
         return ()
-    values = found.get("token_logprobs")
+    values = logprobs.get("token_logprobs")
     if values is None:
-        values = [entry.get("logprob") for entry in found.get("content") or ()]
+        values = [entry.get("logprob") for entry in logprobs.get("content") or ()]
     return tuple(float(value) for value in values if value is not None)
 
 

@@ -141,14 +141,14 @@ class GenerationClient:
         """
         slots = asyncio.Semaphore(concurrency)
 
-        async def one(request: GenerationRequest) -> GenerationResult:
+        async def generate_in_slot(request: GenerationRequest) -> GenerationResult:
             async with slots:
                 result = await self.generate_one(request, timeout_s=timeout_s)
             if on_done is not None:
                 on_done(result)
             return result
 
-        tasks = [asyncio.create_task(one(request)) for request in requests]
+        tasks = [asyncio.create_task(generate_in_slot(request)) for request in requests]
         try:
             for task in tasks:
                 yield await task

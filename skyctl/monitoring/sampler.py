@@ -161,17 +161,17 @@ class ProcessTrees:
     def usage(self, roots: Iterable[int]) -> dict[int, TreeUsage]:
         """Usage by root pid since the last call; roots that are gone are left out."""
         now = self._clock()
-        wanted = set(roots)
-        if now - self._looked_at >= TREES_EVERY_S or wanted - self._members.keys():
-            self._members, self._looked_at = _trees(wanted), now
+        watched = set(roots)
+        if now - self._looked_at >= TREES_EVERY_S or watched - self._members.keys():
+            self._members, self._looked_at = _trees(watched), now
         before, since = self._cpu, self._measured_at
         self._cpu, self._measured_at = {}, now
-        found = {}
-        for root in wanted:
+        usages = {}
+        for root in watched:
             usage = self._measure(self._members.get(root, []), before, since and now - since)
             if usage.processes:
-                found[root] = usage
-        return found
+                usages[root] = usage
+        return usages
 
     def _measure(
         self,
@@ -179,7 +179,7 @@ class ProcessTrees:
         before: Mapping[tuple[int, float], float],
         seconds: float | None,
     ) -> TreeUsage:
-        spent, rss, count, known = 0.0, 0, 0, False
+        spent, rss, count, measured_before = 0.0, 0, 0, False
         for process in members:
             try:
                 with process.oneshot():
@@ -191,9 +191,9 @@ class ProcessTrees:
             count += 1
             self._cpu[key] = times.user + times.system
             if key in before:
-                known = True
+                measured_before = True
                 spent += self._cpu[key] - before[key]
-        percent = 100 * spent / seconds if known and seconds else None
+        percent = 100 * spent / seconds if measured_before and seconds else None
         return TreeUsage(percent, rss, count)
 
 
@@ -294,7 +294,7 @@ class Sampler:
         began = self._clock()
         status = await self._fleet.status(StatusQuery(fresh=self._last is None))
         at = self._clock()
-        pids = [one.pid for one in status.replicas if one.pid and one.node is None]
+        pids = [replica.pid for replica in status.replicas if replica.pid and replica.node is None]
         pids += [front.pid for front in status.fronts.values() if front.pid]
         router_metrics, trees, gpus = await asyncio.gather(
             self._router_metrics(status.router),
@@ -353,7 +353,7 @@ class Sampler:
         )
 
     def _state_s(self, replica: ReplicaStatus, at: float) -> float:
-        """Seconds in this state; if nobody records the time, since we first saw it."""
+        """Seconds in this state; since our first sample of it if no process records the time."""
         before = self._states.get(replica.name)
         if before is None or before[0] != replica.state:
             self._states[replica.name] = before = (replica.state, at)
@@ -405,7 +405,7 @@ class Sampler:
         if status.supervised is None:
             # only the journal knows of a push into servers that we did not start
             latest = (await self._fleet.jobs())[:1]
-            job = next((one for one in latest if not one.ended), None)
+            job = next((job for job in latest if not job.ended), None)
         elif status.job:
             job = await self._fleet.job(status.job)
         if job is None:
@@ -420,8 +420,8 @@ class Sampler:
         )
 
 
-def _usage(one: ReplicaStatus | FrontStatus, trees: Mapping[int, TreeUsage]) -> dict[str, Any]:
+def _usage(process: ReplicaStatus | FrontStatus, trees: Mapping[int, TreeUsage]) -> dict[str, Any]:
     """`cpu_percent` and `rss_bytes` of its process tree, as far as they are known."""
-    if tree := trees.get(one.pid or 0):
+    if tree := trees.get(process.pid or 0):
         return {"cpu_percent": tree.cpu_percent, "rss_bytes": tree.rss_bytes}
-    return {"cpu_percent": None, "rss_bytes": one.rss_bytes}
+    return {"cpu_percent": None, "rss_bytes": process.rss_bytes}

@@ -42,7 +42,7 @@ from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
-    from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+    from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.request import PushRequest
@@ -234,7 +234,8 @@ class AttachedFleet(RecordedFleet):
         return await verify_servers(targets, rows, self._client, self.state)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        from skyctl.adapters.change import change_all, retire
+        from skyctl.adapters.change import change_all
+        from skyctl.adapters.committed import retire
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
             fleet = await self._adapter_fleet()
@@ -243,7 +244,7 @@ class AttachedFleet(RecordedFleet):
         return change
 
     async def _adapter_fleet(self) -> AdapterFleet:
-        from skyctl.adapters.change import AdapterFleet
+        from skyctl.adapters.requests import AdapterFleet
 
         def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
             rows = {row.name: row for row in self.state.servers()}

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from skyctl import engines
-from skyctl.adapters.change import catch_up
+from skyctl.adapters.committed import catch_up
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published

@@ -121,7 +121,7 @@ async def smoke(
     async def take(step: Step, timeout_s: float) -> bool:
         nonlocal logs, kept
         on_begin(step.name)
-        result = await _one(step, run, timeout_s)
+        result = await _run_step(step, run, timeout_s)
         results.append(result)
         on_end(result)
         if not result.ok and not logs:
@@ -135,8 +135,8 @@ async def smoke(
             if failed:
                 results.append(StepResult(step.name, StepStatus.SKIPPED, 0.0, "not tried"))
                 continue
-            left = options.timeout_s - (time.monotonic() - began)
-            failed = not await take(step, left)
+            remaining_s = options.timeout_s - (time.monotonic() - began)
+            failed = not await take(step, remaining_s)
     finally:
         if not options.reuse:
             await take(last, DOWN_TIMEOUT_S)  # also after Ctrl-C: nothing of ours keeps running
@@ -165,7 +165,7 @@ def _refuse(ref: FleetRef, options: SmokeOptions) -> None:
         )
 
 
-async def _one(step: Step, run: FleetUnderTest, timeout_s: float) -> StepResult:
+async def _run_step(step: Step, run: FleetUnderTest, timeout_s: float) -> StepResult:
     began = time.monotonic()
 
     def ended(status: StepStatus, detail: str, hint: str = "") -> StepResult:

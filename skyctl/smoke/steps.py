@@ -194,16 +194,16 @@ async def pause_resume(run: FleetUnderTest) -> str:
 
 async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) -> str | None:
     """Freeze one stream midway; returns what was seen, or None if it ended too early."""
-    heard: list[str] = []
+    texts: list[str] = []
     begun = asyncio.Event()
 
-    def hear(text: str) -> None:
-        heard.append(text)
+    def record(text: str) -> None:
+        texts.append(text)
         begun.set()
 
     async with GenerationClient(run.entry, retry=RetryPolicy(max_retries=0)) as client:
         stream = asyncio.create_task(
-            client.generate_one(greedy(length), timeout_s=ANSWER_TIMEOUT_S, on_text=hear)
+            client.generate_one(greedy(length), timeout_s=ANSWER_TIMEOUT_S, on_text=record)
         )
         stream.add_done_callback(lambda _: begun.set())
         try:
@@ -214,9 +214,9 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
                 if stream.done():
                     _finished(stream.result(), length)
                     return None
-                before = len(heard)
+                before = len(texts)
                 await asyncio.sleep(_FROZEN_S)
-                if len(heard) != before or stream.done():
+                if len(texts) != before or stream.done():
                     raise SkyctlError("tokens arrived while the fleet was paused")
                 running = [r.name for r in (await fleet.status()).replicas if r.state != "paused"]
                 if running:
@@ -238,10 +238,10 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
 async def push_other(run: FleetUnderTest) -> str:
     """Another checkpoint arrives on every server."""
     assert run.options.checkpoint is not None  # the step is planned only then
-    said = await _push(run, run.options.checkpoint)
+    message = await _push(run, run.options.checkpoint)
     answers = await run.ask(run.servers)
     changed = sum(answers[name] != run.answers[name] for name in run.servers)
-    return f"{said}; answers changed on {changed} of {len(run.servers)} servers"
+    return f"{message}; answers changed on {changed} of {len(run.servers)} servers"
 
 
 async def push_base(run: FleetUnderTest) -> str:
@@ -252,7 +252,7 @@ async def push_base(run: FleetUnderTest) -> str:
         raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
     if not await asyncio.to_thread(Path(run.checkpoint).is_dir):
         raise Skipped(f"{run.checkpoint} is not a directory on this machine")
-    said = await _push(run, run.checkpoint)
+    message = await _push(run, run.checkpoint)
     answers = await run.ask(run.servers)
     changed = [name for name in run.servers if answers[name] != run.answers[name]]
     if changed:
@@ -260,7 +260,7 @@ async def push_base(run: FleetUnderTest) -> str:
             f"{', '.join(changed)} answers otherwise than before, with the same checkpoint",
             hint="compare the servers: skyctl weights verify",
         )
-    return f"{said}; every answer as before"
+    return f"{message}; every answer as before"
 
 
 async def verify(run: FleetUnderTest) -> str:
@@ -285,10 +285,10 @@ async def down(run: FleetUnderTest) -> str:
     done = await take_down(
         run.ref.paths, drain_timeout_s=config.drain_timeout_s, stop_timeout_s=config.stop_timeout_s
     )
-    known = [identity for row in rows for identity in (row.identity, *row.descendants)]
-    left = {process.pid for process in known if process is not None and process.alive()}
-    if left:
-        pids = ", ".join(map(str, left))
+    identities = [identity for row in rows for identity in (row.identity, *row.descendants)]
+    surviving = {process.pid for process in identities if process is not None and process.alive()}
+    if surviving:
+        pids = ", ".join(map(str, surviving))
         raise SkyctlError(f"processes were left: {pids}", hint=f"look at them: ps -p {pids}")
     return f"stopped {_listed(list(done.stopped)) if done.stopped else 'nothing'}"
 

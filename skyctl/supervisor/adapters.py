@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.adapters import change
-from skyctl.adapters.change import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters import change, committed
+from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import Act
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError, UsageError
@@ -63,7 +63,7 @@ async def admit(running: RunningFleet, replica: Replica) -> None:
     fleet = _fleet(running, plan)
     try:
         async with change.changing(fleet):
-            outcomes = await change.catch_up(
+            outcomes = await committed.catch_up(
                 running.state, running.client, [replica.target], fleet.timeout_s
             )
         why = "" if outcomes[0].ok else outcomes[0].detail
@@ -83,7 +83,7 @@ def is_current(running: RunningFleet, replica: Replica) -> bool:
 async def retire(running: RunningFleet) -> None:
     """Remove the files of versions that nobody uses any more."""
     if running.plan is not None and running.plan.config.lora is not None:
-        await change.retire(_fleet(running, running.plan))
+        await committed.retire(_fleet(running, running.plan))
 
 
 def _able(running: RunningFleet) -> list[Replica]:

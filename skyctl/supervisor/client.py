@@ -36,7 +36,7 @@ from skyctl.supervisor.wire import (
 )
 
 if TYPE_CHECKING:
-    from skyctl.adapters.change import AdapterChange, LoadAdapter
+    from skyctl.adapters.requests import AdapterChange, LoadAdapter
     from skyctl.core.following import JobChanges
     from skyctl.core.registry import RemoteRef
     from skyctl.core.service import JobQuery, OpenedUpdate, OpenUpdate, Staging

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyctl.adapters.change import AdapterChange, LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen

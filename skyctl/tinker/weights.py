@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyctl.adapters.change import LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,

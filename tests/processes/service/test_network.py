@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from pydantic import ValidationError
 
-from skyctl.adapters.change import LoadAdapter
+from skyctl.adapters.requests import LoadAdapter
 from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
 from skyctl.core.service import OpenUpdate, Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from skyctl.adapters import change
+from skyctl.adapters import change, committed
 from skyctl.adapters import change as adapters
-from skyctl.adapters.change import AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import AdapterFleet, LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     NotFoundError,
@@ -229,7 +229,7 @@ async def test_servers_that_cannot_take_part_are_skipped_and_caught_up(fleet: Fl
     assert [outcome.status.value for outcome in done.outcomes] == ["ok", "ok", "skipped"]
     assert fleet.serve()[2] == {}
     assert not store.is_current(fleet.state, "stub-2")
-    [outcome] = await adapters.catch_up(fleet.state, fleet.fleet.client, fleet.targets[2:], 1.0)
+    [outcome] = await committed.catch_up(fleet.state, fleet.fleet.client, fleet.targets[2:], 1.0)
     assert outcome.ok
     assert fleet.serve()[2] == {"x": "x@1"}
     assert store.is_current(fleet.state, "stub-2")
@@ -269,7 +269,8 @@ async def test_a_killed_process_leaves_one_version_everywhere_after_the_next_cha
         if reached == point:
             raise Killed
 
-    monkeypatch.setattr(change, "reached", kill)
+    for module in (change, committed):
+        monkeypatch.setattr(module, "reached", kill)
     if point == "adapters.undo":
         fleet.fail(1, UNLOAD if verb == "unload" else LOAD, "status", (1,))
     if point == "amid the names":
@@ -321,22 +322,22 @@ async def test_changes_wait_for_each_other(fleet: Fleet) -> None:
 async def test_files_go_once_no_request_runs_with_them(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(change, "RETIRE_AFTER_S", -1.0)
+    monkeypatch.setattr(committed, "RETIRE_AFTER_S", -1.0)
     paths = [Path((await fleet.load("x", 1)).adapter.path)]
     running = fleet.stubs[2].adapters.served["x"]
     fleet.stubs[2].adapters.running[running] += 1
     paths.append(Path((await fleet.sync("x", 2)).adapter.path))
-    await adapters.retire(fleet.fleet)
+    await committed.retire(fleet.fleet)
     assert [path.exists() for path in paths] == [True, True]
     fleet.fail(0, LIST, "status")
     fleet.stubs[2].adapters.running[running] -= 1
-    await adapters.retire(fleet.fleet)  # one server cannot tell
+    await committed.retire(fleet.fleet)  # one server cannot tell
     assert [path.exists() for path in paths] == [True, True]
     fleet.stubs[0].asgi.faults.clear()
-    await adapters.retire(fleet.fleet)
+    await committed.retire(fleet.fleet)
     assert [path.exists() for path in paths] == [False, True]
     await fleet.unload("x")
-    await adapters.retire(fleet.fleet)
+    await committed.retire(fleet.fleet)
     assert [path.exists() for path in paths] == [False, False]
 
 
@@ -404,6 +405,6 @@ async def test_a_server_that_starts_and_would_leave_modules_out_does_not_get_it(
     fleet.stubs[0].adapters.served.clear()  # it was restarted
     fleet.stubs[0].engine.settings = {"lora_config": {"target_modules": ["q_proj"]}}
     targets = fleet.fleet.targets()[0]
-    outcomes = await adapters.catch_up(fleet.state, fleet.fleet.client, targets, 5.0)
+    outcomes = await committed.catch_up(fleet.state, fleet.fleet.client, targets, 5.0)
     assert [outcome.ok for outcome in outcomes] == [False, True, True]
     assert "x@1: it would change nothing in" in outcomes[0].detail

@@ -137,7 +137,11 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
         PreflightError,
         "lora_A alone",
     ),
-    "no LoRA": (lambda d: make_adapter(d, {"x.weight": (4, 8)}), PreflightError, "no part of"),
+    "no LoRA": (
+        lambda d: make_adapter(d, {"x.weight": (4, 8)}),
+        PreflightError,
+        "does not belong to",
+    ),
     "ranks": (lambda d: make_adapter(d, lora(UP, rank=2)), PreflightError, "rank 2 in lora_A"),
     "no rank": (lambda d: make_adapter(d, r=None), PreflightError, "lacks a rank"),
     "NaN": (lambda d: make_adapter(d, value=float("nan")), PreflightError, "NaN"),
@@ -156,8 +160,12 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
         PreflightError,
         "q_proj is '16'",
     ),
-    "no scales": (lambda d: make_adapter(d, alpha_pattern=[16]), PreflightError, "is no mapping"),
-    "no pattern": (lambda d: make_adapter(d, rank_pattern=[4]), PreflightError, "is no mapping"),
+    "no scales": (
+        lambda d: make_adapter(d, alpha_pattern=[16]),
+        PreflightError,
+        "is not a mapping",
+    ),
+    "no pattern": (lambda d: make_adapter(d, rank_pattern=[4]), PreflightError, "is not a mapping"),
 }
 
 
@@ -211,9 +219,9 @@ def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:
     elsewhere = "base_model.model.model.layers.7.mlp.up_proj"
     misfits = {
         "no_such_layer": (lora(elsewhere), "layers.7.mlp.up_proj is not in the model"),
-        "inputs": (lora(UP, columns=6), "6 inputs here, 8 in the servers"),
-        "outputs": (lora(UP, rows=6), "6 outputs here, 16 in the servers"),
-        "norm": (lora("base_model.model.model.norm"), "no linear layer"),
+        "inputs": (lora(UP, columns=6), "6 inputs in the adapter, 8 in the servers"),
+        "outputs": (lora(UP, rows=6), "6 outputs in the adapter, 16 in the servers"),
+        "norm": (lora("base_model.model.model.norm"), "neither a linear layer"),
     }
     for name, (tensors, words) in misfits.items():
         with pytest.raises(PreflightError, match=words):
@@ -229,7 +237,7 @@ def test_embeddings_and_a_tied_output_layer_are_compared_with_their_weights(tmp_
     tensors = {f"{embedding}_A": (4, 32), f"{embedding}_B": (8, 4)}
     tensors |= lora("base_model.model.lm_head", rows=32)
     assert fits(make_adapter(tmp_path / "one", tensors), model) == []
-    with pytest.raises(PreflightError, match="33 inputs here, 32"):
+    with pytest.raises(PreflightError, match="33 inputs in the adapter, 32"):
         fits(make_adapter(tmp_path / "two", tensors | {f"{embedding}_A": (4, 33)}), model)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyctl.adapters import change
-from skyctl.adapters.change import LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.service import Recover, Sleep, StatusQuery, Wake
 from skyctl.errors import PartialFailure
 from tests.stub.app import StubServer
