@@ -162,7 +162,8 @@ async def run_push(
     checkpoints are in `kept`.
     """
     from skyctl.core.keeping import keeping
-    from skyctl.push.transaction import push, push_rolling
+    from skyctl.push.rolling import push_rolling
+    from skyctl.push.transaction import push
 
     observer = JournalObserver(state.journal, job.id, on_server)
     if fleet.trainer is not None:

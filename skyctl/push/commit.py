@@ -1,97 +1,94 @@
-"""The end of a push: servers are checked, then labelled, and the outcome says how each was left.
+"""The end of a push: servers are checked, then labelled and resumed.
 
-They must hold what was sent, and all the same; only then it gets its version. With a canary they
-answer its prompts before, and the push is undone when an answer is not as expected:
-
-    verify ─► canary: resume engine ─► prompt … ─► pause engine ─┬─ all as expected ─► publish
-              (out of the router)                                └─ one is not ─► push back the
-                 committed checkpoint; where that cannot be had: the servers are quarantined
+They must hold what was sent, and all the same; only then they get its version.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Sequence
 
-from skyctl.checkpoints.configs import ALL_KEYS
-from skyctl.errors import (
-    CanaryFailed,
-    DeadlineExceeded,
-    PushError,
-    ServerError,
-    ServerUnreachable,
-    SkyctlError,
-)
+from skyctl.errors import ServerError
 from skyctl.kill_points import reached
-from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
-from skyctl.push.delivery import Delivery
+from skyctl.push import sleeping
+from skyctl.push.check import Checked
 from skyctl.push.expected import agreed, expected_of, names_of, unexpected
-from skyctl.push.freeze import abort_stragglers
+from skyctl.push.freeze import resume
 from skyctl.push.layouts import numbered, settle_parameters
-from skyctl.push.preflight import Prepared
-from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
-from skyctl.push.run import CancelGuard, Run
+from skyctl.push.phases import Delivered, Verified
+from skyctl.push.request import PushResult
+from skyctl.push.result import conclude
+from skyctl.push.run import Run
 from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
 from skyctl.states import PushStage, PushState
 from skyctl.store.expected import BrokenReload
-from skyctl.units import count_of
-
-Transaction = Callable[[Run], Awaitable[PushResult]]
 
 
-async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
+async def verify(run: Run, delivered: Delivered) -> Verified:
     """Drop caches of the old weights, and compare what the servers hold with the checkpoint, with
     the digests it had before, and with each other.
     """
-    timeout_s = run.fleet.update_timeout_s
-    loaded = alive([site for site in prepared.sites if site.weights is Weights.NEW])
+    checked = delivered.checked
+    with run.stage(PushStage.VERIFY):
+        loaded = alive([site for site in checked.sites if site.weights is Weights.NEW])
+        timeout_s = run.fleet.update_timeout_s
+        comparing = functools.partial(_compare, run, checked)
+        await each(loaded, comparing, timeout_s=timeout_s * 2, what="verify")
+        _agree(run, checked, loaded, delivered.content_digest)
+        reached("push.verify.done")
+    return Verified(checked, delivered.delivery, delivered.label)
 
-    async def digest(site: Site) -> None:
-        # both must end before this does: a pause that outlives its push would freeze the server
-        meanwhile = asyncio.gather(
-            _refuse_thawed(site), site.vllm.reset_caches(), return_exceptions=True
+
+async def _compare(run: Run, checked: Checked, site: Site) -> None:
+    """Compare what one server holds with the source. Raises ServerError."""
+    source, timeout_s = checked.source, run.fleet.update_timeout_s
+    # both must end before this does: a pause that outlives its push would freeze the server
+    meanwhile = asyncio.gather(
+        _refuse_thawed(site), site.vllm.reset_caches(), return_exceptions=True
+    )
+    try:
+        if not (run.request.verify or site.copied):
+            return
+        report = await weights_digest(
+            site.vllm,
+            timeout_s=timeout_s,
+            rows=() if site.copied else source.rows,  # every byte is compared then
+            numbered=numbered(site),
+            finite=source.trainer is not None,
         )
-        try:
-            if not (run.request.verify or site.copied):
-                return
-            found = await weights_digest(
-                site.vllm,
-                timeout_s=timeout_s,
-                rows=() if site.copied else prepared.rows,  # every byte is compared then
-                numbered=numbered(site),
-                finite=run.fleet.trainer is not None,
-            )
-        finally:
-            errors = [one for one in await meanwhile if isinstance(one, BaseException)]
-            if errors:
-                raise errors[0]
-        site.digest, site.compared = found.digest, found.compared
-        if site.expected:
-            said = await settle_parameters(
-                site, found.numbers, prepared.checkpoint, timeout_s=timeout_s
-            )
-            if said:
-                run.note(said)
-        if run.request.weights_digest not in (None, site.digest):
-            raise ServerError(
-                f"{site.name} does not hold what was announced (digest {site.digest}, "
-                f"announced {run.request.weights_digest})"
-            )
-        if prepared.source:
-            _require_comparison(site)
+    finally:
+        errors = [error for error in await meanwhile if isinstance(error, BaseException)]
+        if errors:
+            raise errors[0]
+    site.digest, site.compared = report.digest, report.compared
+    if site.expected:
+        note = await settle_parameters(site, report.numbers, source.whole, timeout_s=timeout_s)
+        if note:
+            run.note(note)
+    if run.request.weights_digest not in (None, site.digest):
+        raise ServerError(
+            f"{site.name} does not hold what was announced (digest {site.digest}, "
+            f"announced {run.request.weights_digest})"
+        )
+    if source.checkpoint is not None:
+        _require_comparison(site)
 
-    await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
-    names = names_of(prepared.checkpoint, content_digest) if prepared.source else ()
-    _enforce(run, prepared, alive(loaded), names)
+
+def _agree(run: Run, checked: Checked, loaded: Sequence[Site], content_digest: str) -> None:
+    """Fail servers that hold something other than they should, by earlier digests and by the
+    others'; learn what they hold.
+    """
+    source = checked.source
+    names = () if source.checkpoint is None else names_of(source.checkpoint, content_digest)
+    _enforce(run, checked, alive(loaded), names)
     _outvote(alive(loaded))
-    announced = run.request.weights_digest
-    if run.fleet.trainer is not None and not prepared.source and not announced:
+    unseen = source.trainer is not None and source.checkpoint is None
+    if unseen and not run.request.weights_digest:
         _require_change(alive(loaded))
-    if run.fleet.trainer is None:  # a trainer's are compared by rows only
+    if source.trainer is None:  # a trainer's are compared by rows only
         run.learned.digests += agreed(loaded, names)
-    reached("push.verify.done")
 
 
 async def _refuse_thawed(site: Site) -> None:
@@ -131,7 +128,7 @@ def _require_comparison(site: Site) -> None:
         )
 
 
-def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
+def _enforce(run: Run, checked: Checked, sites: Sequence[Site], names: Sequence[str]) -> None:
     """Fail servers whose digest is not the one that the same weights had before, or only note it if
     the request allows that.
     """
@@ -152,11 +149,9 @@ def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequenc
             continue
         site.failure = f"verify: {said}"
         if by_launch:
-            site.failure += f": vLLM {prepared.engine} does not reload this model as it loads it"
-            checkpoint = prepared.checkpoint
-            run.learned.broken = BrokenReload(
-                checkpoint.layout_digest, prepared.engine, checkpoint.name
-            )
+            site.failure += f": vLLM {checked.engine} does not reload this model as it loads it"
+            files = checked.source.files
+            run.learned.broken = BrokenReload(files.layout_digest, checked.engine, files.name)
 
 
 def _outvote(sites: Sequence[Site]) -> None:
@@ -170,134 +165,45 @@ def _outvote(sites: Sequence[Site]) -> None:
                 site.failure = f"verify: its weights differ from the others' (digest {site.digest})"
 
 
-async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
-    """Run every prompt on every server that holds new weights, one prompt at a time on each.
+async def publish(run: Run, verified: Verified) -> PushResult:
+    """Give the servers the new version, and thaw them.
 
-    Servers generate only while their prompts run, and are paused again afterwards.
+    Raises:
+        PushError: a server is not at the new version and thawed.
     """
-    canary = parse_canary(run.request.canary)
-    loaded = alive([site for site in sites if site.weights is Weights.NEW])
-    results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
-
-    async def call(site: Site) -> None:
-        run.observer.server(site.name, PushState.TRYING)
-        await abort_stragglers(site)
-        await site.vllm.resume()
-        reached("push.canary.call")
-        try:
-            await _ask_all(site, canary, results[site.name])
-        finally:
-            await site.vllm.pause("abort", clear_cache=False)
-
-    timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
-    await each(loaded, call, timeout_s=timeout_s, what="canary")
-    reached("push.canary.done")
-    for site in loaded:
-        if site.failure and not failed(results[site.name]):
-            # it did not answer, or could not be paused again: its verdict is unknown
-            results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
-    return [result for site in loaded for result in results[site.name]]
+    sites = verified.checked.sites
+    with run.stage(PushStage.RESUME):
+        _record_verified(run, verified)
+        await _label(run, sites, verified.label)
+        reached("push.resume.call")
+        await sleeping.wake_all(run, sites)
+        await resume(
+            run, [site for site in sites if site.weights in (Weights.OLD, Weights.VERIFIED)]
+        )
+        await sleeping.sleep_after(run, sites)
+        reached("push.resume.done")
+    return conclude(run, verified)
 
 
-async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
-    if not (models := await site.vllm.models()):
-        raise ServerError(f"{site.name} names no model to ask")
-    model = models[0]
-    for number, prompt in enumerate(canary.prompts):
-        name = canary.name_of(number)
-        try:
-            data = await site.vllm.complete(
-                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
-            )
-            results.append(
-                judge(site.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
-            )
-        except (SkyctlError, ValueError) as error:
-            why = error.message if isinstance(error, SkyctlError) else str(error)
-            results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
-            if isinstance(error, ServerUnreachable | DeadlineExceeded):
-                return  # the remaining prompts would wait as long
-
-
-async def refuse_commit(
-    run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
-) -> CanaryFailed:
-    """Push the committed weights back, or leave the servers paused; returns the error to raise."""
-    bad = failed(results)
-    first = bad[0]
-    where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
-    why = f"canary: {where}: {first.problem}"
-    returned, problem = await _push_back(run, sites, transaction)
-    for site in sites:
-        if site.weights is Weights.NEW:
-            site.failure = site.failure or why
-    rows = [returned.get(site.name) or site.report() for site in sites]
-    left = [row.server for row in rows if row.state == PushState.QUARANTINED]
-    if left:
-        end = f"{', '.join(left)} quarantined"
-        end += f": the version before could not be pushed back ({problem})" if problem else ""
-    else:
-        end = f"{_version_before(run)} was pushed back"
-    for row in rows:
-        if row.state == PushState.QUARANTINED:
-            run.observer.server(row.server, PushState.QUARANTINED, row.detail)
-    asked = len({result.prompt for result in results})
-    return CanaryFailed(
-        f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
-        f"{asked} prompts)",
-        hint="skyctl recover" if left else f"see the answers: skyctl jobs show {THIS_JOB} --json",
-        details={
-            "servers": [row.to_json() for row in rows],
-            "canary": [result.to_json() for result in results],
+def _record_verified(run: Run, verified: Verified) -> None:
+    """From here on, whoever finds this push dead commits it: only the thaw is left."""
+    checked = verified.checked
+    loaded = alive([site for site in checked.sites if site.weights is Weights.NEW])
+    run.observer.fact(
+        "verified",
+        {
+            "version": verified.label,
+            "checkpoint": checked.source.path,
+            "checkpoint_digest": checked.source.identity,
+            "content_digest": verified.content_digest,
+            "transport": checked.way.name,
+            "whole": not run.request.rolling,
+            "servers": {site.name: site.digest for site in loaded},
         },
     )
 
 
-def _version_before(run: Run) -> str:
-    committed = run.fleet.committed
-    return (committed and committed.version) or "the checkpoint before"
-
-
-async def _push_back(
-    run: Run, sites: Sequence[Site], transaction: Transaction
-) -> tuple[dict[str, ServerPush], str]:
-    """How the push of the committed weights left each server, by name; and what failed."""
-    committed = run.fleet.committed
-    loaded = [site for site in sites if site.weights is Weights.NEW]
-    if committed is None or committed.checkpoint is None:
-        return {}, "nothing is known of it"
-    run.note(f"the canary failed; {_version_before(run)} is pushed back")
-    request = PushRequest(
-        checkpoint=committed.checkpoint,
-        transport=committed.transport,
-        chunk_size=run.request.chunk_size,
-        weight_version=committed.version or loaded[0].old_version or "default",
-        pause_mode="abort",
-        verify=run.request.verify,
-        scan_nan=False,  # they were accepted when they were pushed
-        allow_unproven_reload=run.request.allow_unproven_reload,
-        allow_config=(ALL_KEYS,),
-        expected_digest=committed.checkpoint_digest,
-        expected_content=committed.content_digest,
-    )
-    # half updated: what they hold was never accepted, so only a whole push may free them
-    servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
-    again = replace(
-        run,
-        request=request,
-        fleet=replace(run.fleet, servers=servers),
-        cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
-    )
-    try:
-        result = await transaction(again)
-    except SkyctlError as error:
-        rows = [ServerPush(**row) for row in error.details.get("servers", [])]
-        return {row.server: row for row in rows}, error.message
-    run.thawed_at = again.thawed_at
-    return {row.server: row for row in result.servers}, ""
-
-
-async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
+async def _label(run: Run, sites: Sequence[Site], label: str) -> None:
     """Label the servers that hold the new weights with their version; then they may serve."""
 
     async def call(site: Site) -> None:
@@ -310,88 +216,3 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     loaded = alive([site for site in sites if site.weights is Weights.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
-
-
-def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
-    """The error to raise when a push ends midway; says which servers must not be resumed.
-
-    An error that already says how each server was left stays as it is.
-    """
-    if isinstance(error, PushError) and "servers" in error.details:
-        return error
-    in_doubt = [site for site in sites if site.weights in (Weights.UNKNOWN, Weights.NEW)]
-    for site in in_doubt:
-        site.failure = site.failure or f"the push was interrupted ({error!r})"
-        run.observer.server(site.name, PushState.QUARANTINED, site.failure)
-    if isinstance(error, SkyctlError) or not isinstance(error, Exception):
-        return error
-    return PushError(
-        f"the push broke off: {error!r}",
-        details={"servers": [site.report().to_json() for site in sites]},
-    )
-
-
-def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> PushResult:
-    """The result; raises PushError if a server is not at the new version and thawed."""
-    result = result_of(run, prepared, label, delivery)
-    behind = [server for server in result.servers if not server.ok]
-    if run.observer.failures:
-        result.notes.append(f"progress could not be recorded: {run.observer.failures[0]!r}")
-    if not behind:
-        return result
-    for server in behind:
-        if server.state == PushState.QUARANTINED:
-            run.observer.server(server.server, PushState.QUARANTINED, server.detail)
-    updated = [server.server for server in result.servers if server.ok]
-    done = f"{', '.join(updated)} at {label}; " if updated else ""
-    stay = ", ".join(f"{server.server} {server.state}" for server in behind)
-    raise PushError(
-        f"the push failed on {len(behind)} of {count_of(len(result.servers), 'server')}: "
-        f"{done}{stay} ({behind[0].detail})",
-        hint="skyctl recover",
-        details={**result.to_json(), "learned": result.learned},
-    )
-
-
-def result_of(
-    run: Run, prepared: Prepared, label: str, delivery: Delivery | None = None
-) -> PushResult:
-    """The result as of now; a dry run has no delivery."""
-    total = prepared.checkpoint.total_bytes
-    moving_s = sum(run.stages.get(name, 0.0) for name in (PushStage.UPDATE, PushStage.FINISH))
-    frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
-    dry = run.request.dry_run
-    return PushResult(
-        version=label,
-        checkpoint=prepared.source,
-        checkpoint_digest=prepared.identity,
-        transport=prepared.choice.name,
-        total_bytes=total,
-        chunks=prepared.chunks,
-        seconds=run.clock() - run.began,
-        gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
-        freeze_window_s=frozen_s,
-        stages=dict(run.stages),
-        servers=[site.report() for site in prepared.sites],
-        content_digest=delivery.content_digest if delivery is not None else "",
-        canary=[result.to_json() for result in run.canary],
-        notes=list(run.notes),
-        compared=_compared(prepared),
-        layout_share=sum(site.copied for site in prepared.sites) / len(prepared.sites),
-        learned=run.learned.to_json(),
-        plan=prepared.to_json() if dry else None,
-    )
-
-
-def _compared(prepared: Prepared) -> dict[str, int] | None:
-    """How much of the checkpoint every verified server was seen to hold: the least of them."""
-    seen = [s.compared for s in prepared.sites if s.compared and s.weights is Weights.VERIFIED]
-    if not (seen and prepared.source):
-        return None
-    least = min(seen, key=lambda one: one.bytes)
-    return {
-        "tensors": least.tensors,
-        "of_tensors": len(prepared.checkpoint.tensors),
-        "bytes": least.bytes,
-        "of_bytes": prepared.checkpoint.total_bytes,
-    }

@@ -8,7 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.vllm.inside.layout_wire import Program
@@ -20,6 +20,7 @@ from skyctl.push.forecast import slots_of
 from skyctl.push.relay import OneReader
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
+from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.reader import Filled
@@ -37,47 +38,6 @@ LEAVE_METHOD = "skyctl_leave_group"
 FREE_METHOD = "skyctl_free_cached"
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
 _GRACE_S = 5.0  # a server's own deadline should expire before ours, so that its reason arrives
-
-
-class Delivery(Protocol):
-    """One attempt to bring a checkpoint into servers.
-
-    Each step records a server's failure in its `Site` and goes on with the others. When the sender
-    fails, every server fails.
-    """
-
-    frees_late: bool = False
-    """What it holds on the servers' devices may stay there until they have been resumed."""
-    copies: bool = False
-    """Servers copy into their parameters, and vLLM's loader could take over."""
-
-    @property
-    def can_retry(self) -> bool:
-        """Whether servers that failed may be scrubbed and pushed to once more."""
-        return False
-
-    @property
-    def content_digest(self) -> str:
-        """Digest over every byte that servers received; "" when unknown."""
-        return ""
-
-    async def open(self, sites: Sequence[Site]) -> None:
-        """Do everything that can be done before a server is touched. Raises SkyctlError."""
-
-    async def init(self, sites: Sequence[Site]) -> None:
-        """Form a group with the servers, where there is one."""
-        return
-
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        """Open an update in each server that is still paused; those that run fail."""
-
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None: ...
-
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
-
-    async def close(self) -> None:
-        """Release everything; may be called twice."""
-        return
 
 
 def group_of(sites: Sequence[Site]) -> str:

@@ -213,7 +213,7 @@ def numbered(site: Site) -> list[list[str]]:
 async def settle_parameters(
     site: Site,
     answered: Mapping[int, Mapping[str, int]],
-    checkpoint: Checkpoint,
+    whole: Compared,
     *,
     timeout_s: float,
 ) -> str:
@@ -224,6 +224,7 @@ async def settle_parameters(
 
     Args:
         answered: numbers of the parameters, by rank.
+        whole: what they are seen to hold if all numbers are right.
 
     Returns:
         A line for the operator if the layout turned out not to hold; "" otherwise.
@@ -249,5 +250,5 @@ async def settle_parameters(
     if not site.copied:
         layouts = [program.layout for program, _ in site.expected]
         await site.vllm.ask_workers(TRUST_METHOD, {"layouts": layouts}, timeout_s=timeout_s)
-    site.compared = Compared(len(checkpoint.tensors), checkpoint.total_bytes)
+    site.compared = whole
     return ""

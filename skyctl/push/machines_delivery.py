@@ -12,9 +12,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from skyctl.launch.base import Node
-from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.relay import one_reader
 from skyctl.push.sites import Site, alive
+from skyctl.push.way import Delivery
 
 
 class MachinesDelivery(Delivery):

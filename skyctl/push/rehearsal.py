@@ -21,13 +21,14 @@ from typing import Any
 
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import free_gpu_memory
+from skyctl.push.check import Checked, check
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.forecast import SENDER_CONTEXT
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.machine_facts import free_for_sender
-from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.runtime_delivery import RuntimeDelivery
+from skyctl.push.sender_way import SenderWay
 from skyctl.push.sites import Site
 from skyctl.push.verify import weights_digest
 from skyctl.push.worker_memory import numbering_bytes
@@ -58,54 +59,55 @@ async def rehearse(
         SkyctlError: why something could not be done; a push may succeed all the same.
     """
     with asking():
-        prepared = await preflight(request, fleet, client=client, idle=senders.idle)
-    if prepared.transport is None or not prepared.transport.resident:
-        return prepared.sites
+        checked = await check(request, fleet, client=client, idle=senders.idle)
+    way = checked.way
+    if not isinstance(way, SenderWay) or not way.transport.resident:
+        return checked.sites
     if any(server.node for server in fleet.servers):
-        return prepared.sites
-    context = 0 if senders.idle else SENDER_CONTEXT[prepared.choice.name]
+        return checked.sites
+    context = 0 if senders.idle else SENDER_CONTEXT[way.name]
     free = await asyncio.to_thread(free_gpu_memory)
-    known = free_for_sender(fleet.servers, prepared.sender_gpu, free) or 0
+    known = free_for_sender(fleet.servers, way.place.gpu, free) or 0
     room = int(known * _SHARE_OF_FREE) - context
     if room < 0:
         _LOG.warning("the first push begins cold: too little GPU memory is free for a sender")
-        return prepared.sites
-    spare_bytes = prepared.layout.spare_bytes
+        return checked.sites
+    spare_bytes = way.layout.spare_bytes
     read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
     delivery = read(
-        prepared.transport,
-        prepared.checkpoint,
-        prepared.plan,
+        way.transport,
+        way.source.files,
+        way.chunks,
         fleet,
         senders=senders,
-        sender_gpu=prepared.sender_gpu,
-        nccl_settings=prepared.nccl_settings,
+        sender_gpu=way.place.gpu,
+        nccl_settings=way.place.nccl_settings,
         stage="gpu" if spare_bytes else "stream",
-        programs=prepared.layout.programs,
+        programs=way.layout.programs,
         scan=False,
         stage_rate=fleet.stage_rate,
     )
-    await delivery.warm(prepared.sites)
-    if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
+    await delivery.warm(checked.sites)
+    if way.layout.programs and way.layout.name != "runtime" and delivery.takes <= room:
         with asking() if spare_bytes else nullcontext():
             try:  # to find out what each parameter must hold by its server's layout
-                await delivery.open(prepared.sites)
+                await delivery.open(checked.sites)
             finally:
                 await _to_its_end(delivery.close())
         with asking():
-            await _compare(prepared, fleet)
-    return prepared.sites
+            await _compare(checked, fleet)
+    return checked.sites
 
 
-async def _compare(prepared: Prepared, fleet: PushFleet) -> None:
+async def _compare(checked: Checked, fleet: PushFleet) -> None:
     """Compare what servers hold with what their layout makes of the checkpoint."""
 
     async def compare(site: Site) -> None:
         timeout_s = fleet.update_timeout_s
         found = await weights_digest(site.vllm, timeout_s=timeout_s, numbered=numbered(site))
-        await settle_parameters(site, found.numbers, prepared.checkpoint, timeout_s=timeout_s)
+        await settle_parameters(site, found.numbers, checked.source.whole, timeout_s=timeout_s)
 
-    await asyncio.gather(*map(compare, prepared.sites))
+    await asyncio.gather(*map(compare, checked.sites))
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

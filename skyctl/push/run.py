@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 
 from skyctl.http.client import ControlClient
 from skyctl.push.canary import CanaryResult
-from skyctl.push.delivery import Delivery
-from skyctl.push.preflight import Prepared
 from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
 from skyctl.store.expected import Learned
 from skyctl.transfer.sender_pool import SenderPool
@@ -107,11 +105,3 @@ class Run:
     def note(self, message: str) -> None:
         self.notes.append(message)
         self.observer.note(message)
-
-
-def label_of(run: Run, prepared: Prepared, delivery: Delivery) -> str:
-    """The version's label: the user's, else the checkpoint's name and a digest of its content."""
-    if run.request.weight_version:
-        return run.request.weight_version
-    digest = delivery.content_digest or prepared.checkpoint.identity_digest
-    return f"{prepared.checkpoint.name}@{digest[:8]}"

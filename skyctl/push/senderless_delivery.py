@@ -7,22 +7,51 @@ may hold parts of several checkpoints. A trainer that dies, or does not report i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.engines.base import GroupJoin, Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
-from skyctl.push.delivery import LEAVE_METHOD, Delivery
+from skyctl.push.delivery import LEAVE_METHOD
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, scrub
+from skyctl.push.source import Source
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest
+from skyctl.push.way import Delivery, Plan, Question, sizes_of
+from skyctl.store.state import TRAINER
+from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import rank_offsets
 
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
+
+
+@dataclass(frozen=True)
+class DiskWay:
+    """Every server reads the files itself, by its engine's loader."""
+
+    reason: str
+    """Why it was chosen."""
+    source: Source
+    """The files."""
+    fleet: PushFleet
+    """The servers, and the bounds to keep."""
+
+    name = "disk"
+    reads_every_byte = False
+    layout_only_by_loader = True
+
+    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[DiskWay, Plan]:
+        chunk_size = question.request.chunk_size or self.fleet.chunk_size
+        # nothing is sent in chunks: the sizes tell how large the largest tensor is
+        return self, Plan(sizes=sizes_of(plan_chunks(self.source.files.tensors, chunk_size)))
+
+    def delivery(self, senders: SenderPool, *, by_loader: bool = False) -> Delivery:
+        return DiskDelivery(self.source.files, self.fleet)
 
 
 class DiskDelivery(Delivery):
@@ -118,6 +147,31 @@ async def ask_targets(
 ) -> tuple[SendTarget, ...]:
     """What a trainer must know of each server. Raises as `ask_servers` and `send_targets`."""
     return send_targets(await ask_servers(fleet, client=client), at)
+
+
+@dataclass(frozen=True)
+class TrainerWay:
+    """A trainer sends by its own engine, into the sessions that it opens."""
+
+    trainer: Trainer
+    """It sends."""
+    facts: tuple[ServerFacts, ...]
+    """What each server reported, in the fleet's order: it says where they are."""
+    fleet: PushFleet
+    """The servers, and the bounds to keep."""
+
+    name = TRAINER
+    reason = "the trainer sends them itself"
+    reads_every_byte = False
+    layout_only_by_loader = True
+
+    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[TrainerWay, Plan]:
+        in_no_file = question.source.checkpoint is None and question.request.verify
+        note = "no checkpoint of these weights: servers are compared with each other alone"
+        return self, Plan(notes=(note,) if in_no_file else ())
+
+    def delivery(self, senders: SenderPool, *, by_loader: bool = False) -> Delivery:
+        return TrainerDelivery(self.trainer, self.facts, self.fleet, senders)
 
 
 class TrainerDelivery(Delivery):

@@ -365,7 +365,7 @@ async def test_servers_of_different_backends_are_refused(stubs: Stubs) -> None:
 async def test_more_memory_than_there_is_refuses_before_anything(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyctl.push.preflight.available_memory", lambda: 1024)
+    monkeypatch.setattr("skyctl.push.sender_way.available_memory", lambda: 1024)
     error = await refused(stubs, "the push needs .* of memory")
     assert "--chunk-size" in error.hint
 

@@ -199,7 +199,7 @@ DEFECTS: dict[str, Defect] = {
         "supervised", {"skyctl.core.jobs.record_result": _record_result}
     ),
     "17 a death after the last resume rolls back": Defect(
-        "attached", {"skyctl.push.transaction._tell_verified": _nothing}
+        "attached", {"skyctl.push.commit._record_verified": _nothing}
     ),
     "18 a replica that dies while a write fails is not restarted": Defect(
         "supervised",

@@ -229,7 +229,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.http.client.KeptConnections": SimTransport,
     "skyctl.transfer.sender_pool.SenderProcess": SimSender,
     "skyctl.core.guardian._spawn": _spawn_guardian,
-    "skyctl.push.preflight.check_memory": lambda needed_bytes: None,
+    "skyctl.push.sender_way.check_memory": lambda needed_bytes: None,
     "skyctl.kill_points._point": _Point(),
 }
 

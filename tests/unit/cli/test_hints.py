@@ -21,7 +21,7 @@ from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushServer
-from skyctl.push.transaction import push_rolling
+from skyctl.push.rolling import push_rolling
 from skyctl.service.drift import from_intent, from_routing, from_weights
 from skyctl.store.state import ServerRow
 

@@ -343,7 +343,7 @@ async def test_an_error_of_ours_amid_a_canary_quarantines_before_anybody_rejoins
     def broken(results: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("skyctl.push.transaction.failed", broken)
+    monkeypatch.setattr("skyctl.push.trial.failed", broken)
     observer, rotation = Recorder(), Rotation(stubs)
     told: list[set[tuple[str, str]]] = []
     rejoin = rotation.rejoin

@@ -13,7 +13,8 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
 from skyctl.push.expected import expected_of
 from skyctl.push.request import PushRequest, PushServer
-from skyctl.push.transaction import push, push_rolling
+from skyctl.push.rolling import push_rolling
+from skyctl.push.transaction import push
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint

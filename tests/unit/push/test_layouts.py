@@ -22,9 +22,10 @@ from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.push import layouts
 from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
 from skyctl.push.request import PushFleet
+from skyctl.push.rows import Compared
 from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
 from skyctl.push.sites import Site, Weights
-from skyctl.push.transaction import _stage
+from skyctl.push.transaction import _open
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
@@ -238,6 +239,10 @@ async def test_nobody_is_asked_where_it_makes_no_difference(checkpoint: Checkpoi
     assert workers.calls == []
 
 
+def whole_of(checkpoint: Checkpoint) -> Compared:
+    return Compared(len(checkpoint.tensors), checkpoint.total_bytes)
+
+
 def expecting(workers: Workers, *, copied: bool, numbers: dict[str, int] = NUMBERS) -> Site:
     one = site(workers)
     program = Program(LAYOUT, tuple((p.name, p.dtype, p.shape) for p in PARAMETERS), ())
@@ -249,7 +254,7 @@ async def test_a_layout_is_proven_by_what_the_loader_made(checkpoint: Checkpoint
     workers = Workers()
     one = expecting(workers, copied=False)
     assert numbered(one) == [["gate_up", "down"]]
-    assert await settle_parameters(one, {0: NUMBERS}, checkpoint, timeout_s=1.0) == ""
+    assert await settle_parameters(one, {0: NUMBERS}, whole_of(checkpoint), timeout_s=1.0) == ""
     assert workers.calls == [("skyctl_layout_trust", {"layouts": [LAYOUT]})]
     assert one.compared is not None and one.compared.bytes == checkpoint.total_bytes
 
@@ -269,11 +274,11 @@ async def test_other_bytes_prove_nothing_and_fail_what_was_copied(
 ) -> None:
     workers = Workers()
     one = expecting(workers, copied=False, numbers=expected)
-    said = await settle_parameters(one, answered, checkpoint, timeout_s=1.0)
+    said = await settle_parameters(one, answered, whole_of(checkpoint), timeout_s=1.0)
     assert "in a way that is not known" in said and workers.calls == [] and one.compared is None
     one = expecting(workers, copied=True, numbers=expected)
     with pytest.raises(ServerError, match="is not what was sent"):
-        await settle_parameters(one, answered, checkpoint, timeout_s=1.0)
+        await settle_parameters(one, answered, whole_of(checkpoint), timeout_s=1.0)
     assert one.compared is None
 
 
@@ -475,13 +480,14 @@ async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
     run: Any = SimpleNamespace(
         request=SimpleNamespace(layout=wanted), fleet=None, senders=None, note=notes.append
     )
-    prepared: Any = SimpleNamespace(sites=(), delivery=lambda *_, by_loader: second)
+    way = SimpleNamespace(delivery=lambda *_, by_loader: second)
+    prepared: Any = SimpleNamespace(sites=(), way=way)
     if ends == "by loader":
-        assert await _stage(run, prepared, first) is second  # type: ignore[arg-type,comparison-overlap]
+        assert await _open(run, prepared, first) is second  # type: ignore[arg-type,comparison-overlap]
         assert first.closed and not second.closed and "no room" in notes[0]
         return
     with pytest.raises(PreflightError, match=ends):
-        await _stage(run, prepared, first)  # type: ignore[arg-type]
+        await _open(run, prepared, first)  # type: ignore[arg-type]
     assert second.closed is (wanted == "auto")
 
 
@@ -490,7 +496,7 @@ async def test_the_checkpoint_is_at_fault_whichever_way_it_goes() -> None:
     failure.final = True
     run: Any = SimpleNamespace(request=SimpleNamespace(layout="auto"))
     with pytest.raises(PreflightError, match="it changed"):
-        await _stage(run, SimpleNamespace(sites=()), Opening(failure, copies=True))  # type: ignore[arg-type]
+        await _open(run, SimpleNamespace(sites=()), Opening(failure, copies=True))  # type: ignore[arg-type]
 
 
 async def test_a_sender_that_died_before_the_first_copy_leaves_nothing_in_doubt(

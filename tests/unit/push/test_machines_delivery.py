@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +15,16 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
-from skyctl.push.preflight import Prepared
 from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sender_way import SenderWay
 from skyctl.push.sites import Site, Weights, alive
+from skyctl.push.source import Source
 from skyctl.push.transaction import push
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
+from skyctl.transfer.transports import Choice
 from skyctl.transfer.transports.gloo import GlooTransport
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
@@ -224,13 +225,10 @@ async def test_in_the_freeze_each_machine_reads_by_itself(
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
     servers = tuple(one.server for one in sites)
     fleet = PushFleet("wide", servers, one_reader=True)
-    prepared = SimpleNamespace(
-        checkpoint=read, transport=Ipc(), plan=plan_chunks(read.tensors, 1024), whole=None,
-        layout=SimpleNamespace(name="checkpoint", spare_bytes=0, programs=None), delta=None,
-        sender_gpu=-1, sender_node=None, nccl_settings=None,
-        request=PushRequest(str(read.path), scan_nan=False),
-    )  # fmt: skip
-    delivery = Prepared.delivery(prepared, fleet, SenderPool(), by_loader=again)  # type: ignore[arg-type]
+    request, chunks = PushRequest(str(read.path), scan_nan=False), plan_chunks(read.tensors, 1024)
+    source = Source(read.identity_digest, read)
+    way = SenderWay(Choice("ipc", ""), Ipc(), request, fleet, source, chunks=chunks)
+    delivery = way.delivery(SenderPool(), by_loader=again)
     await delivery.open(sites)
     assert [senders[node].relay_ranks for node in NODES] == (
         [[None], [None]] if again else [[0], [1]]

@@ -13,7 +13,7 @@ import pytest
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
-from skyctl.push.preflight import preflight
+from skyctl.push.check import check
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.run import CancelGuard
 from skyctl.push.transaction import push
@@ -141,7 +141,7 @@ async def test_a_name_that_no_server_can_be_told_is_refused_untouched(
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")  # its name becomes the version's
     write_checkpoint(Path(path), tiny_tensors(50))
     for changes in ({"checkpoint": path}, {"weight_version": "\udcff"}):
-        await refused(stubs, r"'.*\\udcff' is no UTF-8", **changes)
+        await refused(stubs, r"'.*\\udcff' is not UTF-8", **changes)
     await refused(stubs, r"'a\\nb' is more than one line", weight_version="a\nb")
 
 
@@ -588,7 +588,7 @@ async def test_versions_of_a_model_are_cut_into_chunks_once(tmp_path: Path) -> N
 
         async def plan(path: Path, chunk_size: int | None = None) -> ChunkPlan:
             request = PushRequest(str(path), chunk_size=chunk_size)
-            return (await preflight(request, stubs.fleet, client=client)).plan
+            return (await check(request, stubs.fleet, client=client)).way.chunks
 
         first = await plan(stubs.new)
         assert await plan(other) is first  # by which a sender knows it again

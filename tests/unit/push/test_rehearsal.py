@@ -14,12 +14,15 @@ from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push import layouts, rehearsal
+from skyctl.push.check import Checked
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.layouts import choose_layout
-from skyctl.push.preflight import Prepared
 from skyctl.push.rehearsal import rehearse
 from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sender_way import SenderWay
 from skyctl.push.sites import Weights
+from skyctl.push.source import Source
+from skyctl.push.way import Plan
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
@@ -113,21 +116,21 @@ async def rehearsed(
     layout = await choose_layout("auto", transport.name, [one], checkpoint)
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1)
 
-    async def preflight(*_: Any, **__: Any) -> Prepared:
-        return Prepared(
-            request=PushRequest("a"),
-            checkpoint=checkpoint,
-            plan=plan,
-            choice=Choice(transport.name, ""),
-            transport=transport,
-            facts=(),
-            sites=(one,),
-            memory_bytes=0,
-            notes=(),
-            layout=layout.planned(plan, checkpoint) if layout.workers else layout,
-        )
+    request, source = PushRequest("a"), Source(checkpoint.identity_digest, checkpoint)
+    way = SenderWay(
+        Choice(transport.name, ""),
+        transport,
+        request,
+        fleet,
+        source,
+        chunks=plan,
+        layout=layout.planned(plan, checkpoint) if layout.workers else layout,
+    )
 
-    monkeypatch.setattr(rehearsal, "preflight", preflight)
+    async def check(*_: Any, **__: Any) -> Checked:
+        return Checked(request, source, way, Plan(), (), (one,), ())
+
+    monkeypatch.setattr(rehearsal, "check", check)
     monkeypatch.setattr(rehearsal, "free_gpu_memory", lambda: {0: free})
     pool = SenderPool()
     async with ControlClient() as client:

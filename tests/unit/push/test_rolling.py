@@ -11,7 +11,7 @@ import pytest
 
 from skyctl.errors import CanaryFailed, PreflightError, PushError
 from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.transaction import push_rolling
+from skyctl.push.rolling import push_rolling
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Rotation, Stubs, written_anew
 

@@ -22,7 +22,7 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push import machine_facts
-from skyctl.push.preflight import Prepared, preflight
+from skyctl.push.check import Checked, check
 from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer
 from skyctl.push.transaction import push
 from skyctl.transfer.plan import ChunkPlan
@@ -130,10 +130,10 @@ class Fleet:
         async with self.client() as client:
             return await push(request, self.fleet(), client=client, observer=Recorder())
 
-    async def preflight(self) -> Prepared:
+    async def check(self) -> Checked:
         request = PushRequest(str(self.b), dry_run=True)
         async with self.client() as client:
-            return await preflight(request, self.fleet(), client=client)
+            return await check(request, self.fleet(), client=client)
 
     @property
     def digests(self) -> set[str]:
@@ -222,8 +222,8 @@ async def test_the_sender_takes_over_what_sglang_sets_of_nccls_variables(
 
 async def test_a_dry_run_foretells_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_facts, "free_gpu_memory", lambda: dict.fromkeys(range(5), 1 << 36))
-    plan = await fleet.preflight()
-    assert plan.forecasts and plan.forecasts[0].worker_gpu_bytes >= plan.plan.slot_bytes
+    plan = (await fleet.check()).plan
+    assert plan.forecasts[0].worker_gpu_bytes >= plan.sizes["largest_chunk"]
 
 
 async def test_a_quantized_checkpoint_is_not_sent(fleet: Fleet) -> None:

@@ -10,8 +10,8 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.preflight import refuse_stage_rate
 from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sender_way import refuse_stage_rate
 from skyctl.push.sites import Site, Weights
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled

@@ -1,0 +1,250 @@
+"""Everything that can refuse a push before a server is touched, and what is established then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl import engines
+from skyctl.checkpoints.finite import refuse_not_finite
+from skyctl.errors import PreflightError
+from skyctl.http.client import ControlClient
+from skyctl.push.expected import refuse_broken
+from skyctl.push.fit import check_fit
+from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sender_way import refuse_readers, refuse_stage, refuse_stage_rate, sender_way
+from skyctl.push.senderless_delivery import DiskWay, TrainerWay
+from skyctl.push.server_facts import (
+    ServerFacts,
+    ask_servers,
+    check_servers,
+    refuse_dummy,
+    refuse_update_problems,
+)
+from skyctl.push.sites import Site, Weights, ask_all
+from skyctl.push.source import Source, read_source
+from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
+from skyctl.push.way import Plan, Question, Way
+from skyctl.transfer.sender_pool import Lease
+from skyctl.transfer.transports import choose
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A push that may begin: facts that do not change any more."""
+
+    request: PushRequest
+    """What was typed."""
+    source: Source
+    """The weights."""
+    way: Way
+    """How they get into the servers."""
+    plan: Plan
+    """What the way is going to do."""
+    facts: tuple[ServerFacts, ...]
+    """What each server reported of itself, in the fleet's order."""
+    sites: tuple[Site, ...]
+    """The record of each server; what it holds changes from here on."""
+    notes: tuple[str, ...]
+    """Lines the operator should read."""
+
+    @property
+    def engine(self) -> str:
+        """The servers' engine version: they share one, or there is no push."""
+        return self.facts[0].vllm_version
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--dry-run` shows it. Sizes in bytes."""
+        files = self.source.files
+        return {
+            "checkpoint": str(files.path),
+            "total_bytes": files.total_bytes,
+            "tensors": len(files.tensors),
+            "shards": len(files.shards),
+            "transport": self.way.name,
+            "reason": self.way.reason,
+            "chunks": self.plan.chunks,
+            **self.plan.sizes,
+            "memory_bytes": self.plan.memory_bytes,
+            "forecasts": [forecast.to_json() for forecast in self.plan.forecasts],
+            "assumptions": list(self.plan.assumptions),
+            "servers": [facts.to_json() for facts in self.facts],
+            "notes": list(self.notes),
+        }
+
+
+async def check(
+    request: PushRequest, fleet: PushFleet, *, client: ControlClient, idle: Lease | None = None
+) -> Checked:
+    """Check the weights, the servers, and that they fit each other. Changes nothing.
+
+    `idle` is the sender of the last push, if it is still alive.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        PreflightError: the push cannot be made; says why and what to change.
+        ServerError: a server does not answer (PartialFailure when only some do).
+    """
+    if not fleet.servers:
+        raise PreflightError("the fleet has no servers")
+    _refuse_unprintable(request)
+    facts, source = await _read(request, fleet, client)
+    colocated = request.colocated and source.trainer is None
+    may_sleep = [s.name for s in fleet.servers if s.weights_awake or colocated]
+    notes = check_servers(facts, may_sleep if source.trainer is None else ())
+    if source.trainer is None:
+        refuse_broken(request, fleet, source.files, facts[0].vllm_version)
+    refuse_update_problems(facts)
+    question = Question(request, fleet, source, facts, idle)
+    way, hints = await choose_way(question)
+    notes += hints
+    # what skyctl does not read on its way, it looks through before
+    unread = not way.reads_every_byte and request.scan_nan is None and not request.dry_run
+    if source.trainer is None and (request.scan_nan or unread):
+        await asyncio.to_thread(refuse_not_finite, source.files)
+    sites = _records(fleet, facts, client, colocated=colocated)
+    if source.checkpoint is not None:
+        notes += await check_fit(request, source.checkpoint, fleet, facts, sites)
+    way, plan = await way.plan(question, sites)
+    notes += plan.notes
+    if request.verify and not request.dry_run:
+        notes += await digest_before(sites, facts, timeout_s=fleet.update_timeout_s)
+    if way.layout_only_by_loader:
+        await asyncio.to_thread(lambda: source.rows)
+    return Checked(request, source, way, plan, facts, sites, tuple(notes))
+
+
+async def _read(
+    request: PushRequest, fleet: PushFleet, client: ControlClient
+) -> tuple[tuple[ServerFacts, ...], Source]:
+    """What the servers report, and the source, read meanwhile."""
+    asking = asyncio.create_task(ask_servers(fleet, client=client))
+    try:
+        source = await read_source(request, fleet)
+        return await asking, source
+    finally:
+        asking.cancel()
+
+
+async def choose_way(question: Question) -> tuple[Way, list[str]]:
+    """The way by which the weights get into these servers, and notes about it.
+
+    Raises:
+        PreflightError: there is none, or not the one that was asked for.
+    """
+    request, fleet, source = question.request, question.fleet, question.source
+    if source.trainer is not None:
+        _refuse_spanning("a trainer's sender", fleet)
+        return TrainerWay(source.trainer, question.facts, fleet), []
+    _refuse_spanning(request.transport, fleet)
+    nodes = {server.node for server in fleet.servers} - {None}
+    choice = choose(request.transport, fleet.transport, question.facts, nodes=len(nodes))
+    refuse_stage(request, choice.name)
+    if choice.name != "disk":
+        return await sender_way(question, choice)
+    refuse_readers(fleet, choice.name)
+    refuse_stage_rate(request, choice.name)
+    refuse_dummy(question.facts)
+    return DiskWay(choice.reason, source, fleet), []
+
+
+def _refuse_spanning(transport: str, fleet: PushFleet) -> None:
+    """Raise PreflightError where a sender would have to reach several machines of one server."""
+    spanning = [server for server in fleet.servers if server.machines > 1]
+    if spanning and transport not in ("auto", "disk"):
+        raise PreflightError(
+            f"{transport}: {spanning[0].name} runs on {spanning[0].machines} machines, and a "
+            "sender reaches the workers of one",
+            hint="push a path that all of them share, with --transport disk",
+        )
+
+
+def _refuse_unprintable(request: PushRequest) -> None:
+    """Raise PreflightError for a path or a label that no server can be told, or no line can show:
+    a directory's name becomes part of the label.
+    """
+    for text in (request.checkpoint, request.weight_version or ""):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PreflightError(f"{text!a} is not UTF-8", hint="give it another name") from error
+        if text and text.splitlines() != [text]:
+            raise PreflightError(f"{text!a} is more than one line", hint="give it another name")
+
+
+def _records(
+    fleet: PushFleet,
+    facts: Sequence[ServerFacts],
+    client: ControlClient,
+    *,
+    colocated: bool,
+) -> tuple[Site, ...]:
+    sites = []
+    for server, fact in zip(fleet.servers, facts, strict=True):
+        vllm = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
+        vllm.known_ranks = fact.ranks  # they are not asked for again while it is frozen
+        # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
+        asleep = colocated and (fact.asleep or server.sleep_level > 0)
+        site = Site(
+            server=server,
+            vllm=vllm,
+            dialect=fact.dialect,
+            world_size=fact.world_size,
+            was_paused=fact.paused and not server.thaw,
+            old_version=fact.weight_version,
+            engine="+".join(part for part in (fact.vllm_version, server.arguments) if part),
+            kv_lease_s=fact.kv_lease_s,
+            weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
+            open=server.thaw,  # a push broke off there: its session may be open
+            frozen=server.thaw and not asleep,  # undoing this push thaws it as well
+            asleep=asleep,
+        )
+        sites.append(site)
+    return tuple(sites)
+
+
+async def digest_before(
+    sites: Sequence[Site], facts: Sequence[ServerFacts], *, timeout_s: float
+) -> list[str]:
+    """Fill `digest_before` of servers without a digest on record; returns notes about it.
+
+    Sleeping servers are skipped: their memory may be unmapped. A server that fails to answer is
+    only noted, because an earlier push may have left it half loaded.
+
+    Raises:
+        PreflightError: a server could not be verified after the push either.
+    """
+    unknown = [
+        site
+        for site, fact in zip(sites, facts, strict=True)
+        if not (fact.asleep or site.asleep or site.server.weights_awake or site.server.sleep_level)
+        and not site.server.weights_digest
+        and site.weights is Weights.OLD
+    ]
+
+    async def ask(site: Site) -> PreflightError | None:
+        """Why its weights can never be verified; None if they can."""
+        try:
+            report = await weights_digest(site.vllm, timeout_s=timeout_s)
+        except CannotDigest as error:
+            return PreflightError(error.message, hint=error.hint)
+        if report.compared is None and can_compare(site.target):
+            return PreflightError(
+                f"{site.name} cannot be compared with the checkpoint: its workers lack skyctl's "
+                "extension",
+                hint=HOW_TO_DIGEST,
+            )
+        site.digest_before = report.digest
+        return None
+
+    outcomes = await ask_all(unknown, ask, timeout_s=timeout_s)
+    for outcome in outcomes:
+        if outcome.value is not None:
+            raise outcome.value
+    return [
+        f"{outcome.server} could not be looked at before the push: {outcome.detail}"
+        for outcome in outcomes
+        if not outcome.ok
+    ]

@@ -1,0 +1,172 @@
+"""New weights on trial: they answer canary prompts before users get them, or are taken back.
+
+resume engine ─► prompt … ─► pause engine ─┬─ all as expected ─► publish
+ (out of the router)                       └─ one is not ─► push back the committed checkpoint;
+                                              where that cannot be had: servers are quarantined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from skyctl.checkpoints.configs import ALL_KEYS
+from skyctl.errors import (
+    CanaryFailed,
+    DeadlineExceeded,
+    ServerError,
+    ServerUnreachable,
+    SkyctlError,
+)
+from skyctl.kill_points import reached
+from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
+from skyctl.push.freeze import abort_stragglers
+from skyctl.push.phases import Verified
+from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
+from skyctl.push.run import CancelGuard, Run
+from skyctl.push.sites import Site, Weights, alive, each
+from skyctl.states import PushStage, PushState
+
+Transaction = Callable[[Run], Awaitable[PushResult]]
+
+
+async def accept(run: Run, verified: Verified, *, push_back: Transaction) -> None:
+    """Try the new weights, if the request has a canary.
+
+    Raises:
+        CanaryFailed: an answer is not as expected; the weights before were pushed back.
+    """
+    if run.request.canary is None:
+        return
+    sites = verified.checked.sites
+    with run.stage(PushStage.CANARY):
+        run.canary = await try_canary(run, sites)
+    if failed(run.canary):
+        raise await refuse_commit(run, sites, run.canary, push_back)
+
+
+async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
+    """Run every prompt on every server that holds new weights, one prompt at a time on each.
+
+    Servers generate only while their prompts run, and are paused again afterwards.
+    """
+    canary = parse_canary(run.request.canary)
+    loaded = alive([site for site in sites if site.weights is Weights.NEW])
+    results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
+
+    async def call(site: Site) -> None:
+        run.observer.server(site.name, PushState.TRYING)
+        await abort_stragglers(site)
+        await site.vllm.resume()
+        reached("push.canary.call")
+        try:
+            await _ask_all(site, canary, results[site.name])
+        finally:
+            await site.vllm.pause("abort", clear_cache=False)
+
+    timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
+    await each(loaded, call, timeout_s=timeout_s, what="canary")
+    reached("push.canary.done")
+    for site in loaded:
+        if site.failure and not failed(results[site.name]):
+            # it did not answer, or could not be paused again: its verdict is unknown
+            results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
+    return [result for site in loaded for result in results[site.name]]
+
+
+async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
+    if not (models := await site.vllm.models()):
+        raise ServerError(f"{site.name} names no model to ask")
+    model = models[0]
+    for number, prompt in enumerate(canary.prompts):
+        name = canary.name_of(number)
+        try:
+            data = await site.vllm.complete(
+                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
+            )
+            results.append(
+                judge(site.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
+            )
+        except (SkyctlError, ValueError) as error:
+            why = error.message if isinstance(error, SkyctlError) else str(error)
+            results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
+            if isinstance(error, ServerUnreachable | DeadlineExceeded):
+                return  # the remaining prompts would wait as long
+
+
+async def refuse_commit(
+    run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
+) -> CanaryFailed:
+    """Push the committed weights back, or leave the servers paused; returns the error to raise."""
+    bad = failed(results)
+    first = bad[0]
+    where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
+    why = f"canary: {where}: {first.problem}"
+    returned, problem = await _push_back(run, sites, transaction)
+    for site in sites:
+        if site.weights is Weights.NEW:
+            site.failure = site.failure or why
+    rows = [returned.get(site.name) or site.report() for site in sites]
+    left = [row.server for row in rows if row.state == PushState.QUARANTINED]
+    if left:
+        end = f"{', '.join(left)} quarantined"
+        end += f": the version before could not be pushed back ({problem})" if problem else ""
+    else:
+        end = f"{_version_before(run)} was pushed back"
+    for row in rows:
+        if row.state == PushState.QUARANTINED:
+            run.observer.server(row.server, PushState.QUARANTINED, row.detail)
+    asked = len({result.prompt for result in results})
+    return CanaryFailed(
+        f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
+        f"{asked} prompts)",
+        hint="skyctl recover" if left else f"see the answers: skyctl jobs show {THIS_JOB} --json",
+        details={
+            "servers": [row.to_json() for row in rows],
+            "canary": [result.to_json() for result in results],
+        },
+    )
+
+
+def _version_before(run: Run) -> str:
+    committed = run.fleet.committed
+    return (committed and committed.version) or "the checkpoint before"
+
+
+async def _push_back(
+    run: Run, sites: Sequence[Site], transaction: Transaction
+) -> tuple[dict[str, ServerPush], str]:
+    """How the push of the committed weights left each server, by name; and what failed."""
+    committed = run.fleet.committed
+    loaded = [site for site in sites if site.weights is Weights.NEW]
+    if committed is None or committed.checkpoint is None:
+        return {}, "nothing is known of it"
+    run.note(f"the canary failed; {_version_before(run)} is pushed back")
+    request = PushRequest(
+        checkpoint=committed.checkpoint,
+        transport=committed.transport,
+        chunk_size=run.request.chunk_size,
+        weight_version=committed.version or loaded[0].old_version or "default",
+        pause_mode="abort",
+        verify=run.request.verify,
+        scan_nan=False,  # they were accepted when they were pushed
+        allow_unproven_reload=run.request.allow_unproven_reload,
+        allow_config=(ALL_KEYS,),
+        expected_digest=committed.checkpoint_digest,
+        expected_content=committed.content_digest,
+    )
+    # half updated: what they hold was never accepted, so only a whole push may free them
+    servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
+    again = replace(
+        run,
+        request=request,
+        fleet=replace(run.fleet, servers=servers),
+        cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
+    )
+    try:
+        result = await transaction(again)
+    except SkyctlError as error:
+        rows = [ServerPush(**row) for row in error.details.get("servers", [])]
+        return {row.server: row for row in rows}, error.message
+    run.thawed_at = again.thawed_at
+    return {row.server: row for row in result.servers}, ""
