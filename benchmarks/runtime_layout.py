@@ -75,11 +75,11 @@ def answers(llm: Any) -> list[list[int]]:
 
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
     """The checkpoint in slots on GPU 0, and the numbers of what is to become of it."""
-    from skyctl.transfer.gpu.carrier import GpuCarrier, Numbering
+    from skyctl.transfer.gpu.carrier import DeviceCarrier, Numbering
     from skyctl.transfer.pace import Pace
     from skyctl.transfer.reader import Piece, ShardFiles
 
-    carrier = GpuCarrier([0], [[0]])
+    carrier = DeviceCarrier([0], [[0]])
     files = ShardFiles(read_checkpoint(str(checkpoint)).shards)
     pieces = [
         [Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
@@ -159,7 +159,7 @@ def try_shape(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     row["refused unproven"] = refused
     rpc(llm, "skyctl_layout_close")
     rpc(llm, "skyctl_layout_trust", layouts=[program.layout])
-    carrier.rest()
+    carrier.free_slots()
     carrier, expected_b = stage(b, plan, [program], clock)
     push(llm, carrier, plan, program, clock)
     got = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
@@ -171,14 +171,14 @@ def try_shape(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     push(llm, carrier, plan, program, clock)
     bad = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
     row["flipped bit seen"] = [n for n in bad if bad[n] != expected_b[0][n]]
-    carrier.rest()
+    carrier.free_slots()
     carrier, expected_a = stage(a, plan, [program], clock)
     push(llm, carrier, plan, program, clock)
     back = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
     row["a again: numbers"] = back == expected_a[0]
     row["a again: answers"] = answers(llm) == of_a
     row["a again: digest"] = rpc(llm, "skyctl_weight_digest")["digest"] == digest_a
-    carrier.rest()
+    carrier.free_slots()
     carrier.close()
     row["b differs"] = of_b != of_a
     shut_down(llm)

@@ -29,7 +29,7 @@ from skyctl.checkpoints.dtypes import torch_name
 from skyctl.checkpoints.header import Tensor
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Part, Program
 from skyctl.transfer.gpu import reader as gpu_reader
-from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, order_for_runtime, plan_chunks, program_for
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
@@ -72,7 +72,7 @@ def pieces_of(plan: ChunkPlan, *, scan: bool) -> list[list[Piece]]:
 
 
 def stage(
-    carrier: GpuCarrier,
+    carrier: DeviceCarrier,
     shards: Any,
     chunks: list[list[Piece]],
     slot_bytes: int,
@@ -109,7 +109,7 @@ def stage(
 
     chunk_reader.run(filled)
     ended = time.perf_counter()
-    carrier.rest()
+    carrier.free_slots()
     files.close()
     return {
         "open": (opened - began) * 1e3,
@@ -147,7 +147,7 @@ def main() -> None:
         sys.setswitchinterval(switch / 1e6)
         gpu_reader.PIECE_BYTES = piece << 20
         gpu_reader.DEPTH = depth
-        carrier = GpuCarrier([0], [[gpu] for gpu in options.to])
+        carrier = DeviceCarrier([0], [[gpu] for gpu in options.to])
         carrier._reader.close()
         carrier._reader = gpu_reader.DeviceReader(0, threads=threads)
         print(f"threads {threads}, depth {depth}, piece {piece} MiB, switch {switch} us")

@@ -25,7 +25,7 @@ from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.committed import undo
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
 from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
-from skyctl.checkpoints.staging import held, staged
+from skyctl.checkpoints.staging import in_use, staged
 from skyctl.engines.base import Refusal
 from skyctl.errors import (
     ConflictError,
@@ -251,7 +251,7 @@ async def _own_copy(fleet: AdapterFleet, adapter: Adapter) -> AsyncIterator[Path
     fleet's state names it. A copy already in place is used as it is.
     """
     if fleet.directory in adapter.path.parents:
-        with held(str(adapter.path)):
+        with in_use(str(adapter.path)):
             yield adapter.path
         return
     with staged(fleet.directory, needed_bytes=adapter.bytes, in_memory=fleet.in_memory) as copy:

@@ -126,10 +126,10 @@ def absolute(path: str) -> str:
     Raises:
         NotFoundError: there is nothing local by that name.
     """
-    found = locate(path)
-    if found is None:
+    located = locate(path)
+    if located is None:
         raise _not_here(path)
-    return str(found) if _exists(expanded(path)) else path
+    return str(located) if _exists(expanded(path)) else path
 
 
 def _not_here(path: str) -> NotFoundError:
@@ -164,13 +164,13 @@ def read_checkpoint(path: str, *, check_index: bool = True) -> Checkpoint:
     tensors: dict[str, Tensor] = {}
     for number, name in enumerate(names):
         try:
-            shard, found = read_header(directory / name, number)
+            shard, header = read_header(directory / name, number)
         except NotFoundError as error:
             raise PreflightError(
                 f"checkpoint {path} lacks its shard {name}", hint="copy or download it completely"
             ) from error
         shards.append(shard)
-        for tensor in found:
+        for tensor in header:
             if tensor.name in tensors:
                 other = names[tensors[tensor.name].shard]
                 raise PreflightError(f"{directory}: {tensor.name} is in both {other} and {name}")
@@ -259,10 +259,10 @@ def _shard_names(directory: Path) -> list[str]:
         if match is None:
             continue
         for number in range(1, int(match["count"]) + 1):
-            wanted = f"{match['stem']}-{number:05d}-of-{match['count']}.safetensors"
-            if wanted not in names:
+            shard = f"{match['stem']}-{number:05d}-of-{match['count']}.safetensors"
+            if shard not in names:
                 raise PreflightError(
-                    f"checkpoint {directory} lacks its shard {wanted}",
+                    f"checkpoint {directory} lacks its shard {shard}",
                     hint="copy or download it completely",
                 )
     return ours
@@ -271,8 +271,8 @@ def _shard_names(directory: Path) -> list[str]:
 def _check_index(directory: Path, index: _Index, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Check that the index has all tensors, in their files; returns the names of others in it."""
     for tensor, name in index.weight_map.items():
-        found = tensors.get(tensor)
-        if found is not None and index.names[found.shard] != name:
+        stored = tensors.get(tensor)
+        if stored is not None and index.names[stored.shard] != name:
             raise PreflightError(f"{directory}: the index puts {tensor} in {name}, it is not there")
     for tensor, found_tensor in tensors.items():
         if tensor not in index.weight_map:
@@ -290,8 +290,8 @@ def mistaken_for(directory: Path) -> tuple[str, str]:
 
     if has("adapter_config.json", "adapter_model.*"):
         return (
-            f"{directory} is a PEFT adapter (LoRA){_of(directory)}, not a checkpoint of the whole "
-            "model",
+            f"{directory} is a PEFT adapter (LoRA){_base_note(directory)}, not a checkpoint of the "
+            "whole model",
             "merge it into its model (peft: merge_and_unload) and give what that saves",
         )
     if has("snapshots/*/config.json"):
@@ -331,7 +331,7 @@ def mistaken_for(directory: Path) -> tuple[str, str]:
     return f"{directory} is not a checkpoint: it has no {missing}", _NO_CHECKPOINT
 
 
-def _of(adapter: Path) -> str:
+def _base_note(adapter: Path) -> str:
     """` of Qwen/Qwen3-0.6B`, if the adapter says so."""
     try:
         base = read_json(adapter / "adapter_config.json")["base_model_name_or_path"]

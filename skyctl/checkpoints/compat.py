@@ -266,12 +266,12 @@ def in_short(problems: list[str]) -> str:
 
 def compare_dtypes(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> list[str]:
     """A note if element types differ: servers cast what they are sent without a warning."""
-    there = {tensor.name: tensor.dtype for tensor in theirs}
-    changed = [t for t in ours if there.get(t.name, t.dtype) != t.dtype]
+    running = {tensor.name: tensor.dtype for tensor in theirs}
+    changed = [t for t in ours if running.get(t.name, t.dtype) != t.dtype]
     if not changed:
         return []
     first = changed[0]
     return [
         f"{len(changed)} tensors differ in dtype ({first.name} is {first.dtype} here, "
-        f"{there[first.name]} in the servers' checkpoint): the servers cast them"
+        f"{running[first.name]} in the servers' checkpoint): the servers cast them"
     ]

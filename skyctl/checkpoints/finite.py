@@ -83,9 +83,9 @@ def first_not_finite(data: Buffer, dtype: str, begin: int, nbytes: int) -> int |
         return None
     end = begin + nbytes
     for at in range(begin, end, _LOOK_BYTES):
-        found = _search(data, at, min(at + _LOOK_BYTES, end), form)
-        if found is not None:
-            return (at - begin) // form.size + found
+        place = _search(data, at, min(at + _LOOK_BYTES, end), form)
+        if place is not None:
+            return (at - begin) // form.size + place
     return None
 
 
@@ -110,13 +110,13 @@ def refuse_not_finite(checkpoint: Checkpoint) -> None:
 
 def _refuse_in_file(descriptor: int, path: str, tensor: Tensor) -> None:
     for done in range(0, tensor.nbytes, _READ_BYTES):
-        wanted = min(_READ_BYTES, tensor.nbytes - done)
-        piece = os.pread(descriptor, wanted, tensor.begin + done)
-        if len(piece) != wanted:
+        size = min(_READ_BYTES, tensor.nbytes - done)
+        piece = os.pread(descriptor, size, tensor.begin + done)
+        if len(piece) != size:
             raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
-        found = first_not_finite(piece, tensor.dtype, 0, wanted)
-        if found is not None:
-            raise NotFinite(path, tensor.name, done // _FORMS[tensor.dtype].size + found)
+        element = first_not_finite(piece, tensor.dtype, 0, size)
+        if element is not None:
+            raise NotFinite(path, tensor.name, done // _FORMS[tensor.dtype].size + element)
 
 
 def _search(data: Buffer, begin: int, end: int, form: _Form) -> int | None:

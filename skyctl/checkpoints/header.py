@@ -32,17 +32,17 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def remembered(known: dict[K, T], key: K, make: Callable[[], T], *, kept: int = 16) -> T:
+def remembered(cache: dict[K, T], key: K, make: Callable[[], T], *, kept: int = 16) -> T:
     """What `make` returns, or returned for this key unless `kept` others were used since; None is
     not kept. Versions of a model have thousands of tensors in common, and what follows from them.
     """
-    found = known.pop(key, None)
-    if found is None:
-        found = make()
-    known[key] = found
-    while len(known) > kept:
-        known.pop(next(iter(known)), None)
-    return found
+    value = cache.pop(key, None)
+    if value is None:
+        value = make()
+    cache[key] = value
+    while len(cache) > kept:
+        cache.pop(next(iter(cache)), None)
+    return value
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ def read_raw_header(descriptor: int, path: Path) -> bytes:
     return raw
 
 
-def _truncated(path: Path, why: str) -> PreflightError:
+def _truncated(path: Path, reason: str) -> PreflightError:
     return PreflightError(
-        f"{path} is truncated: {why}",
+        f"{path} is truncated: {reason}",
         hint="push it once it is written: to another name first, and renamed when it is whole",
     )
 
@@ -250,8 +250,8 @@ def _no_constant(text: str) -> Any:
 def _parse_entry(name: str, entry: Any, path: Path) -> Tensor:
     """One header entry, checked against itself; `begin` is relative to the data section."""
 
-    def refuse(why: str) -> PreflightError:
-        return PreflightError(f"{path}: {name!r} {why}")
+    def refuse(reason: str) -> PreflightError:
+        return PreflightError(f"{path}: {name!r} {reason}")
 
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("has no dtype, shape and data_offsets")

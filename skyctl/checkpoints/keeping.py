@@ -28,8 +28,8 @@ _PIECE_BYTES = 256 * 1024 * 1024
 _RECORDED = ".recorded"
 
 
-def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]) -> Path:
-    """Copy a checkpoint into `directory`; returns the copy's path. `known` are recorded copies:
+def keep_copy(source: Checkpoint, directory: Path, recorded: Collection[str | None]) -> Path:
+    """Copy a checkpoint into `directory`; returns the copy's path. `recorded` are recorded copies:
     others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
 
     Raises:
@@ -37,7 +37,7 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]
         SkyctlError: it cannot be written.
     """
     private_directory(directory)
-    sweep_kept(directory, known)
+    sweep_kept(directory, recorded)
     needed = sum(path.stat().st_size for path in _files(source))
     free = shutil.disk_usage(directory).free
     if needed > free:
@@ -73,11 +73,11 @@ def delete_copy(copy: Path, directory: Path) -> None:
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
-def sweep_kept(directory: Path, known: Collection[str | None]) -> None:
+def sweep_kept(directory: Path, recorded: Collection[str | None]) -> None:
     """Remove every copy that is not recorded, and never was."""
-    recorded = {Path(path).parent.name for path in known if path}
+    names = {Path(path).parent.name for path in recorded if path}
     for entry in directory.iterdir() if directory.is_dir() else ():
-        kept = entry.name in recorded or (entry / _RECORDED).exists()
+        kept = entry.name in names or (entry / _RECORDED).exists()
         if entry.is_dir() and not kept:
             shutil.rmtree(entry, ignore_errors=True)
 
@@ -102,13 +102,14 @@ def _copy(source: Path, target: Path) -> None:
     """Copy one file durably; blocks are shared if the file system can."""
     with source.open("rb") as read, target.open("xb") as write:
         os.fchmod(write.fileno(), 0o600)
-        left = os.fstat(read.fileno()).st_size
+        remaining = os.fstat(read.fileno()).st_size
         try:
-            while left > 0:
-                done = os.copy_file_range(read.fileno(), write.fileno(), min(left, _PIECE_BYTES))
+            while remaining > 0:
+                size = min(remaining, _PIECE_BYTES)
+                done = os.copy_file_range(read.fileno(), write.fileno(), size)
                 if done == 0:
                     raise OSError(f"{source}: the kernel copies nothing")
-                left -= done
+                remaining -= done
         except OSError:  # a file system that cannot; a real error shows again below
             read.seek(0)
             write.seek(0)

@@ -88,9 +88,9 @@ class _Conversion:
     """What each tensor must be, and what it is converted to."""
 
     def __init__(self, running: RunningModel, dtype: str | None) -> None:
-        self._known = {tensor.name: tensor for tensor in running.tensors}
+        self._running = {tensor.name: tensor for tensor in running.tensors}
         self._dtype = dtype
-        if dtype == MATCH and not self._known:
+        if dtype == MATCH and not self._running:
             raise UsageError(
                 'dtype="match" needs the checkpoint the servers run on this machine',
                 hint='name the dtype, such as dtype="bfloat16"',
@@ -101,39 +101,39 @@ class _Conversion:
         import torch
 
         _require_plain_tensor(name, tensor)
-        known = self._known.get(name)
+        running = self._running.get(name)
         shape = tuple(tensor.shape)
-        if known is None:
-            for ending in self._known:
+        if running is None:
+            for ending in self._running:
                 if name.endswith(f".{ending}"):
                     prefix = name.removesuffix(ending)
                     raise PreflightError(
                         f"{name} is not in the model the servers run; {ending} is",
                         hint=f"name it so: name.removeprefix({prefix!r})",
                     )
-        elif known.shape != shape:
+        elif running.shape != shape:
             raise PreflightError(
-                f"{name} is {list(shape)} here, the servers run {list(known.shape)}"
+                f"{name} is {list(shape)} here, the servers run {list(running.shape)}"
             )
         tensor = tensor.detach()
-        wanted = self._wanted(name, tensor, known)
+        dtype = self._target_dtype(name, tensor, running)
         # converted in place, so that fewer bytes leave a GPU
-        plain = tensor.to(dtype=getattr(torch, wanted)).to("cpu").contiguous()
-        return safetensors_name(wanted, name), shape, memory_of(plain)
+        plain = tensor.to(dtype=getattr(torch, dtype)).to("cpu").contiguous()
+        return safetensors_name(dtype, name), shape, memory_of(plain)
 
-    def _wanted(self, name: str, tensor: Any, known: Tensor | None) -> str:
+    def _target_dtype(self, name: str, tensor: Any, running: Tensor | None) -> str:
         """The torch dtype, by name, that a tensor is sent as."""
         own = str(tensor.dtype).removeprefix("torch.")
-        there = torch_name(known.dtype, name) if known is not None else own
-        if self._dtype is None and there != own:
+        theirs = torch_name(running.dtype, name) if running is not None else own
+        if self._dtype is None and theirs != own:
             raise PreflightError(
-                f"{name} is {own} here, {there} in the checkpoint the servers run",
+                f"{name} is {own} here, {theirs} in the checkpoint the servers run",
                 hint='convert on purpose: dtype="match"; or let the servers cast: dtype="as-is"',
             )
         if self._dtype in (None, AS_IS):
             return own
         if self._dtype == MATCH:
-            return there
+            return theirs
         return self._dtype if tensor.is_floating_point() else own
 
 
@@ -292,9 +292,9 @@ class CheckpointWriter:
         except OSError as error:
             raise self._unwritten("the checkpoint", error) from error
 
-    def _unwritten(self, what: str, error: OSError) -> SkyctlError:
+    def _unwritten(self, name: str, error: OSError) -> SkyctlError:
         return SkyctlError(
-            f"{what} cannot be written to {self._directory}: {error.strerror}",
+            f"{name} cannot be written to {self._directory}: {error.strerror}",
             hint="make room there, or point SKYCTL_HOME elsewhere",
         )
 

@@ -76,7 +76,7 @@ def without_links(path: str) -> str:
 
 
 @contextmanager
-def held(checkpoint: str) -> Iterator[None]:
+def in_use(checkpoint: str) -> Iterator[None]:
     """Keep a staged checkpoint from being swept while the block runs. Other paths are ignored."""
     if not is_staged(checkpoint):
         yield
@@ -89,11 +89,11 @@ def held(checkpoint: str) -> Iterator[None]:
 def sweep(
     directory: Path, keep: Collection[str | None], *, memory_root: Path = MEMORY_ROOT
 ) -> None:
-    """Remove every entry that is not held and not in `keep` (checkpoint paths)."""
+    """Remove every entry that is not in use and not in `keep` (checkpoint paths)."""
     entries = [entry for entry in _list(directory) if entry.is_dir()]
     for entry in entries:
         if str(entry / LIVE) not in keep:
-            _remove_unless_held(entry, memory_root)
+            _remove_unless_in_use(entry, memory_root)
     _sweep_memory(memory_root)
 
 
@@ -124,7 +124,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _remove_unless_held(entry: Path, memory_root: Path) -> None:
+def _remove_unless_in_use(entry: Path, memory_root: Path) -> None:
     try:
         lock = _lock_of(entry / _LOCK)
     except FileNotFoundError:
@@ -148,9 +148,9 @@ def _memory_directory(memory_root: Path, entry: Path) -> Path:
         home = private_directory(_memory_home(memory_root))
         with suppress(FileNotFoundError):  # a sweep took the empty home
             (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
-            found = home / entry.name
-            found.mkdir(mode=0o700)
-            return found
+            directory = home / entry.name
+            directory.mkdir(mode=0o700)
+            return directory
     raise SkyctlError(f"cannot make a directory for weights in {memory_root}")
 
 

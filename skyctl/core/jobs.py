@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.checkpoint import locate
-from skyctl.checkpoints.staging import held, without_links
+from skyctl.checkpoints.staging import in_use, without_links
 from skyctl.core.arbiter import Turn
 from skyctl.core.expectations import informed, records_of, rows_of
 from skyctl.errors import SkyctlError, StateUnwritable
@@ -180,7 +180,7 @@ async def run_push(
             await watch.enter_async_context(guardian)
             reached("push.guarded")
         with _recorded(state, job.id, request) as record, contextlib.closing(observer):
-            watch.enter_context(held(request.checkpoint))
+            watch.enter_context(in_use(request.checkpoint))
             if request.written:
                 observer.note(f"{request.written} is {request.checkpoint}")
             if request.keep and not request.dry_run:

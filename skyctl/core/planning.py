@@ -16,7 +16,7 @@ from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import MOST_REPLICAS, FleetConfig, RouterSection
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
-from skyctl.launch.remote.machines import look
+from skyctl.launch.remote.machines import read_machines
 from skyctl.launch.remote.record import begun
 from skyctl.store.paths import fleet_paths
 from skyctl.store.processes import ProcessRow
@@ -39,10 +39,10 @@ def plan_here(
     host = HOSTS[config.launcher]
     machines: Sequence[Machine] = ()
     if nodes := nodes_of(config):
-        machines = look(
+        machines = read_machines(
             nodes,
             ports=2 * len(expand_replicas(config)) + 8,
-            known=fleet_paths(config.name).directory / "machines.json",
+            cache=fleet_paths(config.name).directory / "machines.json",
             running=bool(known_ports),
         )
     meanings = pin(config, base_dir, os.environ, pins or {})

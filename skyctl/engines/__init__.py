@@ -35,13 +35,13 @@ def router(client: ControlClient, name: str, url: str, *, timeout_s: float = 10.
 
 def routing(name: str) -> Routing:
     """How the named engine is routed. Raises UsageError if skyctl knows no router for it."""
-    found = ENGINES[name].routing
-    if found is None:
+    engine_routing = ENGINES[name].routing
+    if engine_routing is None:
         raise UsageError(
             f"skyctl knows no router for {ENGINES[name].title} servers",
             hint="set `router: {enabled: false}`",
         )
-    return found
+    return engine_routing
 
 
 def require(name: str, feature: Feature) -> None:

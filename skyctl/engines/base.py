@@ -626,8 +626,8 @@ class Engine:
     """Names that `args` may have, by interpreter; empty if unknown. May take seconds, and says so
     to the function it is given.
     """
-    argument_problem: Callable[[str, Any, Collection[str]], str] = lambda name, _, known: (
-        "" if name in known else f"there is no argument {name!r}"
+    argument_problem: Callable[[str, Any, Collection[str]], str] = lambda name, _, arguments: (
+        "" if name in arguments else f"there is no argument {name!r}"
     )
     """Why `--name` is not accepted with this value of the fleet file, "" if it is; by what
     `known_arguments` returned.

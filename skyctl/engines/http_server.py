@@ -54,7 +54,7 @@ class HttpServer:
         path = "/v1/chat/completions" if chat else "/v1/completions"
         return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
-    def _asked(self, path: str) -> ServerTarget:
+    def _target_at(self, path: str) -> ServerTarget:
         """The server, with the key that this route requires."""
         return self.target
 
@@ -69,11 +69,11 @@ class HttpServer:
     ) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         how: dict[str, Any] = {"params": params, "json": json, "timeout_s": timeout_s}
-        return await self._client.call(self._asked(path), method, path, **how)
+        return await self._client.call(self._target_at(path), method, path, **how)
 
     async def _text(self, method: str, path: str, **how: Any) -> str:
         """A call whose answer is no JSON."""
-        target, timeout_s = self._asked(path), self._timeout_s
+        target, timeout_s = self._target_at(path), self._timeout_s
         return await self._client.text(target, path, method=method, timeout_s=timeout_s, **how)
 
     async def _object(self, method: str, path: str, **how: Any) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
     """The last `lines` lines without terminal escapes, reaching back before the last rotation; []
     without a file. Answered probes are left out unless `probes`.
     """
-    found = _tail(path, lines, probes=probes)
-    return _tail(earlier(path), lines - len(found), probes=probes) + found
+    current = _tail(path, lines, probes=probes)
+    return _tail(earlier(path), lines - len(current), probes=probes) + current
 
 
 def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
@@ -48,8 +48,8 @@ def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     try:
         with path.open("rb") as log:
             start = log.seek(0, 2)
-            data, found = b"", list[str]()
-            while start > 0 and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
+            data, shown = b"", list[str]()
+            while start > 0 and len(shown) <= lines and len(data) < _LONGEST_TAIL_BYTES:
                 # in growing steps: a quiet server's log may be nearly all probes
                 step = min(max(_CHUNK_BYTES, len(data)), start)
                 start -= step
@@ -57,10 +57,10 @@ def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
                 data = log.read(step) + data
                 # only at newlines: a progress bar redraws its line with carriage returns
                 raw = data.decode(errors="replace").removesuffix("\n").split("\n") if data else []
-                found = [plain(line) for line in raw if probes or not is_probe(line)]
+                shown = [plain(line) for line in raw if probes or not is_probe(line)]
     except OSError:
         return []
-    return found[-lines:]
+    return shown[-lines:]
 
 
 def mark_start(log: Path, name: str, at: float) -> None:
@@ -121,13 +121,13 @@ def latest_message(lines: Sequence[str]) -> str:
 
 def telling_line(lines: Sequence[str]) -> str:
     """The line that names the error: the last exception that is not a mere consequence, or ""."""
-    found = ""
+    reason = ""
     for line in lines:
         match = _ERROR_LINE.search(message(line))
         if match is None:
             continue
         # the API server only reports that its engine failed; the engine said why before
         consequence = "Engine core initialization failed" in line or "SystemExit" in line
-        if not (consequence and found):
-            found = match[1].strip()
-    return found
+        if not (consequence and reason):
+            reason = match[1].strip()
+    return reason

@@ -32,24 +32,24 @@ def samples(text: str, prefix: str) -> Iterator[Sample]:
             yield match["name"], dict(_LABEL.findall(match["labels"] or "")), value
 
 
-def totals(found: Iterable[Sample]) -> Callable[[str], int]:
+def totals(measured: Iterable[Sample]) -> Callable[[str], int]:
     """Sums over all labels, by name; zero for what is missing."""
     sums: dict[str, float] = {}
-    for name, _, value in found:
+    for name, _, value in measured:
         sums[name] = sums.get(name, 0.0) + value
     # infinity, which sums can reach, becomes large
     return lambda name: int(max(0.0, min(sums.get(name, 0.0), 2.0**63)))
 
 
 def server_metrics(
-    found: Iterable[Sample], counts: Mapping[str, str], usage: str, sleep_level: int | None
+    measured: Iterable[Sample], counts: Mapping[str, str], usage: str, sleep_level: int | None
 ) -> ServerMetrics:
     """Of a page's samples. `counts` names the metric that each counting field is the sum of, and
     `usage` the one whose mean is `kv_usage`. Missing metrics count as zero.
     """
-    found = list(found)
-    total = totals(found)
-    shares = [value for name, _, value in found if name == usage]
+    measured = list(measured)
+    total = totals(measured)
+    shares = [value for name, _, value in measured if name == usage]
     return ServerMetrics(
         **{field: total(metric) for field, metric in counts.items()},
         kv_usage=sum(shares) / len(shares) if shares else 0.0,

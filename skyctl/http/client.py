@@ -150,11 +150,11 @@ def error_text(body: str) -> str:
     except (ValueError, RecursionError):
         return body
     if isinstance(parsed, dict):
-        found = parsed.get("error", parsed.get("detail", parsed.get("message")))
-        if isinstance(found, dict):
-            found = found.get("message", found)
-        if found:
-            return found if isinstance(found, str) else json_module.dumps(found)
+        detail = parsed.get("error", parsed.get("detail", parsed.get("message")))
+        if isinstance(detail, dict):
+            detail = detail.get("message", detail)
+        if detail:
+            return detail if isinstance(detail, str) else json_module.dumps(detail)
     return body
 
 
@@ -194,5 +194,5 @@ def _query(params: Mapping[str, QueryValue] | None) -> str:
 
 @lru_cache(maxsize=256)  # a fan-out sends all servers the same query
 def _encoded(params: tuple[tuple[str, QueryValue], ...]) -> str:
-    said = [(key, str(v).lower() if isinstance(v, bool) else v) for key, v in params]
-    return "?" + urlencode(said, doseq=True)
+    pairs = [(key, str(v).lower() if isinstance(v, bool) else v) for key, v in params]
+    return "?" + urlencode(pairs, doseq=True)

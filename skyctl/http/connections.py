@@ -157,8 +157,8 @@ class Connection(asyncio.BufferedProtocol):
             self._complete()  # without a length, the end of the connection ends the answer
 
     def connection_lost(self, exc: Exception | None) -> None:
-        why = str(exc) if exc else "the server closed it before the whole answer"
-        self._fail(ConnectionBroke(why))
+        failure = str(exc) if exc else "the server closed it before the whole answer"
+        self._fail(ConnectionBroke(failure))
         self._lost(self)
 
     # --- what httptools calls ----------------------------------------------------------------
@@ -247,8 +247,8 @@ class _Server:
         )
         self.basic = ""
         if parts.username or parts.password:
-            said = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-            self.basic = f"Basic {base64.b64encode(said.encode()).decode()}"
+            credentials = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+            self.basic = f"Basic {base64.b64encode(credentials.encode()).decode()}"
 
 
 class KeptConnections:

@@ -85,7 +85,7 @@ async def fan_out(
         detail = detail.removeprefix(f"{target.name}: ")
         return Outcome(target.name, status, elapsed_ms, detail, value)
 
-    async def one(target: ServerTarget) -> Outcome[T]:
+    async def outcome_of(target: ServerTarget) -> Outcome[T]:
         try:
             return ended(target, OutcomeStatus.OK, value=await call(target))
         except (TimeoutError, DeadlineExceeded):
@@ -96,7 +96,7 @@ async def fan_out(
             return ended(target, OutcomeStatus.FAILED, error.message)
 
     late = f"no answer in {timeout_s:g} s"
-    tasks = [asyncio.create_task(one(target)) for target in targets]
+    tasks = [asyncio.create_task(outcome_of(target)) for target in targets]
     pending = set(tasks)
     try:
         if tasks:  # one timer for all: one for each would cost as much as a tenth of its call

@@ -28,29 +28,29 @@ async def addresses(host: str, port: int) -> Sequence[str]:
     if key not in _running:
         _running[key] = key[0].create_future()
         named = f"lookup of {host}"
-        threading.Thread(target=_look, args=(key,), name=named, daemon=True).start()
+        threading.Thread(target=_resolve, args=(key,), name=named, daemon=True).start()
     return await asyncio.shield(_running[key])
 
 
-def _look(key: _Key) -> None:
+def _resolve(key: _Key) -> None:
     loop, host, port = key
-    found: list[str] = []
+    addresses: list[str] = []
     failed: Exception | None = None
     try:
-        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        found = list(dict.fromkeys(str(address[0]) for *_, address in known))
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(address[0]) for *_, address in answers))
     except (OSError, ValueError, OverflowError) as error:
         failed = error
     try:
-        loop.call_soon_threadsafe(_tell, key, found, failed)
+        loop.call_soon_threadsafe(_complete, key, addresses, failed)
     except RuntimeError:  # it is closed
         _running.pop(key, None)
 
 
-def _tell(key: _Key, found: Sequence[str], failed: Exception | None) -> None:
+def _complete(key: _Key, addresses: Sequence[str], failed: Exception | None) -> None:
     answer = _running.pop(key)
     if failed is not None:
         answer.set_exception(failed)
         answer.exception()  # seen, even if nobody waits any more
     else:
-        answer.set_result(found)
+        answer.set_result(addresses)

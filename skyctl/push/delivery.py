@@ -157,7 +157,7 @@ class ChunkDelivery(Delivery):
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
         await self._get_ready(sites, lease, opened, slots)
         if self._stage_rate is not None:
-            await lease.sender.hurry()
+            await lease.sender.lift_pace()
 
     def _node_of_sender(self, sites: Sequence[Site]) -> Node | None:
         return self._sender_node if self._sender_gpu >= 0 else sites[0].server.node

@@ -209,7 +209,7 @@ async def push_alone(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
     """Push the fleet's weights into this server. Raises SkyctlError."""
-    from skyctl.checkpoints.staging import held
+    from skyctl.checkpoints.staging import in_use
     from skyctl.push.transaction import push
 
     weights = state.weights()
@@ -218,7 +218,7 @@ async def push_alone(
     request = await asyncio.to_thread(published, weights, verify=verify)
     fleet = informed(push_fleet(plan, [replica], plan.base, in_doubt(state)), state)
     touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
-    with held(request.checkpoint):
+    with in_use(request.checkpoint):
         try:
             result = await push(request, fleet, client=client, observer=PushObserver())
         except SkyctlError as error:

@@ -75,11 +75,11 @@ class Base:
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.context = int(getattr(text, "max_position_embeddings", 0) or 2**31)
         self.experts = int(getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0))
-        wanted = ATTENTION + MLP + UNEMBED
+        endings = ATTENTION + MLP + UNEMBED
         self.linears: dict[str, torch.nn.Linear] = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in wanted
+            if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in endings
         }
         self._active: tuple[Mapping[str, Tensor], float] | None = None
         self._places: dict[int, list[tuple[Any, str]]] = {}  # by parameter; a tied one has several
@@ -110,15 +110,15 @@ class Base:
             raise LossError(
                 "train_mlp is not offered for mixture-of-experts models here: set train_mlp=False"
             )
-        found: list[str] = []
-        for asked, flag, endings in groups:
+        layers: list[str] = []
+        for trained, flag, endings in groups:
             names = [name for name in self.linears if name.rsplit(".", 1)[-1] in endings]
-            if asked and not names:
+            if trained and not names:
                 raise LossError(f"{self.architecture} has no layers for {flag}: set {flag}=False")
-            found += names if asked else []
-        if not found:
+            layers += names if trained else []
+        if not layers:
             raise LossError("train_attn, train_mlp and train_unembed are all false: nothing to do")
-        return found
+        return layers
 
     def new_parameters(self, config: LoraConfig) -> Parameters:
         """A random A and a zero B for each layer, the same bits for the same config; with rank 0 a
@@ -251,11 +251,11 @@ class _LowRank(torch.autograd.Function):  # type: ignore[misc]  # torch has no t
         return gradient, of_x, of_a, of_b, None
 
 
-def _summed(left: Tensor, right: Tensor) -> Tensor:
+def _summed(a: Tensor, b: Tensor) -> Tensor:
     """Their product in float32."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return (left @ right).float()
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
 
 
 def rank_of(parameters: Mapping[str, Tensor]) -> int:

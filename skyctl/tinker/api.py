@@ -182,29 +182,29 @@ class Api:
         return {"supported_models": [model]}
 
     async def _create_session(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.CreateSession)
+        body = await self._json(request, wire.CreateSession)
         session, now = secrets.token_hex(8), time.time()
-        tags, metadata = json.dumps(asked.tags), json.dumps(asked.user_metadata)
+        tags, metadata = json.dumps(body.tags), json.dumps(body.user_metadata)
         columns = "id, created, seen, tags, metadata, display_name, project"
         sql = f"INSERT INTO sessions ({columns}) VALUES (?,?,?,?,?,?,?)"
-        named = (asked.display_name, asked.project_id)
+        named = (body.display_name, body.project_id)
         await self.ledger.write(sql, session, now, now, tags, metadata, *named)
         return {"session_id": session, "type": "create_session"}
 
     async def _heartbeat(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.InSession)
-        known = await self.ledger.write(
-            "UPDATE sessions SET seen = ? WHERE id = ?", time.time(), asked.session_id
+        body = await self._json(request, wire.InSession)
+        updated = await self.ledger.write(
+            "UPDATE sessions SET seen = ? WHERE id = ?", time.time(), body.session_id
         )
-        if not known:
-            raise HTTPException(410, f"there is no session {asked.session_id}")
+        if not updated:
+            raise HTTPException(410, f"there is no session {body.session_id}")
         return {"type": "session_heartbeat"}
 
     async def _finish_session(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.FinishSession)
+        body = await self._json(request, wire.FinishSession)
         await self.ledger.write(
             "UPDATE sessions SET finished = ? WHERE id = ?",
-            json.dumps({"reason": asked.reason, "detail": asked.detail}),
+            json.dumps({"reason": body.reason, "detail": body.detail}),
             request.path_params["session"],
         )
         return {}
@@ -223,24 +223,24 @@ class Api:
     # --- training ------------------------------------------------------------------------------
 
     async def _create_model(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.CreateModel)
-        self._check_base(asked.base_model)
-        self._check_optimizer(asked.optimizer_config)
-        lora = (asked.lora_config or wire.Lora(rank=0)).model_dump()
+        body = await self._json(request, wire.CreateModel)
+        self._check_base(body.base_model)
+        self._check_optimizer(body.optimizer_config)
+        lora = (body.lora_config or wire.Lora(rank=0)).model_dump()
         self._check_rank(lora["rank"])
         if lora["seed"] is None:
             lora["seed"] = secrets.randbelow(2**31)
         config = {"base": self.settings.base_model, "lora": lora}
-        number, metadata = asked.model_seq_id, asked.user_metadata
-        return await self._new_model(asked.session_id, number, training.CREATE, config, metadata)
+        number, metadata = body.model_seq_id, body.user_metadata
+        return await self._new_model(body.session_id, number, training.CREATE, config, metadata)
 
     async def _get_info(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.OfModel)
-        row = await self.ledger.run(lambda c: records.model(c, asked.model_id))
+        body = await self._json(request, wire.OfModel)
+        row = await self.ledger.run(lambda c: records.model(c, body.model_id))
         config = json.loads(row["config"])
         return {
             "type": "get_info",
-            "model_id": asked.model_id,
+            "model_id": body.model_id,
             "model_name": config["base"],
             "model_data": {
                 "arch": self.worker.hello.get("architecture"),
@@ -261,60 +261,60 @@ class Api:
         return await self._of_model(message.model_id, message.seq_id, kind, body=body)
 
     async def _optim_step(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.OptimStep)
-        if asked.optimizer_params is not None or asked.adam_params is None:
+        body = await self._json(request, wire.OptimStep)
+        if body.optimizer_params is not None or body.adam_params is None:
             raise ValueError("only AdamW is offered here: give AdamParams")
-        extra = {"params": asked.adam_params}
-        return await self._of_model(asked.model_id, asked.seq_id, training.OPTIM_STEP, extra)
+        extra = {"params": body.adam_params}
+        return await self._of_model(body.model_id, body.seq_id, training.OPTIM_STEP, extra)
 
     async def _save_weights(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.SaveWeights)
-        name = asked.path or f"{asked.seq_id:06d}"
+        body = await self._json(request, wire.SaveWeights)
+        name = body.path or f"{body.seq_id:06d}"
         extra = {
-            "path": f"tinker://{asked.model_id}/weights/{name}",
-            "overwrite": asked.overwrite,
-            "ttl_seconds": asked.ttl_seconds,
-            "metadata": asked.user_metadata,
+            "path": f"tinker://{body.model_id}/weights/{name}",
+            "overwrite": body.overwrite,
+            "ttl_seconds": body.ttl_seconds,
+            "metadata": body.user_metadata,
         }
-        return await self._of_model(asked.model_id, asked.seq_id, training.SAVE, extra)
+        return await self._of_model(body.model_id, body.seq_id, training.SAVE, extra)
 
     async def _save_for_sampler(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.SaveForSampler)
-        name = asked.path or f"{asked.seq_id:06d}.unnamed"
+        body = await self._json(request, wire.SaveForSampler)
+        name = body.path or f"{body.seq_id:06d}.unnamed"
         extra: dict[str, Any] = {
-            "path": f"tinker://{asked.model_id}/sampler_weights/{name}",
-            "ttl_seconds": asked.ttl_seconds,
-            "metadata": asked.user_metadata,
+            "path": f"tinker://{body.model_id}/sampler_weights/{name}",
+            "ttl_seconds": body.ttl_seconds,
+            "metadata": body.user_metadata,
         }
-        if asked.path is None:
-            if asked.sampling_session_seq_id is None:
+        if body.path is None:
+            if body.sampling_session_seq_id is None:
                 raise ValueError("give a path or a sampling_session_seq_id")
-            session = asked.model_id.split(":", 1)[0]
-            extra["sampler"] = f"{session}:sample:{asked.sampling_session_seq_id}"
-            extra |= {"session": session, "inflight": asked.kind == "inflight"}
-        return await self._of_model(asked.model_id, asked.seq_id, training.SAVE_SAMPLER, extra)
+            session = body.model_id.split(":", 1)[0]
+            extra["sampler"] = f"{session}:sample:{body.sampling_session_seq_id}"
+            extra |= {"session": session, "inflight": body.kind == "inflight"}
+        return await self._of_model(body.model_id, body.seq_id, training.SAVE_SAMPLER, extra)
 
     async def _load_weights(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.LoadWeights)
-        if asked.base_model is not None:
-            self._check_base(asked.base_model)
-        if asked.optimizer_config is not None:
-            self._check_optimizer(asked.optimizer_config)
-        found = await self.ledger.run(lambda c: records.checkpoint(c, asked.path))
-        config = json.loads(found["config"])
+        body = await self._json(request, wire.LoadWeights)
+        if body.base_model is not None:
+            self._check_base(body.base_model)
+        if body.optimizer_config is not None:
+            self._check_optimizer(body.optimizer_config)
+        checkpoint = await self.ledger.run(lambda c: records.checkpoint(c, body.path))
+        config = json.loads(checkpoint["config"])
         self._check_base(config["base"])
         self._check_rank(config["lora"]["rank"])
-        if asked.optimizer and not found["optimizer"]:
-            raise ValueError(f"{asked.path} has no optimizer state: it was saved for a sampler")
-        extra = {"path": asked.path, "optimizer": asked.optimizer}
-        if asked.model_id is not None and asked.seq_id is not None:
-            row = await self.ledger.run(lambda c: records.model(c, asked.model_id or ""))
+        if body.optimizer and not checkpoint["optimizer"]:
+            raise ValueError(f"{body.path} has no optimizer state: it was saved for a sampler")
+        extra = {"path": body.path, "optimizer": body.optimizer}
+        if body.model_id is not None and body.seq_id is not None:
+            row = await self.ledger.run(lambda c: records.model(c, body.model_id or ""))
             if (rank := json.loads(row["config"])["lora"]["rank"]) != config["lora"]["rank"]:
                 raise ValueError(
-                    f"{asked.path} has rank {config['lora']['rank']}, the model rank {rank}"
+                    f"{body.path} has rank {config['lora']['rank']}, the model rank {rank}"
                 )
-            return await self._of_model(asked.model_id, asked.seq_id, training.LOAD, extra)
-        session, number, metadata = asked.session_id, asked.model_seq_id, asked.user_metadata
+            return await self._of_model(body.model_id, body.seq_id, training.LOAD, extra)
+        session, number, metadata = body.session_id, body.model_seq_id, body.user_metadata
         if session is None or number is None:
             raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
         return await self._new_model(session, number, training.LOAD, config, metadata, extra)
@@ -333,7 +333,7 @@ class Api:
 
         def commit(connection: sqlite3.Connection) -> bool:
             records.session(connection, session)
-            if records.known(connection, model, 0, kind):
+            if records.is_accepted(connection, model, 0, kind):
                 return False
             records.add_model(connection, model, session, config, metadata)
             records.add_request(connection, model, 0, kind, extra)
@@ -355,7 +355,7 @@ class Api:
 
         def commit(connection: sqlite3.Connection) -> bool:
             row = records.model(connection, model)
-            if records.known(connection, model, seq, kind):
+            if records.is_accepted(connection, model, seq, kind):
                 return False
             if seq <= row["done_seq"]:
                 raise ValueError(f"seq_id {seq} comes too late: {row['done_seq']} is done")
@@ -374,18 +374,18 @@ class Api:
     # --- sampling ------------------------------------------------------------------------------
 
     async def _create_sampler(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.CreateSampler)
-        if asked.model_path is None:
-            if asked.base_model is None:
+        body = await self._json(request, wire.CreateSampler)
+        if body.model_path is None:
+            if body.base_model is None:
                 raise ValueError("give a base_model or a model_path")
-            self._check_base(asked.base_model)
-        sampler = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+            self._check_base(body.base_model)
+        sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
 
         def commit(connection: sqlite3.Connection) -> None:
-            records.session(connection, asked.session_id)
-            if asked.model_path is not None:
-                found = records.checkpoint(connection, asked.model_path)
-                config = json.loads(found["config"])
+            records.session(connection, body.session_id)
+            if body.model_path is not None:
+                checkpoint = records.checkpoint(connection, body.model_path)
+                config = json.loads(checkpoint["config"])
                 self._check_base(config["base"])
                 if not config["lora"]["rank"]:
                     self._check_rank(0)
@@ -393,20 +393,20 @@ class Api:
             connection.execute(
                 "INSERT OR IGNORE INTO samplers (id, session, path, created, used) "
                 "VALUES (?,?,?,?,?)",
-                (sampler, asked.session_id, asked.model_path, now, now),
+                (sampler, body.session_id, body.model_path, now, now),
             )
 
         await self.ledger.run(commit)
         return {"sampling_session_id": sampler, "type": "create_sampling_session"}
 
     async def _join_sampler(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.JoinSampler)
+        body = await self._json(request, wire.JoinSampler)
 
         def commit(connection: sqlite3.Connection) -> int:
-            session = records.sampler(connection, asked.sampling_session_id)["session"]
+            session = records.sampler(connection, body.sampling_session_id)["session"]
             connection.execute("UPDATE sessions SET clones = clones + 1 WHERE id = ?", (session,))
-            found = connection.execute("SELECT clones FROM sessions WHERE id = ?", (session,))
-            return int(found.fetchone()[0])
+            sql = "SELECT clones FROM sessions WHERE id = ?"
+            return int(connection.execute(sql, (session,)).fetchone()[0])
 
         return {"client_counter": await self.ledger.run(commit)}
 
@@ -421,18 +421,18 @@ class Api:
 
     async def _sample(self, request: Request) -> Answer:
         body = await self._body(request)
-        asked = wire.Sample.model_validate_json(body)
+        sample = wire.Sample.model_validate_json(body)
         try:
             question(json.loads(body))  # refuse here, once, what is not offered
         except (TypeError, AttributeError, LookupError) as error:
             raise ValueError(f"the body is no sample request: {error}") from error
         if self.sampling.busy > MOST_SAMPLES:
             raise HTTPException(429, "too many samples are under way")
-        sampler, seq = asked.sampling_session_id, asked.seq_id
+        sampler, seq = sample.sampling_session_id, sample.seq_id
 
         def commit(connection: sqlite3.Connection) -> bool:
             records.sampler(connection, sampler)
-            if records.known(connection, sampler, seq, SAMPLE):
+            if records.is_accepted(connection, sampler, seq, SAMPLE):
                 return False
             records.add_request(connection, sampler, seq, SAMPLE, body=body)
             connection.execute("UPDATE samplers SET used = ? WHERE id = ?", (time.time(), sampler))
@@ -441,18 +441,18 @@ class Api:
         name = records.request_id(sampler, seq)
         if await self.ledger.run(commit):
             self.sampling.accepted(name)
-        ids = [f"{name}:{number}" for number in range(asked.num_samples)]
+        ids = [f"{name}:{number}" for number in range(sample.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
     # --- futures -------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.Future)
-        with self.bell.listen(asked.request_id) as listening:
-            row = await self._future(asked.request_id)
+        body = await self._json(request, wire.Future)
+        with self.bell.listen(body.request_id) as listening:
+            row = await self._future(body.request_id)
             if row["state"] == "accepted":
                 await listening.rung(POLL_S)
-                row = await self._future(asked.request_id)
+                row = await self._future(body.request_id)
         if row["state"] == "accepted":
             return {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
         if row["state"] == "gone":
@@ -470,22 +470,22 @@ class Api:
         return row
 
     async def _retrieve_many(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.Futures)
-        sampler, clone = asked.target.sampling_session_id, asked.target.cloned_sampler_id
-        timeout_s = min(POLL_S if asked.timeout is None else asked.timeout, POLL_S)
-        if asked.retrieved_request_ids:
+        body = await self._json(request, wire.Futures)
+        sampler, clone = body.target.sampling_session_id, body.target.cloned_sampler_id
+        timeout_s = min(POLL_S if body.timeout is None else body.timeout, POLL_S)
+        if body.retrieved_request_ids:
             await self.ledger.run(
-                lambda c: records.forget_results(c, sampler, asked.retrieved_request_ids)
+                lambda c: records.forget_results(c, sampler, body.retrieved_request_ids)
             )
         await self.ledger.run(lambda c: records.sampler(c, sampler))
         deadline = time.monotonic() + timeout_s
         with self.bell.listen(sampler) as listening:
             while True:
                 rows = await self.ledger.run(
-                    lambda c: records.finished(c, sampler, clone, asked.prev_cursor)
+                    lambda c: records.finished(c, sampler, clone, body.prev_cursor)
                 )
-                left = deadline - time.monotonic()
-                if rows or left <= 0 or not await listening.rung(left):
+                remaining_s = deadline - time.monotonic()
+                if rows or remaining_s <= 0 or not await listening.rung(remaining_s):
                     break
         completions = [
             {"state": "failed", "request_id": row["id"]}
@@ -497,12 +497,12 @@ class Api:
             }
             for row in rows
         ]
-        cursor = rows[-1]["done_order"] if rows else asked.prev_cursor
+        cursor = rows[-1]["done_order"] if rows else body.prev_cursor
         return {"completions": completions, "cursor": cursor}
 
     async def _cancel(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.Cancel)
-        for name in asked.request_ids or [asked.request_id or ""]:
+        body = await self._json(request, wire.Cancel)
+        for name in body.request_ids or [body.request_id or ""]:
             self.sampling.cancel(name)
         return {}
 
@@ -522,8 +522,8 @@ class Api:
         return await self.ledger.run(lambda c: records.checkpoints(c, model, limit, offset))
 
     async def _weights_info(self, request: Request) -> Answer:
-        asked = await self._json(request, wire.TinkerPath)
-        row = await self.ledger.run(lambda c: records.checkpoint(c, asked.tinker_path))
+        body = await self._json(request, wire.TinkerPath)
+        row = await self.ledger.run(lambda c: records.checkpoint(c, body.tinker_path))
         config = json.loads(row["config"])
         lora = config["lora"]
         return {
@@ -537,8 +537,8 @@ class Api:
         await self._set_checkpoint(request, "public", int(request.method == "POST"))
 
     async def _ttl(self, request: Request) -> None:
-        asked = await self._json(request, wire.SetTtl)
-        expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+        body = await self._json(request, wire.SetTtl)
+        expires = None if body.ttl_seconds is None else time.time() + body.ttl_seconds
         await self._set_checkpoint(request, "expires", expires)
 
     async def _set_checkpoint(self, request: Request, column: str, value: float | None) -> None:
@@ -562,8 +562,8 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """The body, unpacked; bounded before and after."""
-        if (found := request.scope.get("skyctl.body")) is not None:
-            return bytes(found)
+        if (unpacked := request.scope.get("skyctl.body")) is not None:
+            return bytes(unpacked)
         limit, parts, size = self.settings.max_body, [], 0
         async for part in request.stream():
             size += len(part)
@@ -626,7 +626,8 @@ def _readable(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(
-        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()[:3]
+        f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}"
+        for problem in error.errors()[:3]
     )
 
 

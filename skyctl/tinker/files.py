@@ -62,16 +62,12 @@ def read_meta(directory: Path) -> dict[str, Any]:
         DamagedCheckpoint: it cannot be read.
     """
     try:
-        found = json.loads((directory / META).read_bytes())
+        meta = json.loads((directory / META).read_bytes())
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{directory / META}: {error}") from error
-    if (
-        not isinstance(found, dict)
-        or not isinstance(found.get("files"), dict)
-        or not found["files"]
-    ):
+    if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict) or not meta["files"]:
         raise DamagedCheckpoint(f"{directory / META} is no checkpoint's")
-    return found
+    return meta
 
 
 def optimizer_of(directory: Path, meta: Mapping[str, Any]) -> Path | None:
@@ -89,8 +85,8 @@ def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
         if name in _OPTIMIZERS and not optimizer:
             continue
         try:
-            found = _digest(directory / name)
+            actual = _digest(directory / name)
         except OSError as error:
             raise DamagedCheckpoint(f"{directory / name}: {error}") from error
-        if found != digest:
+        if actual != digest:
             raise DamagedCheckpoint(f"{directory / name} is not what was written")

@@ -104,8 +104,8 @@ class Ledger:
 
     async def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None if there is none."""
-        found: sqlite3.Row | None = await self.run(lambda c: c.execute(sql, parameters).fetchone())
-        return found
+        row: sqlite3.Row | None = await self.run(lambda c: c.execute(sql, parameters).fetchone())
+        return row
 
     async def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
@@ -134,7 +134,7 @@ class Ledger:
             for (_, future, loop), outcome in zip(
                 batch, self._commit([change for change, _, _ in batch]), strict=True
             ):
-                loop.call_soon_threadsafe(_settle, future, outcome)
+                loop.call_soon_threadsafe(_complete, future, outcome)
             if ending:
                 return
 
@@ -167,7 +167,7 @@ class Ledger:
         return outcomes
 
 
-def _settle(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+def _complete(future: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
     if future.cancelled():
         return
     value, error = outcome
@@ -188,12 +188,12 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 16777216")
-        found = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        if found > VERSION:
+        version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+        if version > VERSION:
             raise SkyctlError(
                 f"{path} was written by a newer skyctl", hint="update skyctl, or move it away"
             )
-        if found == 0:
+        if version == 0:
             connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
     except sqlite3.Error as error:
         raise SkyctlError(

@@ -97,10 +97,10 @@ def check(name: str, config: Mapping[str, Any]) -> None:
     """
     if name not in LOSSES:
         raise LossError(f"loss_fn {name!r} is not offered here; offered: {', '.join(LOSSES)}")
-    known = LOSSES[name][2]
+    keys = LOSSES[name][2]
     for key, value in config.items():
-        if key not in known:
-            offered = ", ".join(known) or "none"
+        if key not in keys:
+            offered = ", ".join(keys) or "none"
             raise LossError(f"loss_fn_config of {name} has no key {key!r} (it has: {offered})")
         if not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
             raise LossError(f"loss_fn_config {key} of {name} must be a finite number")
@@ -126,8 +126,8 @@ def check_inputs(name: str, inputs: Inputs, length: int) -> None:
             )
     shape = inputs["target_tokens"].shape
     if shape[:1] != (length,) or len(shape) > 2 or (len(shape) == 2 and name != "cross_entropy"):
-        wanted = f"({length},)" + (f" or ({length}, K)" if name == "cross_entropy" else "")
-        raise LossError(f"target_tokens of {name} has shape {tuple(shape)}, not {wanted}")
+        expected = f"({length},)" + (f" or ({length}, K)" if name == "cross_entropy" else "")
+        raise LossError(f"target_tokens of {name} has shape {tuple(shape)}, not {expected}")
     for key, value in inputs.items():
         if value.shape != shape:
             raise LossError(

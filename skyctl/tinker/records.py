@@ -19,7 +19,7 @@ def request_id(owner: str, seq: int) -> str:
     return f"{owner}:{seq}"
 
 
-def known(connection: sqlite3.Connection, owner: str, seq: int, kind: str) -> bool:
+def is_accepted(connection: sqlite3.Connection, owner: str, seq: int, kind: str) -> bool:
     """Whether this request was accepted before. Raises ValueError if it was a different one."""
     row = connection.execute(
         "SELECT kind FROM requests WHERE owner = ? AND seq = ?", (owner, seq)
@@ -78,12 +78,12 @@ def sampler(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
 def _row(
     connection: sqlite3.Connection, table: str, column: str, value: str, missing: str
 ) -> sqlite3.Row:
-    found: sqlite3.Row | None = connection.execute(
+    row: sqlite3.Row | None = connection.execute(
         f"SELECT * FROM {table} WHERE {column} = ?", (value,)
     ).fetchone()
-    if found is None:
+    if row is None:
         raise Missing(missing)
-    return found
+    return row
 
 
 def session(connection: sqlite3.Connection, name: str) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def session(connection: sqlite3.Connection, name: str) -> dict[str, Any]:
     models = connection.execute("SELECT id FROM models WHERE session = ?", (name,)).fetchall()
     samplers = connection.execute("SELECT id FROM samplers WHERE session = ?", (name,)).fetchall()
     return {
-        "training_run_ids": [found["id"] for found in models],
-        "sampler_ids": [found["id"] for found in samplers],
+        "training_run_ids": [entry["id"] for entry in models],
+        "sampler_ids": [entry["id"] for entry in samplers],
         "user_metadata": _texts(row["metadata"]),
         "display_name": row["display_name"],
     }
@@ -116,12 +116,12 @@ def run(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     config = json.loads(row["config"])
 
     def last(kind: str) -> dict[str, Any] | None:
-        found = connection.execute(
+        checkpoint = connection.execute(
             "SELECT * FROM checkpoints WHERE model = ? AND kind = ? AND NOT hidden "
             "ORDER BY created DESC LIMIT 1",
             (row["id"], kind),
         ).fetchone()
-        return None if found is None else _checkpoint_json(found)
+        return None if checkpoint is None else _checkpoint_json(checkpoint)
 
     return {
         "training_run_id": row["id"],
@@ -138,22 +138,23 @@ def run(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
 
 def rank(config: Mapping[str, Any]) -> dict[str, Any]:
     """How a model is trained, in the API's form."""
-    found = config["lora"]["rank"]
-    return {"is_lora": found > 0, "lora_rank": found or None}
+    rank = config["lora"]["rank"]
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def checkpoints(
-    connection: sqlite3.Connection, of: str | None, limit: int, offset: int
+    connection: sqlite3.Connection, owner: str | None, limit: int, offset: int
 ) -> dict[str, Any]:
     """GET checkpoints, or those of one model. Raises Missing."""
-    if of is not None:
-        model(connection, of)
+    if owner is not None:
+        model(connection, owner)
     where = "WHERE NOT hidden AND (? IS NULL OR model = ?)"
     rows = connection.execute(
         f"SELECT * FROM checkpoints {where} ORDER BY created DESC LIMIT ? OFFSET ?",
-        (of, of, limit, offset),
+        (owner, owner, limit, offset),
     ).fetchall()
-    total = connection.execute(f"SELECT COUNT(*) FROM checkpoints {where}", (of, of)).fetchone()[0]
+    sql = f"SELECT COUNT(*) FROM checkpoints {where}"
+    total = connection.execute(sql, (owner, owner)).fetchone()[0]
     return {
         "checkpoints": [_checkpoint_json(row) for row in rows],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -195,8 +196,8 @@ def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[s
 
 
 def _texts(text: str | None) -> dict[str, str] | None:
-    found = json.loads(text) if text else None
-    return None if found is None else {key: str(value) for key, value in found.items()}
+    values = json.loads(text) if text else None
+    return None if values is None else {key: str(value) for key, value in values.items()}
 
 
 def _time(seconds: float) -> str:

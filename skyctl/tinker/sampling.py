@@ -139,49 +139,49 @@ def question(body: Mapping[str, Any]) -> Question:
     )
 
 
-def completion_body(asked: Question, model: str, context: int) -> dict[str, Any]:
+def completion_body(sample: Question, model: str, context: int) -> dict[str, Any]:
     """The /v1/completions body. Constraints of vLLM 0.32: n > 1 is refused with temperature 0, a
     seed has 63 bits, and stop texts must be part of the text if tokens are to match it.
 
     Raises:
         Unanswerable: the prompt leaves no room for a token.
     """
-    room = context - len(asked.tokens)
+    room = context - len(sample.tokens)
     if room < 1:
         raise Unanswerable(
-            f"the prompt has {len(asked.tokens)} tokens; the model takes {context} in all"
+            f"the prompt has {len(sample.tokens)} tokens; the model takes {context} in all"
         )
     body: dict[str, Any] = {
         "model": model,
-        "prompt": list(asked.tokens),
-        "n": 1 if asked.temperature == 0 else asked.samples,
-        "max_tokens": room if asked.max_tokens is None else min(asked.max_tokens, room),
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "logprobs": asked.top_sampled,
+        "prompt": list(sample.tokens),
+        "n": 1 if sample.temperature == 0 else sample.samples,
+        "max_tokens": room if sample.max_tokens is None else min(sample.max_tokens, room),
+        "temperature": sample.temperature,
+        "top_k": sample.top_k,
+        "top_p": sample.top_p,
+        "logprobs": sample.top_sampled,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    if asked.seed is not None:
-        body["seed"] = asked.seed % _LARGEST_SEED
-    if asked.stop is None:
+    if sample.seed is not None:
+        body["seed"] = sample.seed % _LARGEST_SEED
+    if sample.stop is None:
         return body
-    if not asked.stop:
+    if not sample.stop:
         body["ignore_eos"] = True
-    elif isinstance(asked.stop[0], int):
-        body["stop_token_ids"] = asked.stop
+    elif isinstance(sample.stop[0], int):
+        body["stop_token_ids"] = sample.stop
     else:
-        body |= {"stop": asked.stop, "include_stop_str_in_output": True}
+        body |= {"stop": sample.stop, "include_stop_str_in_output": True}
     return body
 
 
-def sample_response(asked: Question, answer: Mapping[str, Any], about_prompt: bytes) -> bytes:
+def sample_response(sample: Question, answer: Mapping[str, Any], about_prompt: bytes) -> bytes:
     """A serialized SampleResponse of vLLM's answer; `about_prompt` is one too, merged into it."""
     message = wire.message("SampleResponse").FromString(about_prompt)
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     if len(choices) == 1:
-        choices = choices * asked.samples  # greedy: asked once
+        choices = choices * sample.samples  # greedy: asked once
     for choice in choices:
         tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         if len(tokens) != len(logprobs):
@@ -190,8 +190,8 @@ def sample_response(asked: Question, answer: Mapping[str, Any], about_prompt: by
         sequence = message.sequences.add(stop_reason=wire.STOP if stopped else wire.LENGTH)
         sequence.tokens = array.array("i", tokens).tobytes()
         sequence.logprobs = array.array("f", logprobs).tobytes()
-        if asked.top_sampled:
-            _add_top(sequence.topk_sampled_logprobs, choice["logprobs"], asked.top_sampled)
+        if sample.top_sampled:
+            _add_top(sequence.topk_sampled_logprobs, choice["logprobs"], sample.top_sampled)
     usage = answer.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     message.prompt_cache_hit_tokens = details.get("cached_tokens") or 0
@@ -242,7 +242,7 @@ class Sampling:
     def accepted(self, request: str) -> None:
         """A request is on disk: start generating."""
         if request not in self._tasks:
-            self._start(request, self._one(request))
+            self._start(request, self._carry_out(request))
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=name)
@@ -296,7 +296,7 @@ class Sampling:
 
         self._bell.ring(request, await self._ledger.insist(commit))
 
-    async def _one(self, request: str) -> None:
+    async def _carry_out(self, request: str) -> None:
         sql = "SELECT * FROM requests WHERE id = ?"
         async with self._slots:
             row = await self._ledger.insist(lambda c: c.execute(sql, (request,)).fetchone())
@@ -317,7 +317,7 @@ class Sampling:
             self._bell.ring(request, row["owner"])
 
     async def _sample(self, row: sqlite3.Row) -> bytes:
-        asked = question(json.loads(row["body"]))
+        sample = question(json.loads(row["body"]))
         sampler = await self._ledger.row("SELECT * FROM samplers WHERE id = ?", row["owner"])
         assert sampler is not None  # checked when it was accepted
         name, directory, weights = self._servers.base, None, None
@@ -332,31 +332,31 @@ class Sampling:
                 name = label_of(directory)
             else:
                 weights = directory
-        body = completion_body(asked, name, self._servers.context)
-        prompt = asyncio.create_task(self._about_prompt(asked, directory))
+        body = completion_body(sample, name, self._servers.context)
+        prompt = asyncio.create_task(self._about_prompt(sample, directory))
         try:
             adapter: AbstractAsyncContextManager[None] = nullcontext()
             if directory is not None and weights is None:
                 adapter = self._servers.using(name, directory)
             async with adapter:
                 answer = await self._servers.complete(body, weights)
-            return sample_response(asked, answer, await prompt)
+            return sample_response(sample, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _about_prompt(self, asked: Question, directory: str | None) -> bytes:
+    async def _about_prompt(self, sample: Question, directory: str | None) -> bytes:
         """The fields of a SampleResponse that are about the prompt: the worker computes them."""
-        if not asked.prompt_logprobs and not asked.top_prompt and asked.targets is None:
+        if not sample.prompt_logprobs and not sample.top_prompt and sample.targets is None:
             return b""
         header = {
             "do": "prompt_logprobs",
             "directory": directory,
-            "tokens": asked.tokens,
-            "wanted": asked.prompt_logprobs,
-            "top": asked.top_prompt,
-            "last": asked.last,
+            "tokens": sample.tokens,
+            "wanted": sample.prompt_logprobs,
+            "top": sample.top_prompt,
+            "last": sample.last,
         }
-        targets = b"" if asked.targets is None else _tensor(asked.targets)
+        targets = b"" if sample.targets is None else _tensor(sample.targets)
         await self._worker.ensure()
         _, answer = await self._worker.call(header, targets)
         return answer

@@ -111,9 +111,9 @@ class Training:
         kept = await self._ledger.run(self._follow_move)
         for parent in (self._snapshots, self._checkpoints):
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for found in parent.iterdir():
-                if found.name not in kept:
-                    shutil.rmtree(found, ignore_errors=True)
+            for directory in parent.iterdir():
+                if directory.name not in kept:
+                    shutil.rmtree(directory, ignore_errors=True)
 
     def _follow_move(self, connection: sqlite3.Connection) -> set[str]:
         """Names of the recorded directories, which are unique. Paths are corrected: storage may
@@ -144,14 +144,14 @@ class Training:
 
     async def run(self) -> None:
         """Process accepted requests forever."""
-        looked = time.monotonic()
+        checked_at = time.monotonic()
         while True:
             self._woken.clear()
-            if time.monotonic() - looked >= self._limits.gap_s / 10:
+            if time.monotonic() - checked_at >= self._limits.gap_s / 10:
                 await self._skip_gaps()  # also while other models keep it busy
-                looked = time.monotonic()
+                checked_at = time.monotonic()
             if (model := self._next()) is not None:
-                await self._one(model)
+                await self._carry_out(model)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.gap_s / 10):
@@ -165,7 +165,7 @@ class Training:
         order = {name: place for place, name in enumerate(self._turns)}
         return min(ready, key=lambda name: order.get(name, -1))
 
-    async def _one(self, model: str) -> None:
+    async def _carry_out(self, model: str) -> None:
         run = self._runs[model]
         request = request_id(model, run.next_seq)
         if model in self._turns:
@@ -223,14 +223,14 @@ class Training:
         return outcome
 
     async def _load(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
-        found = await self._ledger.row(
+        checkpoint = await self._ledger.row(
             "SELECT directory, config FROM checkpoints WHERE path = ?", extra["path"]
         )
-        if found is None:
+        if checkpoint is None:
             return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
         life = await self._worker.ensure()
-        await self._make_room(model, found)
-        directory, optimizer = found["directory"], extra["optimizer"]
+        await self._make_room(model, checkpoint)
+        directory, optimizer = checkpoint["directory"], extra["optimizer"]
         await self._ask(life, "open", model, directory=directory, optimizer=optimizer)
         run.life = life
         outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
@@ -339,15 +339,15 @@ class Training:
         every other whole model if it is one (`row` has its `config`); they are rebuilt when needed.
         """
         life = self._worker.life
-        held = [name for name in self._turns if self._runs[name].tried == life and name != model]
-        gone = held[: max(0, len(held) + 1 - self._limits.open_models)]
+        opened = [name for name in self._turns if self._runs[name].tried == life and name != model]
+        closing = opened[: max(0, len(opened) + 1 - self._limits.open_models)]
         if json.loads(row["config"])["lora"].get("rank") == 0:
             rows = await self._ledger.rows(
                 "SELECT id FROM models WHERE json_extract(config, '$.lora.rank') = 0"
             )
-            whole = {found["id"] for found in rows}
-            gone += [name for name in held if name in whole and name not in gone]
-        for name in gone:
+            whole = {entry["id"] for entry in rows}
+            closing += [name for name in opened if name in whole and name not in closing]
+        for name in closing:
             self._runs[name].life = self._runs[name].tried = 0
             await self._ask(None, "close", name)
         self._runs[model].tried = life

@@ -102,7 +102,8 @@ class ServedWeights:
         """
         try:
             async with asyncio.timeout(_LEAVE_TIMEOUT_S) as limit, self._turns.using(None):
-                if await self._held(await self._settled()) in (label_of(directory), _MIXED):
+                current = await self._current_label(await self._ended_jobs())
+                if current in (label_of(directory), _MIXED):
                     await self._bring(None)
                 limit.reschedule(None)
                 yield
@@ -114,21 +115,21 @@ class ServedWeights:
     async def _bring(self, directory: str | None) -> list[str]:
         """Push what servers lack; returns the id of the last job, if there was any."""
         async with self._bringing:
-            task = asyncio.create_task(self._brought(directory))
+            task = asyncio.create_task(self._push_until_served(directory))
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
                 await asyncio.wait({task})  # the next caller must not find it half done
                 raise
 
-    async def _brought(self, directory: str | None) -> list[str]:
+    async def _push_until_served(self, directory: str | None) -> list[str]:
         label = None if directory is None else label_of(directory)
         while True:
-            jobs = await self._settled()
-            held = await self._held(jobs)
-            if held == label:
+            jobs = await self._ended_jobs()
+            current = await self._current_label(jobs)
+            if current == label:
                 return [job.id for job in jobs[:1]]
-            if directory is not None and held is None:
+            if directory is not None and current is None:
                 await self._remember_own()
             await self._push(directory, label)
 
@@ -138,8 +139,9 @@ class ServedWeights:
         else:
             checkpoint = directory
             await asyncio.to_thread(self._check, Path(directory))
-        asked = PushRequest(checkpoint=checkpoint, weight_version=label)
-        name = await patiently(lambda: self._fleet.start_push(asked), ConflictError, FleetDownError)
+        request = PushRequest(checkpoint=checkpoint, weight_version=label)
+        start = partial(self._fleet.start_push, request)
+        name = await patiently(start, ConflictError, FleetDownError)
         try:
             job = await self._fleet.wait_job(name)
         except FleetDownError:
@@ -183,7 +185,7 @@ class ServedWeights:
     async def _jobs(self) -> tuple[Job, ...]:
         return await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
 
-    async def _settled(self) -> tuple[Job, ...]:
+    async def _ended_jobs(self) -> tuple[Job, ...]:
         """The latest jobs, once none is under way."""
         deadline = time.monotonic() + _BUSY_TIMEOUT_S
         while True:
@@ -194,7 +196,7 @@ class ServedWeights:
                 raise ConflictError("a push has been under way for too long", hint="skyctl jobs")
             await asyncio.sleep(_BUSY_S)
 
-    async def _held(self, jobs: tuple[Job, ...]) -> str | None:
+    async def _current_label(self, jobs: tuple[Job, ...]) -> str | None:
         """The label of trained weights that servers hold, None for others, `_MIXED` if a push that
         failed, or that recovery finished, may have left either.
         """
@@ -324,9 +326,9 @@ class FleetServers:
     async def _place(self, name: str, directory: str) -> None:
         await self._make_room()
         # any base: the adapter names the base as this API does, not by the fleet's path to it
-        asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
+        request = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
         try:
-            await self.fleet.load_adapter(asked)
+            await self.fleet.load_adapter(request)
         except ConflictError:
             raise  # nothing was sent
         except BaseException:
@@ -336,8 +338,8 @@ class FleetServers:
     async def _unload(self, name: str) -> None:
         self._unwanted.add(name)
         try:
-            asked = UnloadAdapter(name=name)
-            await patiently(lambda: self.fleet.unload_adapter(asked), ConflictError)
+            request = UnloadAdapter(name=name)
+            await patiently(lambda: self.fleet.unload_adapter(request), ConflictError)
         except FleetDownError:  # a NotFoundError too, but about the fleet: it still has the adapter
             raise
         except NotFoundError:
@@ -383,14 +385,14 @@ class OneAtATime:
             if entry in self._waiting:
                 self._waiting.remove(entry)
             elif not turn.cancelled():
-                self._leave()
+                self._release()
             raise
         try:
             yield
         finally:
-            self._leave()
+            self._release()
 
-    def _leave(self) -> None:
+    def _release(self) -> None:
         self._users -= 1
         if not self._users:
             self._admit()

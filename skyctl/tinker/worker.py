@@ -112,19 +112,19 @@ class Trainer:
         """Write a checkpoint; returns its size in bytes. A whole model is in float32 if its
         optimizer's state is saved with it, else in the base's dtype.
         """
-        found = self.models[model]
+        trained = self.models[model]
 
         def write(beside: Path) -> None:
             self.base.write(
-                found.parameters, beside, torch.float32 if optimizer else self.base.dtype
+                trained.parameters, beside, torch.float32 if optimizer else self.base.dtype
             )
-            if found.config.rank:
-                said = json.dumps(peft_config(found.parameters, self.name), indent=1)
-                (beside / files.ADAPTER_CONFIG).write_text(said)
+            if trained.config.rank:
+                text = json.dumps(peft_config(trained.parameters, self.name), indent=1)
+                (beside / files.ADAPTER_CONFIG).write_text(text)
             if optimizer:
-                save_file(_optimizer_tensors(found), beside / files.OPTIMIZER)
+                save_file(_optimizer_tensors(trained), beside / files.OPTIMIZER)
 
-        meta = {"base": self.name, "lora": asdict(found.config)}
+        meta = {"base": self.name, "lora": asdict(trained.config)}
         return files.write_directory(directory, write, meta)
 
     def zero_gradients(self, model: str) -> None:
@@ -146,12 +146,12 @@ class Trainer:
         if not request.data:
             raise LossError("the request has no data")
         data = [self._datum(datum, request.loss_fn) for datum in request.data]
-        found, backward = self.models[model], not request.forward_only
-        trained = list(found.parameters.values())
+        trained, backward = self.models[model], not request.forward_only
+        parameters = list(trained.parameters.values())
         sums: list[Tensor] = []
         total, outputs = 0.0, []
         for batch in self._batches(data):
-            with self.base.using(found.parameters), torch.set_grad_enabled(backward):
+            with self.base.using(trained.parameters), torch.set_grad_enabled(backward):
                 picked = _logprobs(self.base, batch)
                 each = [
                     losses.loss_of(request.loss_fn, lp, datum.inputs, config)
@@ -161,15 +161,15 @@ class Trainer:
                 if not bool(torch.isfinite(loss)):
                     raise LossError(f"the loss is {loss.item()}: no gradient was added")
                 if backward:
-                    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+                    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
                     sums = _added(sums, gradients)
                     del gradients  # a whole model's must not exist twice
             total += float(loss.detach())
             outputs += [lp.detach().cpu() for lp in picked]
         if backward:
-            found.gradients = _added(found.gradients, sums)
-            found.tokens += sum(len(datum.tokens) for datum in data)
-            found.seconds += time.perf_counter() - began
+            trained.gradients = _added(trained.gradients, sums)
+            trained.tokens += sum(len(datum.tokens) for datum in data)
+            trained.seconds += time.perf_counter() - began
         return _output(outputs, total)
 
     def optim_step(self, model: str, params: Mapping[str, float]) -> dict[str, float]:
@@ -180,11 +180,11 @@ class Trainer:
             LossError: the gradients are not finite, or a parameter makes no sense; the gradients
                 were dropped.
         """
-        found = self.models[model]
-        gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
-        found.gradients = None  # also on failure: a rebuilt model has none either
-        speed = {"tokens_per_s": found.tokens / found.seconds} if found.tokens else {}
-        found.tokens, found.seconds = 0, 0.0
+        trained = self.models[model]
+        gradients = trained.gradients or [torch.zeros_like(p) for p in trained.parameters.values()]
+        trained.gradients = None  # also on failure: a rebuilt model has none either
+        speed = {"tokens_per_s": trained.tokens / trained.seconds} if trained.tokens else {}
+        trained.tokens, trained.seconds = 0, 0.0
         group = _adam(params)
         clip = float(params.get("grad_clip_norm", 0.0))
         norm = torch.linalg.vector_norm(
@@ -195,14 +195,14 @@ class Trainer:
         if clip > 0 and float(norm) > clip:
             for gradient in gradients:
                 gradient *= clip / norm
-        found.optimizer.param_groups[0].update(group)
-        for parameter, gradient in zip(found.parameters.values(), gradients, strict=True):
+        trained.optimizer.param_groups[0].update(group)
+        for parameter, gradient in zip(trained.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
-        found.optimizer.step()
-        found.optimizer.zero_grad(set_to_none=True)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": float(norm), "learning_rate": group["lr"], **speed}
 
-    def prompt_logprobs(self, asked: Mapping[str, Any], body: bytes) -> bytes:
+    def prompt_logprobs(self, request: Mapping[str, Any], body: bytes) -> bytes:
         """A serialized SampleResponse with what it says about the prompt, its N `tokens`.
 
         float32 logprobs of each token if `wanted`, NaN where there is none; with `top` the most
@@ -213,14 +213,14 @@ class Trainer:
         Raises:
             LossError: the tokens or the targets make no sense.
         """
-        top, last = asked["top"], asked["last"]
-        row = torch.tensor(asked["tokens"], dtype=torch.int64)
+        top, last = request["top"], request["last"]
+        row = torch.tensor(request["tokens"], dtype=torch.int64)
         self._check_tokens(row, "prompt")
-        with torch.no_grad(), self.base.using(self._sampler(asked["directory"])):
+        with torch.no_grad(), self.base.using(self._sampler(request["directory"])):
             rows = torch.log_softmax(self.base.logits([row])[0, :-1], dim=-1).cpu()
         first = 0 if last is None else max(len(row) - 1 - last, 0)
         answer = wire.message("SampleResponse")()
-        if asked["wanted"]:
+        if request["wanted"]:
             scored = torch.full((len(row),), float("nan"))
             scored[1 + first :] = rows.gather(1, row[1:, None])[first:, 0]
             answer.prompt_logprobs = scored.numpy().tobytes()
@@ -239,9 +239,9 @@ class Trainer:
             if wrong or (targets.numel() and int(targets.max()) >= self.base.vocabulary):
                 raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
             picked = rows.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
-            found = answer.target_prompt_logprobs
-            found.dense, found.dtype = picked.numpy().tobytes(), wire.FLOAT32
-            found.shape.extend(targets.shape)
+            scores = answer.target_prompt_logprobs
+            scores.dense, scores.dtype = picked.numpy().tobytes(), wire.FLOAT32
+            scores.shape.extend(targets.shape)
         return bytes(answer.SerializeToString())
 
     def _sampler(self, directory: str | None) -> Parameters | None:
@@ -272,11 +272,11 @@ class Trainer:
             raise LossError(f"target_tokens must be from 0 to {self.base.vocabulary - 1}")
         return Datum(tokens, {name: value.to(self.base.device) for name, value in inputs.items()})
 
-    def _check_tokens(self, tokens: Tensor, what: str) -> None:
+    def _check_tokens(self, tokens: Tensor, name: str) -> None:
         if not 1 <= len(tokens) <= self.base.context:
-            raise LossError(f"{what} has {len(tokens)} tokens: 1 to {self.base.context} are taken")
+            raise LossError(f"{name} has {len(tokens)} tokens: 1 to {self.base.context} are taken")
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.base.vocabulary:
-            raise LossError(f"{what} has tokens outside 0 to {self.base.vocabulary - 1}")
+            raise LossError(f"{name} has tokens outside 0 to {self.base.vocabulary - 1}")
 
     def _batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
         batches: list[list[Datum]] = []
@@ -295,8 +295,8 @@ def _added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
     """Sums with more added in place: a whole model's are as large as the model."""
     if not sums:
         return list(more)
-    for place, one in zip(sums, more, strict=True):
-        place += one
+    for total, addend in zip(sums, more, strict=True):
+        total += addend
     return sums
 
 
@@ -403,11 +403,11 @@ def _dense(name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[i
 
 def _optimizer_tensors(model: Model) -> dict[str, Tensor]:
     """Moments by parameter; none before the first step."""
-    found = {}
+    tensors = {}
     for name, parameter in model.parameters.items():
         for key, value in model.optimizer.state.get(parameter, {}).items():
-            found[f"{key}/{name}"] = value.detach().cpu().contiguous()
-    return found
+            tensors[f"{key}/{name}"] = value.detach().cpu().contiguous()
+    return tensors
 
 
 def _restore(model: Model, tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -441,9 +441,9 @@ def main() -> int:
     return 0
 
 
-def _answer(trainer: Trainer, asked: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+def _answer(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     try:
-        return _do(trainer, asked, body)
+        return _do(trainer, header, body)
     except LossError as error:
         return {"error": str(error), "category": "user"}, b""
     except DamagedCheckpoint as error:
@@ -453,25 +453,25 @@ def _answer(trainer: Trainer, asked: dict[str, Any], body: bytes) -> tuple[dict[
         return {"error": f"the trainer failed: {error!r}", "category": "server"}, b""
 
 
-def _do(trainer: Trainer, asked: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    operation, model = asked["do"], asked.get("model", "")
+def _do(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    operation, model = header["do"], header.get("model", "")
     if operation == "create":
-        trainer.create(model, asked["config"])
+        trainer.create(model, header["config"])
     elif operation == "open":
-        trainer.open(model, Path(asked["directory"]), optimizer=asked["optimizer"])
+        trainer.open(model, Path(header["directory"]), optimizer=header["optimizer"])
     elif operation == "close":
         trainer.close(model)
     elif operation == "save":
-        size = trainer.save(model, Path(asked["directory"]), optimizer=asked["optimizer"])
+        size = trainer.save(model, Path(header["directory"]), optimizer=header["optimizer"])
         return {"size": size}, b""
     elif operation == "zero_gradients":
         trainer.zero_gradients(model)
     elif operation == "forward_backward":
         return {}, trainer.forward_backward(model, body)
     elif operation == "optim_step":
-        return {"metrics": trainer.optim_step(model, asked["params"])}, b""
+        return {"metrics": trainer.optim_step(model, header["params"])}, b""
     elif operation == "prompt_logprobs":
-        return {}, trainer.prompt_logprobs(asked, body)
+        return {}, trainer.prompt_logprobs(header, body)
     else:
         raise ValueError(f"no operation {operation!r}")
     return {}, b""

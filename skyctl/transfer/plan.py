@@ -265,8 +265,8 @@ def order_for_runtime(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]
             parameters.setdefault(parameter.name, []).append(parameter)
     by_name = {tensor.name: tensor for tensor in tensors}
     ordered: dict[str, Tensor] = {}
-    for held in parameters.values():
-        for parameter in held:
+    for names in parameters.values():
+        for parameter in names:
             for part in sorted(parameter.parts, key=lambda part: part.target):
                 ordered.setdefault(part.tensor, by_name[part.tensor])
     return [*ordered.values(), *(t for t in tensors if t.name not in ordered)]
@@ -281,12 +281,12 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
     }
     copies: list[Copy] = []
     for number, parameter in enumerate(worker.parameters):
-        found = []
+        pieces = []
         for part in parameter.parts:
             chunk, offset, tensor = places[part.tensor]
             item = tensor.nbytes // max(math.prod(tensor.shape), 1)
-            found.append(_copy(part, number, chunk, offset, item))
-        copies += merged(sorted(found, key=lambda copy: (copy.chunk, copy.target)))
+            pieces.append(_copy(part, number, chunk, offset, item))
+        copies += merged(sorted(pieces, key=lambda copy: (copy.chunk, copy.target)))
     copies.sort(key=lambda copy: copy.chunk)  # stable: within a chunk in the model's order
     return Program(
         worker.layout,

@@ -90,10 +90,10 @@ class ShardFiles:
         """Raise CheckpointChanged unless file and path are unchanged."""
         shard = self._shards[number]
         try:
-            found = [os.fstat(self._descriptors[number]), Path(shard.path).stat()]
+            statuses = [os.fstat(self._descriptors[number]), Path(shard.path).stat()]
         except OSError as error:
             raise CheckpointChanged(f"{shard.path} vanished during the push: {error}") from error
-        for status in found:
+        for status in statuses:
             if FileIdentity.of_status(status) != shard.identity:
                 raise CheckpointChanged(f"{shard.path} changed during the push")
 

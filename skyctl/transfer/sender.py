@@ -9,11 +9,11 @@
     {"op": "relay", …} ───────────────► forms a group with the senders of other machines, of which
                        ◄─────────────── {"event": "relaying", "id": …}      rank 0 says the id
                        ◄─────────────── {"event": "relayed"}
-    {"op": "hurry"}    ───────────────► reads as fast as it can from here on
+    {"op": "lift_pace"} ──────────────► reads as fast as it can from here on
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
     {"op": "release", "chunk": k} ────► the slot is refilled
-    {"op": "rest"}     ───────────────► stops reading, frees the slots  ─► {"event": "rested"}
+    {"op": "free_slots"} ─────────────► stops reading, frees the slots  ─► {"event": "freed"}
     {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
@@ -31,6 +31,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -39,9 +41,9 @@ from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.startup import speed_up_imports
+from skyctl.transfer.carrier import Carrier, GpuCarrier, Reader
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
-from skyctl.transfer.transports.base import Carrier, Reader
 
 _PR_SET_PDEATHSIG = 1
 _MAX_THREADS = 8
@@ -56,7 +58,7 @@ class Channel:
         self._stream = stream
         self._lock = threading.Lock()
 
-    def tell(self, event: str, **fields: Any) -> None:
+    def send(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, **fields})
         with self._lock:
             self._stream.write(line + "\n")
@@ -65,7 +67,7 @@ class Channel:
     def report(self, error: BaseException) -> None:
         """Report an error to the parent, with its traceback."""
         message = error.message if isinstance(error, SkyctlError) else f"{error}" or repr(error)
-        self.tell(
+        self.send(
             "error",
             kind=type(error).__name__,
             message=message,
@@ -116,7 +118,11 @@ class Sender:
             self.warm(message)
         carrier = self._opened()
         self._pace, self._exports = Pace(message["bytes_per_s"]), message["exports"]
-        self._reader = carrier.open_reader(
+        open_reader: Callable[..., Reader] = carrier.open_reader
+        if isinstance(carrier, GpuCarrier):
+            gpu_options = {"shown": message["shown"], "relay_rank": message["relay_rank"]}
+            open_reader = partial(carrier.open_reader, **gpu_options)
+        self._reader = open_reader(
             self._files,
             self._chunks,
             slots=message["slots"],
@@ -125,17 +131,15 @@ class Sender:
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
             pace=self._pace,
-            **({"shown": True} if message["shown"] else {}),
-            **({} if message["relay_rank"] is None else {"relay_rank": message["relay_rank"]}),
         )
         self._programs = [Program.from_wire(program) for program in message["programs"]]
         if self._programs:
-            carrier.number(self._programs)  # type: ignore[attr-defined]  # those on GPUs have it
-        self._channel.tell(
+            self._gpus().number(self._programs)
+        self._channel.send(
             "opened",
             endpoint=carrier.endpoint(),
             staged_whole=carrier.staged_whole,
-            slots=carrier.export() if message["shown"] else None,  # type: ignore[attr-defined]
+            slots=self._gpus().export() if message["shown"] else None,
         )
         reached("sender.opened")
         self._reading = threading.Thread(target=self._read, name="reader", daemon=True)
@@ -146,6 +150,12 @@ class Sender:
             raise ValueError("the first command is open, with a carrier")
         return self._carrier
 
+    def _gpus(self) -> GpuCarrier:
+        carrier = self._opened()
+        if not isinstance(carrier, GpuCarrier):
+            raise ValueError("this command needs a carrier whose slots are on GPUs")
+        return carrier
+
     def _read(self) -> None:
         carrier, reader = self._opened(), self._reader
         assert reader is not None
@@ -154,8 +164,8 @@ class Sender:
             # a slot that is exported and never mapped would not be freed
             extra = carrier.extra(slot.slot) if self._exports else {}
             if self._programs:
-                extra["numbers"] = carrier.numbers(slot.chunk, slot.slot)  # type: ignore[attr-defined]
-            self._channel.tell(
+                extra["numbers"] = self._gpus().numbers(slot.chunk, slot.slot)
+            self._channel.send(
                 "filled", chunk=slot.chunk, slot=slot.slot, crc32=slot.crc32, extra=extra
             )
             reached("sender.filled")
@@ -173,50 +183,50 @@ class Sender:
         operation = message["op"]
         if operation == "warm":
             self.warm(message)
-            self._channel.tell("warmed")
+            self._channel.send("warmed")
         elif operation == "open":
             self.open(message)
         elif operation == "relay":
             self._relay(message)
-        elif operation == "hurry":
+        elif operation == "lift_pace":
             self._pace.lift()
         elif operation == "join":
             reached("sender.join")
             self._opened().join()
-            self._channel.tell("joined")
+            self._channel.send("joined")
         elif operation == "send":
             self._opened().send(message["slot"], message["size"])
-            self._channel.tell("sent", chunk=message["chunk"])
+            self._channel.send("sent", chunk=message["chunk"])
         elif operation == "release" and self._reader is not None:
             reached("sender.release")
             self._reader.release(message["chunk"])
-        elif operation == "rest":
-            self._rest()
-            self._channel.tell("rested")
+        elif operation == "free_slots":
+            self._end_push()
+            self._channel.send("freed")
         else:
             raise ValueError(f"unknown command {operation!r}")
 
     def _relay(self, message: dict[str, Any]) -> None:
         from skyctl.transfer.gpu.relay import new_group
 
-        relay = self._opened().relay  # type: ignore[attr-defined]  # those on GPUs have it
+        relay = self._gpus().relay()
         rank, world_size, unique_id = message["rank"], message["world_size"], message["id"]
         if not world_size:
             relay.stand()
         else:
             if rank == 0:
                 unique_id = new_group()
-                self._channel.tell("relaying", id=unique_id)
+                self._channel.send("relaying", id=unique_id)
             relay.form(rank, world_size, unique_id)
-        self._channel.tell("relayed")
+        self._channel.send("relayed")
 
-    def _rest(self) -> None:
-        """A push ended, or was given up while it read: free what the next one makes anew."""
+    def _end_push(self) -> None:
+        """A push ended, or was given up while it read: free what the next one allocates again."""
         if self._reader is not None and self._reading is not None:
             self._pace.lift()
             self._reader.stop()
             self._reading.join()
-        self._opened().rest()  # type: ignore[attr-defined]  # resident transports have it
+        self._opened().free_slots()
         if self._files is not None:
             self._files.close()
         self._files = self._reader = self._reading = None

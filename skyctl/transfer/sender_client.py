@@ -44,7 +44,7 @@ class SenderFailed(SkyctlError):
 class Opened:
     """`endpoint` is what servers connect to. `staged_whole`: every chunk has its own slot.
 
-    `shown` is what servers need to map the slots (`GpuCarrier.export`), None if they cannot.
+    `shown` is what servers need to map the slots (`DeviceCarrier.export`), None if they cannot.
     """
 
     endpoint: Mapping[str, Any]
@@ -190,9 +190,9 @@ class SenderProcess:
         """Wait until all have joined."""
         await self._event("relayed", 0, timeout_s)
 
-    async def hurry(self) -> None:
+    async def lift_pace(self) -> None:
         """Lift the read limit: servers now wait for the rest."""
-        await self._command(op="hurry")
+        await self._command(op="lift_pace")
 
     @property
     def healthy(self) -> bool:
@@ -228,10 +228,10 @@ class SenderProcess:
         await self._command(op="send", chunk=filled.chunk, slot=filled.slot, size=size)
         await self._event("sent", filled.chunk, timeout_s)
 
-    async def rest(self, *, timeout_s: float) -> None:
+    async def free_slots(self, *, timeout_s: float) -> None:
         """The push is over: free the slots, and wait for the next."""
-        await self._command(op="rest")
-        await self._event("rested", 0, timeout_s)
+        await self._command(op="free_slots")
+        await self._event("freed", 0, timeout_s)
 
     async def release(self, chunk: int) -> None:
         """Every server has loaded the chunk: its slot may be refilled."""

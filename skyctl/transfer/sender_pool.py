@@ -11,7 +11,7 @@ from typing import Any
 from skyctl.launch.base import Node
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 
-_REST_TIMEOUT_S = 10.0
+_FREE_TIMEOUT_S = 10.0
 _OF_UPDATE = 0.75
 
 
@@ -121,7 +121,7 @@ class SenderPool:
         """End a loan. Only a sender whose push succeeded is kept."""
         if keep and lease.sender.healthy:
             try:
-                await lease.sender.rest(timeout_s=_REST_TIMEOUT_S)
+                await lease.sender.free_slots(timeout_s=_FREE_TIMEOUT_S)
             except SenderFailed:
                 keep = False
         if not (keep and lease.sender.healthy) or self._idle is not None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import FileIdentity
 from skyctl.transfer.plan import ChunkPlan
+from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
-from skyctl.transfer.transports.base import Filled
 from tests.simulation.kernel import Process, current
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class SimSender:
 
     async def send(self, filled: Filled, size: int, *, timeout_s: float) -> None: ...
 
-    async def rest(self, *, timeout_s: float) -> None: ...
+    async def free_slots(self, *, timeout_s: float) -> None: ...
 
     async def release(self, chunk: int) -> None:
         self._filled.pop(chunk, None)

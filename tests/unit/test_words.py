@@ -12,9 +12,22 @@ BANNED = frozenset({
     "tell", "trust", "doubt", "weigh", "hurry", "leave", "come_to", "spoken",
 })
 # fmt: on
-DONE = frozenset(  # packages without a banned name; "." has the modules on top
-    {".", "adapters", "api", "doctor", "fleetfile", "generate", "help", "monitoring", "smoke"}
-)
+DONE = {  # packages without a banned name; "." has the modules on top
+    ".",
+    "adapters",
+    "api",
+    "checkpoints",
+    "doctor",
+    "fleetfile",
+    "generate",
+    "help",
+    "http",
+    "launch",
+    "monitoring",
+    "smoke",
+    "tinker",
+    "transfer",
+}
 
 
 def assigned(tree: ast.AST) -> list[tuple[int, str]]:

@@ -173,12 +173,12 @@ def _backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str
 def _modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str, str]:
     """Modules that the servers' interpreter must have, and how to get each."""
     install = "pip install 'skyctl-fleet[sglang]', or name an interpreter with `python:`"
-    found = {"sglang": install}
+    modules = {"sglang": install}
     if backend:
-        found["skyctl"] = "install skyctl there too, for the sender; or use transport disk"
+        modules["skyctl"] = "install skyctl there too, for the sender; or use transport disk"
     if router:
-        found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
-    return found
+        modules["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
+    return modules
 
 
 def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
@@ -198,8 +198,8 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by SGLang's defaults."""
     name = "--mem-fraction-static"
-    said = argv[argv.index(name) + 1] if name in argv[:-1] else ""
-    return Sizes(_CPU_SERVER_BYTES, finite_or(said, _MEMORY_SHARE))
+    share = argv[argv.index(name) + 1] if name in argv[:-1] else ""
+    return Sizes(_CPU_SERVER_BYTES, finite_or(share, _MEMORY_SHARE))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class SGLangDialect(Dialect):
         self, tensors: TensorHeaders, handles: Any, placement: Placement
     ) -> dict[str, Any]:
         return {
-            "serialized_named_tensors": [bucket(one, tensors, placement) for one in handles],
+            "serialized_named_tensors": [bucket(handle, tensors, placement) for handle in handles],
             **_BUCKET,
         }
 

@@ -119,12 +119,12 @@ class SGLangServer(HttpServer):
         level = None
         if state is not None:
             level = (1 if state.cpu_backup else 2) if state.released else 0
-        found = server_metrics(samples(page, "sglang:"), _COUNTS, "sglang:token_usage", level)
+        metrics = server_metrics(samples(page, "sglang:"), _COUNTS, "sglang:token_usage", level)
         if state is not None and not state.held:
-            return replace(found, running=0, waiting=0)
-        if found.in_flight or await self._idle(state):
-            return found
-        return replace(found, running=1)
+            return replace(metrics, running=0, waiting=0)
+        if metrics.in_flight or await self._idle(state):
+            return metrics
+        return replace(metrics, running=1)
 
     # control
 
@@ -216,11 +216,11 @@ class SGLangServer(HttpServer):
     async def wake(self, tags: Sequence[str] = ()) -> bool:
         """Resume only what is released. Once nothing is released any more, resume requests, too."""
         state = await self._kept("wake")
-        wanted = state.released & (frozenset(tags) or state.released)
+        woken = state.released & (frozenset(tags) or state.released)
         # weights first: the cache comes after them in memory
-        for tag in sorted(wanted, reverse=True):
+        for tag in sorted(woken, reverse=True):
             await self._call("POST", keeper.RESUME, json={"tags": [tag]})
-        if state.released - wanted:
+        if state.released - woken:
             return False
         await self.resume()
         return True
@@ -267,10 +267,10 @@ class SGLangServer(HttpServer):
         state = await self._kept("join a group")
         for group in sorted(state.groups):
             if group.startswith(GROUP_PREFIX):
-                await self._leave(group, timeout_s)
+                await self._leave_group(group, timeout_s)
         await self._call("POST", keeper.INIT_GROUP, json=dict(init_info), timeout_s=timeout_s)
 
-    async def _leave(self, group: str, timeout_s: float | None) -> None:
+    async def _leave_group(self, group: str, timeout_s: float | None) -> None:
         """SGLang has left it even if it reports that it failed to destroy it."""
         body = {"group_name": group}
         with ignoring_status(400):
@@ -314,7 +314,7 @@ class SGLangServer(HttpServer):
         return self._understood(path, lambda: self._by_rank(ranks) if ranks else None)
 
     def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-        places, found = [rank["parallelism_info"] for rank in ranks], dict[str, str]()
+        places, checksums = [rank["parallelism_info"] for rank in ranks], dict[str, str]()
         for kind in ("tp", "pp", "dp"):
             if {at[f"{kind}_rank"] for at in places} != set(range(places[0][f"{kind}_size"])):
                 return None
@@ -322,11 +322,11 @@ class SGLangServer(HttpServer):
             at = rank["parallelism_info"]
             for name, checksum in rank["checksums"].items():
                 place = f"tp{at['tp_rank']}.pp{at['pp_rank']}.{name}"
-                if found.setdefault(place, checksum) != checksum:
+                if checksums.setdefault(place, checksum) != checksum:
                     raise ServerError(
                         f"{self.target.name}: data-parallel ranks hold different weights: {name}"
                     )
-        return found
+        return checksums
 
     async def collective_rpc(
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
@@ -371,17 +371,17 @@ class SGLangServer(HttpServer):
             if error.status != 404:
                 raise
             return None
-        told = self._mapping(answer, keeper.STATE)
+        state = self._mapping(answer, keeper.STATE)
         return self._understood(
             keeper.STATE,
             lambda: _State(
-                bool(told["paused"]),
-                bool(told["held"]),
-                frozenset(map(str, told["released"])),
-                bool(told["memory_saver"]),
-                bool(told["cpu_backup"]),
-                frozenset(map(str, told.get("groups", ()))),
-                dict(told.get("nccl", {})),
+                bool(state["paused"]),
+                bool(state["held"]),
+                frozenset(map(str, state["released"])),
+                bool(state["memory_saver"]),
+                bool(state["cpu_backup"]),
+                frozenset(map(str, state.get("groups", ()))),
+                dict(state.get("nccl", {})),
             ),
         )
 
@@ -452,13 +452,13 @@ class SGLangServer(HttpServer):
             await asyncio.sleep(_POLL_S)
         return await self._object("GET", "/server_info")
 
-    def _asked(self, path: str) -> ServerTarget:
+    def _target_at(self, path: str) -> ServerTarget:
         if path in _MANAGED or self.target.inference_key is None:
             return self.target
         return replace(self.target, api_key=self.target.inference_key)
 
-    def _lacks(self, what: str, refusal: Refusal) -> NoReturn:
-        error = ServerError(f"{self.target.name}: SGLang servers have no {what}")
+    def _lacks(self, feature: str, refusal: Refusal) -> NoReturn:
+        error = ServerError(f"{self.target.name}: SGLang servers have no {feature}")
         error.refusal = refusal
         raise error
 

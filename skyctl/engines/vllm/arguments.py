@@ -124,22 +124,22 @@ def _installed() -> str:
     if spec is None or not spec.origin:
         return ""
     beside = os.path.join(os.path.dirname(spec.origin), "_version.py")  # noqa: PTH118, PTH120
-    found = os.stat(beside if os.path.exists(beside) else spec.origin)  # noqa: PTH110, PTH116
-    return f"{spec.origin} {found.st_mtime_ns} {found.st_size}"
+    status = os.stat(beside if os.path.exists(beside) else spec.origin)  # noqa: PTH110, PTH116
+    return f"{spec.origin} {status.st_mtime_ns} {status.st_size}"
 
 
-def argument_problem(name: str, value: Any, known: Collection[str]) -> str:
+def argument_problem(name: str, value: Any, arguments: Collection[str]) -> str:
     """Why vLLM's parser would refuse `--name` with this value; "" if it would not.
 
-    `name` may be a field of an option (`x.y`) or a unique prefix. Where `known` has names only,
+    `name` may be a field of an option (`x.y`) or a unique prefix. Where `arguments` has names only,
     values are not checked.
     """
     head, dot, _ = name.partition(".")
     option = f"no-{name}" if value is False else name
-    if not (option in known or head in known or _is_prefix(head, known)):
-        return f"vLLM has no argument {name!r}{_suggestion(name, known)}"
-    argument = known.get(head) if isinstance(known, Mapping) else None
-    if value is False and option not in known:
+    if not (option in arguments or head in arguments or _is_prefix(head, arguments)):
+        return f"vLLM has no argument {name!r}{_suggestion(name, arguments)}"
+    argument = arguments.get(head) if isinstance(arguments, Mapping) else None
+    if value is False and option not in arguments:
         return f"{name!r} cannot be false: vLLM has no --no-{name}"
     if argument is None or dot or value is None or value is False:
         return ""
@@ -147,18 +147,18 @@ def argument_problem(name: str, value: Any, known: Collection[str]) -> str:
     return f"{name}: {reason}" if reason else ""
 
 
-def _is_prefix(head: str, known: Collection[str]) -> bool:
-    return sum(each.startswith(head) for each in known) == 1
+def _is_prefix(head: str, arguments: Collection[str]) -> bool:
+    return sum(each.startswith(head) for each in arguments) == 1
 
 
-def _suggestion(name: str, known: Collection[str]) -> str:
+def _suggestion(name: str, arguments: Collection[str]) -> str:
     head, dot, field = name.partition(".")
-    short = known.get(f"-{head}") if isinstance(known, Mapping) else None
+    short = arguments.get(f"-{head}") if isinstance(arguments, Mapping) else None
     if short is not None:
         return f"; write `{short.name}{dot}{field}`"
     if _LEVEL.fullmatch(head):
         return "; write `optimization-level: N`"
-    if near := difflib.get_close_matches(name, known, n=1):
+    if near := difflib.get_close_matches(name, arguments, n=1):
         return f"; did you mean {near[0]!r}?"
     return ""
 

@@ -261,15 +261,15 @@ def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str
     """Modules that the servers' interpreter must have, and how to get each."""
     cpu = device == "cpu"
     install = "bash scripts/setup.sh" if cpu else "pip install '.[gpu]'"
-    found = {"vllm": f"in skyctl's clone: {install}; or name an interpreter with `python:`"}
+    needed = {"vllm": f"in skyctl's clone: {install}; or name an interpreter with `python:`"}
     if router:
-        found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
+        needed["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
     if pairs:
         wheels = "--no-deps nixl==1.5.1 nixl-cu12==1.5.1" if cpu else "nixl"
-        found["nixl"] = f"pip install {wheels}"
+        needed["nixl"] = f"pip install {wheels}"
     if backend == BACKEND:
-        found["skyctl"] = "install skyctl there too: its weight receiver runs inside vLLM"
-    return found
+        needed["skyctl"] = "install skyctl there too: its weight receiver runs inside vLLM"
+    return needed
 
 
 def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
@@ -327,14 +327,14 @@ def drafting(config: Mapping[str, Any]) -> str:
 def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by vLLM's defaults."""
 
-    def told(name: str, default: float) -> float:
+    def number(name: str, default: float) -> float:
         return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
 
     kv_gib = max(0.0, finite_or(env.get(_KV_VARIABLE, "4"), 0.0))
     return Sizes(
         _CPU_SERVER_BYTES + int(kv_gib * 1024**3),
-        told("--gpu-memory-utilization", _GPU_SHARE),
-        int(told("--data-parallel-size", 1)),
+        number("--gpu-memory-utilization", _GPU_SHARE),
+        int(number("--data-parallel-size", 1)),
     )
 
 

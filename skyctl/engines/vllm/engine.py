@@ -134,13 +134,13 @@ def dialect_for(version: str) -> VLLMDialect:
     newest = _DIALECTS[-1][1]
     if number is None or number == (0, 1):  # source builds without tags call themselves 0.1.dev…
         return replace(newest, note=f"vLLM {version!r} is no release: spoken to as {newest.name}")
-    known = [dialect for since, dialect in _DIALECTS if since <= number]
-    if not known:
+    dialects = [dialect for since, dialect in _DIALECTS if since <= number]
+    if not dialects:
         oldest = _DIALECTS[0][1]
         return replace(oldest, note=f"vLLM {version} is older than 0.26 and may refuse a push")
     if number > _NEWEST_READ:
-        return replace(known[-1], note=f"vLLM {version} is newer than 0.32: spoken to as 0.32")
-    return known[-1]
+        return replace(dialects[-1], note=f"vLLM {version} is newer than 0.32: spoken to as 0.32")
+    return dialects[-1]
 
 
 def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Server:

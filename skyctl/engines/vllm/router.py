@@ -51,10 +51,10 @@ def router_workers(urls: Mapping[str, Sequence[str]], argv: Sequence[str] = ()) 
     is left and takes others. It counts the URLs, and keeps one that is there twice once.
     """
     if "power_of_two" in argv:
-        urls = {role: [*of, *of] if len(of) == 1 else of for role, of in urls.items()}
+        urls = {role: [*own, *own] if len(own) == 1 else own for role, own in urls.items()}
     if "" in urls:
         return ["--worker-urls", *urls[""]]
-    return router_flags({role: list(of) for role, of in urls.items()})
+    return router_flags({role: list(workers) for role, workers in urls.items()})
 
 
 class RouterClient:
@@ -95,12 +95,12 @@ class RouterClient:
         if (url in await self._workers(self._timeout_s)) is listed:
             return
         await self._client.text(
-            self._target, path, method="POST", params={"url": url}, timeout_s=_left(ends)
+            self._target, path, method="POST", params={"url": url}, timeout_s=_remaining_s(ends)
         )
-        while (url in await self._workers(_left(ends))) is not listed:
+        while (url in await self._workers(_remaining_s(ends))) is not listed:
             if time.monotonic() + _POLL_S >= ends:
-                wanted = "list" if listed else "drop"
-                raise DeadlineExceeded(f"router: {self.url} did not {wanted} worker {url} in time")
+                verb = "list" if listed else "drop"
+                raise DeadlineExceeded(f"router: {self.url} did not {verb} worker {url} in time")
             await asyncio.sleep(_POLL_S)
 
     async def _workers(self, timeout_s: float) -> list[str]:
@@ -129,7 +129,7 @@ def parse_router_metrics(text: str) -> RouterMetrics:
     )
 
 
-def _left(ends: float) -> float:
+def _remaining_s(ends: float) -> float:
     """Seconds until `ends` on the monotonic clock, never zero."""
     return max(ends - time.monotonic(), 0.001)
 

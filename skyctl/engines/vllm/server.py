@@ -76,8 +76,8 @@ class VLLMServer(HttpServer):
 
     async def _world_size(self, include_dp: str) -> int:
         params = {"include_dp": include_dp}
-        found = await self._field("GET", "/get_world_size", "world_size", params=params)
-        return self._understood("/get_world_size", lambda: int(found))
+        size = await self._field("GET", "/get_world_size", "world_size", params=params)
+        return self._understood("/get_world_size", lambda: int(size))
 
     async def started_with(self) -> StartedWith:
         with ignoring_status():
@@ -174,10 +174,10 @@ class VLLMServer(HttpServer):
             answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
         except ServerError as error:
             # any other error, above all one raised by the method itself, does not mean that
-            asked = (method, (kwargs or {}).get("method"))
+            methods = (method, (kwargs or {}).get("method"))
             # the multiprocess executor reports it in Python's own words
             words = "Method '{}' is not implemented", "object has no attribute '{}'"
-            if any(said.format(name) in error.message for said in words for name in asked):
+            if any(phrase.format(name) in error.message for phrase in words for name in methods):
                 error.refusal = Refusal.NO_METHOD
             raise
         if not isinstance(answer, dict):
@@ -196,39 +196,39 @@ class VLLMServer(HttpServer):
         everywhere, within = await self.ranks()
         if everywhere == within:
             answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
-            found = {(0, rank): answer for rank, answer in enumerate(answers)}
+            by_place = {(0, rank): answer for rank, answer in enumerate(answers)}
         else:
             nonce = secrets.token_hex(16)
             question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
             await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
-            left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
-            found = self._understood(
+            kept = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
+            by_place = self._understood(
                 "/collective_rpc",
-                lambda: {tuple(each["rank"]): each["answer"] for each in left[0]},
+                lambda: {tuple(each["rank"]): each["answer"] for each in kept[0]},
             )
-        wanted = [(copy, rank) for copy in range(everywhere // within) for rank in range(within)]
-        for copy, rank in wanted:
-            if (copy, rank) not in found:
+        places = [(copy, rank) for copy in range(everywhere // within) for rank in range(within)]
+        for copy, rank in places:
+            if (copy, rank) not in by_place:
                 raise ServerError(
                     f"{self.target.name}: could not look at rank {copy}: no answer of its worker "
                     f"{rank} (data-parallel ranks on other machines, or behind servers of their "
                     "own, are not supported)"
                 )
-        if len(found) > len(wanted):
+        if len(by_place) > len(places):
             raise ServerError(
-                f"{self.target.name}: {len(found)} workers answered, and it had {len(wanted)}: its "
-                "process is another one"
+                f"{self.target.name}: {len(by_place)} workers answered, and it had {len(places)}: "
+                "its process is another one"
             )
-        return [found[place] for place in wanted]
+        return [by_place[place] for place in places]
 
     async def adapters(self) -> list[ServedAdapter]:
         data = await self._field("GET", "/v1/models", "data")
         return self._understood(
             "/v1/models",
             lambda: [
-                ServedAdapter(one["id"], one["root"], one.get("owned_by") == IN_FLIGHT)
-                for one in data
-                if one.get("parent")
+                ServedAdapter(model["id"], model["root"], model.get("owned_by") == IN_FLIGHT)
+                for model in data
+                if model.get("parent")
             ],
         )
 
@@ -328,8 +328,8 @@ class VLLMServer(HttpServer):
         """None without such a route. On CPU it hashes nothing for linear layers: no proof there."""
         path, body = "/weight_checker", {"action": "checksum"}
         with ignoring_status(404):
-            found = await self._object("POST", path, json=body, timeout_s=timeout_s)
-            return self._understood(path, lambda: dict(found["checksums"]))
+            content = await self._object("POST", path, json=body, timeout_s=timeout_s)
+            return self._understood(path, lambda: dict(content["checksums"]))
         return None
 
     async def _call(self, method: str, path: str, **how: Any) -> Any:
@@ -350,25 +350,25 @@ class VLLMServer(HttpServer):
 
 def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Missing metrics count as zero."""
-    found = list(samples(text, "vllm:"))
-    states = [(labels.get("sleep_state"), on > 0) for name, labels, on in found if name == _SLEEP]
-    asleep = {state for state, on in states if on}
+    measured = list(samples(text, "vllm:"))
+    sleep_samples = [(labels, on > 0) for name, labels, on in measured if name == _SLEEP]
+    asleep = {labels.get("sleep_state") for labels, on in sleep_samples if on}
     level = 2 if "discard_all" in asleep else 1 if "weights_offloaded" in asleep else 0
-    return server_metrics(found, _COUNTS, _USAGE, level if states else None)
+    return server_metrics(measured, _COUNTS, _USAGE, level if sleep_samples else None)
 
 
 def read_start(config: Any) -> StartedWith:
     """From vLLM's configuration as JSON, or parts of it."""
 
     def section(name: str) -> dict[str, Any]:
-        found = config.get(name) if isinstance(config, dict) else None
-        return found if isinstance(found, dict) else {}
+        part = config.get(name) if isinstance(config, dict) else None
+        return part if isinstance(part, dict) else {}
 
-    told = isinstance(config, dict) and "weight_transfer_config" in config
+    described = isinstance(config, dict) and "weight_transfer_config" in config
     return StartedWith(
         str(section("model_config").get("model") or ""),
         str(section("load_config").get("load_format", "")),
-        str(section("weight_transfer_config").get("backend", "")) if told else None,
+        str(section("weight_transfer_config").get("backend", "")) if described else None,
         _kv_lease_s(section("kv_transfer_config")),
         update_problem(
             moves_experts=bool(section("parallel_config").get("enable_eplb")),

@@ -62,9 +62,9 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return list(gpus)
-    wanted = [entry.strip() for entry in listed.split(",") if entry.strip()]
-    uuids = tuple(entry for entry in wanted if entry.startswith("GPU-"))
-    return [gpu for gpu in gpus if str(gpu.index) in wanted or gpu.uuid.startswith(uuids)]
+    entries = [entry.strip() for entry in listed.split(",") if entry.strip()]
+    uuids = tuple(entry for entry in entries if entry.startswith("GPU-"))
+    return [gpu for gpu in gpus if str(gpu.index) in entries or gpu.uuid.startswith(uuids)]
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def read_nvidia_smi(
     timeout_s: float = 5.0, *, command: Sequence[str] = _USAGE_QUERY
 ) -> dict[int, GpuUsage]:
     """All GPUs by index, as nvidia-smi shows them; {} if it does not answer."""
-    found = [_usage(fields) for fields in gpu_rows(command, timeout_s) if len(fields) == 4]
-    return {usage.index: usage for usage in found}
+    usages = [_usage(fields) for fields in gpu_rows(command, timeout_s) if len(fields) == 4]
+    return {usage.index: usage for usage in usages}
 
 
 def _usage(fields: list[str]) -> GpuUsage:
@@ -110,7 +110,7 @@ def _usage(fields: list[str]) -> GpuUsage:
 
 
 def _read_nvml(nvml: Any) -> dict[int, GpuUsage]:
-    found = {}
+    usages = {}
     # the second version leaves out what the driver reserves, as nvidia-smi does
     memory_version = {"version": nvml.nvmlMemory_v2} if hasattr(nvml, "nvmlMemory_v2") else {}
     try:
@@ -118,10 +118,10 @@ def _read_nvml(nvml: Any) -> dict[int, GpuUsage]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             memory = nvml.nvmlDeviceGetMemoryInfo(handle, **memory_version)
             busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
-            found[index] = GpuUsage(index, busy / 100, int(memory.used), int(memory.total))
+            usages[index] = GpuUsage(index, busy / 100, int(memory.used), int(memory.total))
     except nvml.NVMLError:
-        return found
-    return found
+        return usages
+    return usages
 
 
 def discover_cpus(*, topology: Path = Path("/sys/devices/system/cpu")) -> list[Cpu]:
@@ -146,13 +146,14 @@ def interface_of(address: str) -> str:
     """The network interface that has an address, or else its network; "" where none does."""
     import psutil
 
-    found = [(name, one) for name, every in psutil.net_if_addrs().items() for one in every]
-    for name, one in found:
-        if one.address == address:
+    every = psutil.net_if_addrs()
+    addresses = [(name, entry) for name, entries in every.items() for entry in entries]
+    for name, entry in addresses:
+        if entry.address == address:
             return name
-    for name, one in found:
+    for name, entry in addresses:
         with contextlib.suppress(ValueError):  # another kind of address
-            if ip_address(address) in ip_network(f"{one.address}/{one.netmask}", strict=False):
+            if ip_address(address) in ip_network(f"{entry.address}/{entry.netmask}", strict=False):
                 return name
     return ""
 

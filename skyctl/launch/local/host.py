@@ -98,10 +98,11 @@ def _listener(port: int) -> str | None:
         connections = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError):
         return None
-    for one in connections:
-        listens = one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port
-        if listens and one.pid:
-            return f"pid {one.pid} ({_command(one.pid)})"
+    for connection in connections:
+        if connection.status != psutil.CONN_LISTEN or not connection.laddr:
+            continue
+        if connection.laddr.port == port and connection.pid:
+            return f"pid {connection.pid} ({_command(connection.pid)})"
     return None
 
 

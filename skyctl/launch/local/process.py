@@ -120,12 +120,12 @@ class ManagedProcess:
 
     def record_descendants(self) -> bool:
         leader = self.identity.process() if self.identity else None
-        known = {d for d in self.descendants if d.alive()}
+        living = {d for d in self.descendants if d.alive()}
         below = _children(leader) if leader else []
-        seen = {one for child in below if (one := identify(child.pid)) is not None}
-        if seen <= known and len(known) == len(self.descendants):
+        seen = {identity for child in below if (identity := identify(child.pid)) is not None}
+        if seen <= living and len(living) == len(self.descendants):
             return False
-        self.descendants = tuple(sorted(seen | known, key=lambda d: d.pid))
+        self.descendants = tuple(sorted(seen | living, key=lambda d: d.pid))
         return True
 
     def record_segments(self) -> None:
@@ -140,7 +140,7 @@ class ManagedProcess:
 
     def listens_at(self, port: int) -> bool:
         try:
-            return any(port in listening_ports(process) for process in self._known())
+            return any(port in listening_ports(process) for process in self._recorded())
         except psutil.AccessDenied:  # the kernel does not say
             return True
 
@@ -148,21 +148,21 @@ class ManagedProcess:
         """Every live process of this tree, wherever its parents went."""
         if self.identity is not None and self.identity.boot_id != boot_id():
             return []
-        found: dict[int, psutil.Process] = {}
-        for known in self._known():
-            found[known.pid] = known
-            found.update((child.pid, child) for child in _children(known))
+        members: dict[int, psutil.Process] = {}
+        for root in self._recorded():
+            members[root.pid] = root
+            members.update((child.pid, child) for child in _children(root))
         for process in own_processes():
-            if process.pid not in found and (self._in_session(process) or self._tagged(process)):
-                found[process.pid] = process
-        return [p for p in found.values() if _running(p)]
+            if process.pid not in members and (self._in_session(process) or self._tagged(process)):
+                members[process.pid] = process
+        return [p for p in members.values() if _running(p)]
 
     def resident_bytes(self) -> int | None:
         """Of the leader and its known descendants; shared pages are counted in each."""
         if self.identity is None:
             return None
         total = 0
-        for process in self._known():
+        for process in self._recorded():
             with contextlib.suppress(psutil.Error):
                 total += process.memory_info().rss
         return total
@@ -180,20 +180,20 @@ class ManagedProcess:
         members = self.members()
         self.segments |= segments.mapped_by(process.pid for process in members)
         _signal(members, signal.SIGTERM)
-        left = await self._gone(members, timeout_s)
+        remaining = await self._gone(members, timeout_s)
         # a process may have been born meanwhile, or missed at first
-        left = left or self.members()
-        gently = not left
+        remaining = remaining or self.members()
+        gently = not remaining
         deadline = time.monotonic() + KILL_TIMEOUT_S
-        while left:
+        while remaining:
             # Python's resource trackers end by themselves once their users are gone, and then
             # remove the shared memory those left; killed together with them, they leak it
-            users = [process for process in left if not _is_resource_tracker(process)]
-            _signal(users or left, signal.SIGKILL)
-            await self._gone(left, 1.0)
-            left = self.members()
-            if left and time.monotonic() > deadline:
-                pids = ", ".join(str(p.pid) for p in left)
+            users = [process for process in remaining if not _is_resource_tracker(process)]
+            _signal(users or remaining, signal.SIGKILL)
+            await self._gone(remaining, 1.0)
+            remaining = self.members()
+            if remaining and time.monotonic() > deadline:
+                pids = ", ".join(str(p.pid) for p in remaining)
                 raise SkyctlError(f"processes {pids} outlived SIGKILL; they hang in the kernel")
         self._reap(members)
         segments.remove(self.segments)
@@ -203,10 +203,10 @@ class ManagedProcess:
 
     async def _gone(self, members: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
         deadline = time.monotonic() + timeout_s
-        while left := [p for p in members if _running(p)]:
+        while remaining := [p for p in members if _running(p)]:
             if time.monotonic() > deadline:
-                return left
-            self._reap(left)
+                return remaining
+            self._reap(remaining)
             await asyncio.sleep(_POLL_S)
         return []
 
@@ -219,10 +219,11 @@ class ManagedProcess:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(member.pid, os.WNOHANG)
 
-    def _known(self) -> list[psutil.Process]:
+    def _recorded(self) -> list[psutil.Process]:
         """The leader and the recorded descendants that live."""
-        recorded = [one for one in (self.identity, *self.descendants) if one is not None]
-        return [process for one in recorded if (process := one.process()) is not None]
+        identities = (self.identity, *self.descendants)
+        processes = (identity.process() for identity in identities if identity is not None)
+        return [process for process in processes if process is not None]
 
     def _in_session(self, process: psutil.Process) -> bool:
         if self.identity is None or not hasattr(os, "getsid"):
@@ -279,10 +280,10 @@ def listening_ports(process: psutil.Process) -> set[int]:
     """Raises psutil.AccessDenied if the kernel does not say."""
     connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
     try:
-        found = connections(kind="tcp")
+        sockets = connections(kind="tcp")
     except psutil.NoSuchProcess:
         return set()
-    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+    return {socket.laddr.port for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def _running(process: psutil.Process) -> bool:

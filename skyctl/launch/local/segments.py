@@ -26,12 +26,12 @@ Segment = tuple[str, int]
 
 def mapped_by(pids: Iterable[int], proc: Path = Path("/proc")) -> frozenset[Segment]:
     """Segments of CPU ranks that these processes have mapped; [] if /proc does not say."""
-    found: set[Segment] = set()
+    segments: set[Segment] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             maps = (proc / str(pid) / "maps").read_text(errors="replace")
-            found.update((m["name"], int(m["inode"])) for m in _MAPPED.finditer(maps))
-    return frozenset(found)
+            segments.update((m["name"], int(m["inode"])) for m in _MAPPED.finditer(maps))
+    return frozenset(segments)
 
 
 def remove(segments: Iterable[Segment], root: Path = SHARED_MEMORY) -> None:

@@ -38,13 +38,13 @@ _CONNECTED_S = 120.0
 def main() -> None:
     """Be the local end of one connection."""
     name, parent, cluster, address, command = sys.argv[1:]
-    wanted: dict[str, Any]
-    wanted = {"cluster": json.loads(cluster), "address": address, "command": command}
+    request: dict[str, Any]
+    request = {"cluster": json.loads(cluster), "address": address, "command": command}
     pipes = [0, 1, 2]
     with contextlib.suppress(OSError):  # it has ended
         alive = os.pidfd_open(int(parent))
         if os.getppid() == int(parent):
-            wanted["parent"] = int(parent)
+            request["parent"] = int(parent)
             pipes.append(alive)
     for _ in range(_TRIES):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as driver:
@@ -57,7 +57,7 @@ def main() -> None:
                 sys.exit(f"another user has taken the name {name}")
             driver.settimeout(_TAKEN_S)
             with contextlib.suppress(ConnectionError):  # it was just ending
-                socket.send_fds(driver, [json.dumps(wanted).encode()], pipes)
+                socket.send_fds(driver, [json.dumps(request).encode()], pipes)
                 try:
                     taken = driver.recv(1) == TAKEN
                 except TimeoutError:

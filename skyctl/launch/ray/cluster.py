@@ -74,11 +74,11 @@ class Workers:
 
         name = node["NodeID"]
         with self._lock:
-            if (known := self._on.get(name)) is not None:
+            if (worker := self._on.get(name)) is not None:
                 with contextlib.suppress(RayActorError):  # then it is dead
                     with contextlib.suppress(GetTimeoutError):  # that does not say so
-                        self._ray.get(known.there.remote(), timeout=_THERE_S)
-                    return known
+                        self._ray.get(worker.ping.remote(), timeout=_THERE_S)
+                    return worker
             self._on[name] = self.new(scheduling_strategy=_only_on(node))
             return self._on[name]
 
@@ -95,11 +95,11 @@ class Workers:
 class Cluster:
     """Ray, for one client. `command` is what runs on a node; to ask nodes, an agent."""
 
-    def __init__(self, wanted: RayCluster, command: Sequence[str], workers: Workers) -> None:
+    def __init__(self, cluster: RayCluster, command: Sequence[str], workers: Workers) -> None:
         import ray
 
         self._ray = ray
-        self._wanted = wanted
+        self._cluster = cluster
         self.command = list(command)
         self.workers = workers
 
@@ -109,35 +109,36 @@ class Cluster:
         Raises:
             HostUnreachable: Ray knows of none.
         """
-        known = [node for node in self._ray.nodes() if node["NodeManagerAddress"] == address]
-        if not known:
+        nodes = [node for node in self._ray.nodes() if node["NodeManagerAddress"] == address]
+        if not nodes:
             raise HostUnreachable(
                 f"Ray knows no node {address}; was the cluster started anew?", hint=LOOK
             )
-        return next((node for node in known if node["Alive"]), None)
+        return next((node for node in nodes if node["Alive"]), None)
 
     def facts(self, **question: Any) -> dict[str, Any]:
         """The GPU count of the largest node, and how much `room` each node has when empty; `nodes`
         has each agent's answer, if only agents know what is asked.
         """
         nodes = self._candidates()
-        asked = []
+        pending = []
         if question.get("modules") or question.get("paths"):
-            asked = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
-        refuse_open(self._wanted)  # while they look; no question has a secret
+            pending = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
+        refuse_open(self._cluster)  # while they look; no question has a secret
         most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "address": ADDRESS_AT_SPAWN,
             "gpus": [{"index": i, "uuid": "", "name": "", "memory_bytes": 0} for i in range(most)],
             "cpus": [],
             "ports": [],
-            "room": [int(node["Resources"].get(self._wanted.resource, 0)) for node in nodes],
+            "room": [int(node["Resources"].get(self._cluster.resource, 0)) for node in nodes],
         }
-        if asked:
-            found["nodes"] = {
-                node["NodeManagerAddress"]: self._answer(node, one) for node, one in asked
+        if pending:
+            facts["nodes"] = {
+                node["NodeManagerAddress"]: self._answer(node, reference)
+                for node, reference in pending
             }
-        return found
+        return facts
 
     def place(self, token: str, turn: int, patience_s: float) -> dict[str, Any]:
         """Choose a node for a server and reserve what it needs; returns its address, a free port
@@ -147,20 +148,20 @@ class Cluster:
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wanted = self._wanted
+        cluster = self._cluster
         group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
-        count = wanted.count if wanted.resource == "GPU" else 0
+        count = cluster.count if cluster.resource == "GPU" else 0
         address, shown = node["NodeManagerAddress"], None
         try:
-            there = self.workers.on(node)
+            worker = self.workers.on(node)
             if count:
                 within = PlacementGroupSchedulingStrategy(group, 0)
-                there = shown = self.workers.new(num_gpus=count, scheduling_strategy=within)
-            port, visible = self._got(node, there.place.remote(address))
-            gpus = [one for one in visible.split(",") if count and one]
-            if any(not one.isdigit() for one in gpus):  # uuids, of which the agent knows more
+                worker = shown = self.workers.new(num_gpus=count, scheduling_strategy=within)
+            port, visible = self._got(node, worker.place.remote(address))
+            gpus = [gpu for gpu in visible.split(",") if count and gpu]
+            if any(not gpu.isdigit() for gpu in gpus):  # uuids, of which the agent knows more
                 line = json.dumps({"do": "facts", "ports": 0}).encode() + b"\n"
-                answer = self._answer(node, there.ask.remote(self.command, address, line))
+                answer = self._answer(node, worker.ask.remote(self.command, address, line))
                 if "error" in answer:
                     raise SkyctlError(answer["error"])
                 gpus = [gpu["index"] for gpu in answer["gpus"]]
@@ -205,36 +206,36 @@ class Cluster:
     # --- nodes ---------------------------------------------------------------------------------
 
     def _candidates(self) -> list[Mapping[str, Any]]:
-        wanted = self._wanted
-        found = [
+        cluster = self._cluster
+        candidates = [
             node
             for node in self._ray.nodes()
             if node["Alive"]
-            and (wanted.head or _HEAD not in node["Resources"])
-            and all(node["Labels"].get(name) == value for name, value in wanted.labels)
+            and (cluster.head or _HEAD not in node["Resources"])
+            and all(node["Labels"].get(name) == value for name, value in cluster.labels)
         ]
-        if not found:
-            labels = ", ".join(f"{name}: {value}" for name, value in wanted.labels)
+        if not candidates:
+            labels = ", ".join(f"{name}: {value}" for name, value in cluster.labels)
             raise HostUnreachable(
                 "the Ray cluster has no node for servers"
                 + (f" with the labels {labels}" if labels else "")
-                + ("" if wanted.head else "; its head carries none"),
+                + ("" if cluster.head else "; its head carries none"),
                 hint="add nodes, or `ray: {head: true}`"
                 + (", or correct `ray: {nodes: ...}`" if labels else ""),
             )
-        return sorted(found, key=lambda node: str(node["NodeManagerAddress"]))
+        return sorted(candidates, key=lambda node: str(node["NodeManagerAddress"]))
 
     def _reserve(self, name: str, turn: int, patience_s: float) -> tuple[Any, Mapping[str, Any]]:
         """A placement group on the best node that has room."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        wanted, deadline = self._wanted, time.monotonic() + patience_s
-        bundles = [{wanted.resource: wanted.count}]
+        cluster, deadline = self._cluster, time.monotonic() + patience_s
+        bundles = [{cluster.resource: cluster.count}]
         while True:
             with _one_at_a_time(deadline):
-                nodes, free = self._candidates(), self._free(wanted.resource)
+                nodes, free = self._candidates(), self._free(cluster.resource)
                 for node in self._in_order(nodes, turn):
-                    if free.get(node["NodeID"], 0) < wanted.count:
+                    if free.get(node["NodeID"], 0) < cluster.count:
                         continue
                     pinned = [{_NODE_LABEL: node["NodeID"]}]
                     group = placement_group(
@@ -244,13 +245,13 @@ class Cluster:
                         return group, node
                     remove_placement_group(group)  # another process was faster
             if time.monotonic() > deadline:
-                there = ", ".join(
+                shown = ", ".join(
                     f"{node['NodeManagerAddress']} {free.get(node['NodeID'], 0):g} of "
-                    f"{node['Resources'].get(wanted.resource, 0):g}"
+                    f"{node['Resources'].get(cluster.resource, 0):g}"
                     for node in nodes
                 )
                 raise SkyctlError(
-                    f"no node has {wanted.count} {wanted.resource} free for it (free: {there})"
+                    f"no node has {cluster.count} {cluster.resource} free for it (free: {shown})"
                 )
             time.sleep(_LOOK_S)
 
@@ -264,7 +265,7 @@ class Cluster:
             if str(group["name"]).startswith(_PREFIX) and group["state"] == "CREATED"
             for node in group["bundles_to_node_id"].values()
         )
-        if not self._wanted.spread:
+        if not self._cluster.spread:
             return sorted(nodes, key=lambda node: -servers[node["NodeID"]])
         first = turn % len(nodes)
         return sorted(nodes[first:] + nodes[:first], key=lambda node: servers[node["NodeID"]])
@@ -272,8 +273,8 @@ class Cluster:
     def _free(self, resource: str) -> dict[str, float]:
         from ray._private.state import available_resources_per_node  # as vLLM does
 
-        found = available_resources_per_node()
-        return {node: free.get(resource, 0.0) for node, free in found.items()}
+        by_node = available_resources_per_node()
+        return {node: free.get(resource, 0.0) for node, free in by_node.items()}
 
     def _release(self, token: str) -> None:
         from ray.util.placement_group import get_placement_group, remove_placement_group
@@ -289,24 +290,26 @@ class Cluster:
         return self.workers.on(node).ask.remote(self.command, node["NodeManagerAddress"], line)
 
     def _answer(
-        self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S
+        self, node: Mapping[str, Any], reference: Any, timeout_s: float = ASK_TIMEOUT_S
     ) -> dict[str, Any]:
         """An agent's answer, or its `error`."""
         address = node["NodeManagerAddress"]
         try:
-            code, said, stderr = self._got(node, asked, timeout_s)
+            code, stdout, stderr = self._got(node, reference, timeout_s)
         except SkyctlError as error:
             return {"error": error.message}
-        messages = [json.loads(line) for line in said.splitlines() if line.startswith(b'{"')]
+        messages = [json.loads(line) for line in stdout.splitlines() if line.startswith(b'{"')]
         if len(messages) < 2:
-            there = Node(address, address, self.command[0], (), 0.0, self._wanted)
-            return {"error": explained(there, code, stderr).message}
+            place = Node(address, address, self.command[0], (), 0.0, self._cluster)
+            return {"error": explained(place, code, stderr).message}
         return {"skyctl": messages[0]["skyctl"], **messages[1]}
 
-    def _got(self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
+    def _got(
+        self, node: Mapping[str, Any], reference: Any, timeout_s: float = ASK_TIMEOUT_S
+    ) -> Any:
         """What a worker returns. Raises SkyctlError."""
         try:
-            return self._ray.get(asked, timeout=timeout_s)
+            return self._ray.get(reference, timeout=timeout_s)
         except Exception as error:  # Ray's errors have many types
             address = node["NodeManagerAddress"]
             raise SkyctlError(

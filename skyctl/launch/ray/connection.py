@@ -84,10 +84,10 @@ def connected() -> bool:
     from ray._raylet import GcsClient
 
     try:
-        known = ray.get_runtime_context()
-        _dial(known.gcs_address)
-        nodes = GcsClient(address=known.gcs_address).get_all_node_info(timeout=_DIAL_S)
-        return known.get_node_id() in {node.hex() for node in nodes}
+        context = ray.get_runtime_context()
+        _dial(context.gcs_address)
+        nodes = GcsClient(address=context.gcs_address).get_all_node_info(timeout=_DIAL_S)
+        return context.get_node_id() in {node.hex() for node in nodes}
     except Exception:  # Ray's errors have many types
         return False
 
@@ -109,19 +109,19 @@ def _is_open(address: str) -> bool:
     environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
     environ |= {"RAY_AUTH_MODE": "disabled"}
     try:
-        told = subprocess.run(
+        code = subprocess.run(
             knock, env=environ, capture_output=True, timeout=_OPEN_S, stdin=subprocess.DEVNULL
         ).returncode
     except subprocess.TimeoutExpired:
-        told = None
-    if told not in (0, _REFUSED):
+        code = None
+    if code not in (0, _REFUSED):
         raise HostUnreachable("nobody can tell whether the Ray cluster asks for a token", hint=LOOK)
-    return told == 0
+    return code == 0
 
 
 def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
     """Why Ray does not connect."""
-    text = told(error)
+    text = in_one_line(error)
     where = "" if cluster.address == "auto" else f" at {cluster.address}"
     if "Authentication" in repr(error):
         return HostUnreachable(
@@ -142,7 +142,7 @@ def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
     return HostUnreachable(f"the Ray cluster{where} does not let us in: {text}", hint=LOOK)
 
 
-def told(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """A Ray error in one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     text = " ".join(text.split())
@@ -151,16 +151,16 @@ def told(error: BaseException) -> str:
 
 def _installed() -> None:
     try:
-        found = version("ray")
+        installed = version("ray")
     except PackageNotFoundError:
         raise HostUnreachable(
             f"{sys.executable} has no ray, which `launcher: ray` needs",
             hint='the cluster\'s version: pip install "skyctl-fleet[ray]" "ray==VERSION"',
         ) from None
-    numbers = tuple(int(one) for one in re.findall(r"\d+", found)[:2])
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if not (2, 52) <= numbers < (3, 0):
         raise HostUnreachable(
-            f"{sys.executable} has ray {found}, and `launcher: ray` needs 2.52 to 2.x",
+            f"{sys.executable} has ray {installed}, and `launcher: ray` needs 2.52 to 2.x",
             hint="older ones ask for no token, so that whoever reaches them runs code",
         )
 

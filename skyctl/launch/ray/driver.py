@@ -34,7 +34,7 @@ from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import A_GPU, RayCluster
 from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN
 from skyctl.launch.ray.cluster import Cluster, Workers
-from skyctl.launch.ray.connection import LOOK, connect, connected, told
+from skyctl.launch.ray.connection import LOOK, connect, connected, in_one_line
 from skyctl.launch.remote.session import PROTOCOL
 from skyctl.store.identity import peer
 
@@ -64,7 +64,7 @@ def main() -> None:
         os.dup2(nothing, descriptor)
     failure, workers = None, None
     try:
-        connect(_wanted(json.loads(cluster)))
+        connect(_ray_cluster(json.loads(cluster)))
         workers = Workers()
     except Exception as error:
         failure = error
@@ -72,8 +72,8 @@ def main() -> None:
     os._exit(0)  # threads may be reading
 
 
-def _wanted(told: Mapping[str, Any]) -> RayCluster:
-    return RayCluster(**{**told, "labels": tuple(map(tuple, told["labels"]))})
+def _ray_cluster(fields: Mapping[str, Any]) -> RayCluster:
+    return RayCluster(**{**fields, "labels": tuple(map(tuple, fields["labels"]))})
 
 
 @dataclass
@@ -88,7 +88,7 @@ class _Client:
     gone: Callable[[], object] = field(default=lambda: None)
     listened: bool = False
 
-    def say(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         os.write(self.pipes[1], json.dumps(message).encode() + b"\n")
 
     def next_request(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class _Driver:
             client = _Client(
                 channel,
                 (pipes[0], pipes[1], pipes[2]),
-                _wanted(request["cluster"]),
+                _ray_cluster(request["cluster"]),
                 request["address"],
                 shlex.split(request["command"]),
             )
@@ -187,7 +187,7 @@ class _Driver:
                 return
             client.channel.send(TAKEN)
             threading.Thread(target=_watch, args=(client,), daemon=True).start()
-            client.channel.send(str(self._told(client)).encode())
+            client.channel.send(str(self._carry_out(client)).encode())
         except OSError:  # the client has ended
             pass
         finally:
@@ -201,7 +201,7 @@ class _Driver:
                 self._serving -= 1
             os.eventfd_write(self._wake, 1)
 
-    def _told(self, client: _Client) -> int:
+    def _carry_out(self, client: _Client) -> int:
         """Do what the client wants; its exit code."""
         message: dict[str, str]
         try:
@@ -210,18 +210,18 @@ class _Driver:
             assert self._workers is not None
             return _do(client, Cluster(client.cluster, client.command, self._workers))
         except HostUnreachable as error:
-            why, message = error.message, {"unreachable": error.message, "hint": error.hint}
+            text, message = error.message, {"unreachable": error.message, "hint": error.hint}
         except SkyctlError as error:
-            why, message = error.message, {"error": error.message}
+            text, message = error.message, {"error": error.message}
         except BrokenPipeError:  # the client has ended
             return 1
         except Exception as error:  # Ray's errors have many types
             if self._failure is None:
                 self._retire()
-            why = f"Ray: {told(error)}"
-            message = {"unreachable": why, "hint": LOOK}
-        client.say(message)
-        os.write(client.pipes[2], f"{why}\n".encode())  # for a sender's parent
+            text = f"Ray: {in_one_line(error)}"
+            message = {"unreachable": text, "hint": LOOK}
+        client.send(message)
+        os.write(client.pipes[2], f"{text}\n".encode())  # for a sender's parent
         return 1
 
 
@@ -244,20 +244,20 @@ def _do(client: _Client, cluster: Cluster) -> int:
         return 0
     if (node := cluster.node_at(address)) is not None:
         return _relay(client, node, cluster.workers.on(node))
-    client.say({"agent": PROTOCOL, "skyctl": __version__})
+    client.send({"agent": PROTOCOL, "skyctl": __version__})
     client.next_request()
-    client.say({"ended": f"lost its node: Ray says that {address} is dead"})
+    client.send({"ended": f"lost its node: Ray says that {address} is dead"})
     return 0
 
 
 def _answer(client: _Client, cluster: Cluster) -> str:
     """Answer one request; the address of the node to go on with, or ""."""
-    client.say({"agent": PROTOCOL, "skyctl": __version__})
+    client.send({"agent": PROTOCOL, "skyctl": __version__})
     work: dict[str, Callable[..., dict[str, Any]]]
     work = {"facts": cluster.facts, "place": cluster.place, "stop": cluster.stop}
     request = client.next_request()
     if (kind := request.pop("do")) in work:
-        client.say(work[kind](**request))
+        client.send(work[kind](**request))
     return str(client.next_request().get("target", "")) if kind == "place" else ""
 
 

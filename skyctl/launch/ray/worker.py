@@ -48,7 +48,7 @@ class Worker:
     def __init__(self) -> None:
         self._processes: dict[str, _Process] = {}
 
-    def there(self) -> None:
+    def ping(self) -> None:
         """Answer, if the actor lives."""
 
     def place(self, address: str) -> tuple[int, str]:

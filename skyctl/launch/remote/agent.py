@@ -67,7 +67,7 @@ def main() -> None:
     lines = _Lines()
     sys.stdout.write("\n")  # ends a line that a login shell has left open
     try:
-        _say({"agent": PROTOCOL, "skyctl": __version__})
+        _send({"agent": PROTOCOL, "skyctl": __version__})
         request = lines.next(SILENCE_S)
         if request is None:
             return
@@ -75,7 +75,7 @@ def main() -> None:
         try:
             work[request.pop("do")](lines, **request)
         except (SkyctlError, OSError) as error:
-            _say({"error": str(error)})
+            _send({"error": str(error)})
     except BrokenPipeError:  # nobody listens any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -93,7 +93,7 @@ def facts(
     holds the ports that are asked for."""
     address = _own_address()
     holders = {port: port_holder(address, port) for port in listening}
-    _say(
+    _send(
         {
             "address": address,
             "interface": interface_of(address),
@@ -110,12 +110,13 @@ def facts(
 
 def _own_address() -> str:
     """The address of this machine for the one that asks. Raises SkyctlError: nobody says."""
-    told, asking = os.environ.get("SKYCTL_NODE_ADDRESS"), os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if told:
-        return told
-    if asking:  # before ssh's: srun hands on the variables of the login
+    address = os.environ.get("SKYCTL_NODE_ADDRESS")
+    slurm_address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if address:
+        return address
+    if slurm_address:  # before ssh's: srun hands on the variables of the login
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_it:
-            towards_it.connect((asking, 1))  # sends nothing
+            towards_it.connect((slurm_address, 1))  # sends nothing
             return str(towards_it.getsockname()[0])
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if len(connection) != 4:
@@ -131,30 +132,30 @@ def _versions(modules: Sequence[str]) -> dict[str, str]:
     parses the lists of all files that are installed."""
     import importlib.metadata  # for one request only
 
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in importlib.metadata.distributions() if modules else ():
         declared = (package.read_text("top_level.txt") or "").split()
         files = "" if declared else f"\n{package.read_text('RECORD') or ''}"
         for name in modules:
             brought = name in declared or f"\n{name}/" in files or f"\n{name}.py," in files
-            if brought and name not in found:
-                found[name] = package.version
-    return found
+            if brought and name not in versions:
+                versions[name] = package.version
+    return versions
 
 
 def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
     """End a server's whole tree, and answer when nothing of it is left, its keeper neither."""
     paths = _paths(token)
-    found = _read(paths.directory / "server.json")
+    recorded = _read(paths.directory / "server.json")
     # first: a `keep` that is late starts nothing, or ends it itself
     with contextlib.suppress(SkyctlError):  # a full disk: there is room once it has ended
         _mark_stopped(paths)
     gently = _end(paths, timeout_s)
     _mark_stopped(paths)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while found and _alive(found["keeper"]) and time.monotonic() < deadline:
+    while recorded and _alive(recorded["keeper"]) and time.monotonic() < deadline:
         time.sleep(_TICK_S)
-    _say({"gently": gently})
+    _send({"gently": gently})
 
 
 def keep(
@@ -164,8 +165,8 @@ def keep(
     fresh: bool,
     argv: Sequence[str],
     env: Mapping[str, str],
-    held: bool,
-    held_variables: Sequence[str],
+    closed: bool,
+    closed_variables: Sequence[str],
     grace_s: float,
     at: int,
 ) -> None:
@@ -178,13 +179,13 @@ def keep(
         _touch(paths)
         _end_abandoned(paths)
         _reserve(paths)
-        _hold(paths, held)
-        variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
+        _hold(paths, closed)
+        variables = dict.fromkeys(closed_variables, str(paths.held(_NAME)))
         variables[LEASE_VARIABLE] = str(paths.directory / "lease")
         env = {**LOCAL.environment(paths), **env, **variables}
         _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(_NAME), token), grace_s)
     elif not paths.directory.exists():
-        _say({"ended": "is not on its machine any more"})
+        _send({"ended": "is not on its machine any more"})
         return
     _Telling(paths, at).until_ended(lines, grace_s)
 
@@ -195,8 +196,8 @@ class _Telling:
     def __init__(self, paths: FleetPaths, at: int) -> None:
         self._paths = paths
         self._at = at
-        self._told = float("-inf")
-        self._looked = float("-inf")
+        self._reported_at = float("-inf")
+        self._tree_read_at = float("-inf")
         self._tree: list[psutil.Process] = []
         self._ports: set[int] = set()
 
@@ -208,32 +209,32 @@ class _Telling:
                 return
             if message is not None:
                 heard = time.monotonic()
-                _hold(self._paths, bool(message["held"]))
+                _hold(self._paths, bool(message["closed"]))
                 _touch(self._paths)
-                self._told = float("-inf")
+                self._reported_at = float("-inf")
             ended = _read(self._paths.directory / "ended")
             self._send_log()
             if ended is not None or not self._paths.directory.exists():
-                _say({"ended": ended["how"] if ended else "was ended"})
+                _send({"ended": ended["how"] if ended else "was ended"})
                 return  # what it left is still being ended; `stop` comes next
             self._replace_keeper(grace_s)
-            if time.monotonic() - self._told >= _STATE_S:
-                self._tell()
+            if time.monotonic() - self._reported_at >= _STATE_S:
+                self._report()
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
+    def _report(self) -> None:
+        self._reported_at = time.monotonic()
         server = _server(self._paths)
         process = server.process() if server else None
-        if process is not None and self._told - self._looked > _TREE_S:
-            self._looked = self._told
-            self._tree = [process, *_gently(lambda one: one.children(recursive=True), process, [])]
-            self._ports = {port for one in self._tree for port in _gently(listening_ports, one, ())}
+        if process is not None and self._reported_at - self._tree_read_at > _TREE_S:
+            self._tree_read_at = self._reported_at
+            self._tree = [process, *_gently(lambda p: p.children(recursive=True), process, [])]
+            self._ports = {port for p in self._tree for port in _gently(listening_ports, p, ())}
         if process is not None:  # the one that usually has the port, looked at more often
             self._ports.update(_gently(listening_ports, process, ()))
-        rss = sum(_gently(lambda one: one.memory_info().rss, one, 0) for one in self._tree)
-        held = self._paths.held(_NAME).exists()
+        rss = sum(_gently(lambda p: p.memory_info().rss, p, 0) for p in self._tree)
+        closed = self._paths.held(_NAME).exists()
         pid = process.pid if process else None
-        _say({"pid": pid, "rss": rss, "ports": sorted(self._ports), "held": held})
+        _send({"pid": pid, "rss": rss, "ports": sorted(self._ports), "closed": closed})
 
     def _send_log(self) -> None:
         log = self._paths.log(_NAME)
@@ -243,16 +244,16 @@ class _Telling:
             file.seek(self._at)
             while data := file.read(_PIECE):
                 self._at += len(data)
-                _say({"log": data.decode(errors="surrogateescape"), "at": self._at})
+                _send({"log": data.decode(errors="surrogateescape"), "at": self._at})
             if self._at > _LOG_BYTES:  # all of it is on the other machine
                 os.truncate(log, 0)
                 self._at = 0
 
     def _replace_keeper(self, grace_s: float) -> None:
         """A server without its keeper would have nobody to end it."""
-        found = _read(self._paths.directory / "server.json")
-        if found and not _alive(found["keeper"]):
-            server = ProcessIdentity(**found["server"])
+        recorded = _read(self._paths.directory / "server.json")
+        if recorded and not _alive(recorded["keeper"]):
+            server = ProcessIdentity(**recorded["server"])
             token = self._paths.name
             _begin(self._paths, lambda: ManagedProcess(server, token), grace_s)
 
@@ -275,8 +276,8 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
             os._exit(0)
     os.waitpid(child, 0)
     deadline = time.monotonic() + _BEGIN_S
-    known = (paths.directory / "server.json", paths.directory / "ended", _stopped(paths))
-    while not any(path.exists() for path in known):
+    traces = (paths.directory / "server.json", paths.directory / "ended", _stopped(paths))
+    while not any(path.exists() for path in traces):
         if time.monotonic() > deadline:
             raise SkyctlError("its keeper does not start")
         time.sleep(_TICK_S)
@@ -297,17 +298,16 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
         _remove(paths)
         return
     assert process.identity is not None  # it was just started, or is taken up by its identity
-    told: dict[str, Any] = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
-    told["grace_s"] = grace_s
-    _write(paths.directory / "server.json", told)
+    identities = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
+    _write(paths.directory / "server.json", {**identities, "grace_s": grace_s})
     lease, since, ended = 0, time.monotonic(), False
-    while (found := _lease(paths)) is not None:
+    while (touched := _lease(paths)) is not None:
         if process.exited.is_set() and not ended:
             ended = True
             _write(paths.directory / "ended", {"how": process.exit_text()})
             await process.stop(STOP_TIMEOUT_S)  # what it left below it
-        if found != lease:
-            lease, since = found, time.monotonic()
+        if touched != lease:
+            lease, since = touched, time.monotonic()
         elif time.monotonic() - since > grace_s:
             break
         await asyncio.sleep(_GUARD_S)
@@ -359,10 +359,10 @@ def _end_abandoned(ours: FleetPaths) -> None:
     assert now is not None
     for lease in ours.root.glob("fleets/*/lease"):
         paths = _paths(lease.parent.name)
-        told = _read(paths.directory / "server.json") or {}
-        patience_s = float(told.get("grace_s", _MARKED_S)) + _ABANDONED_S
+        recorded = _read(paths.directory / "server.json") or {}
+        patience_s = float(recorded.get("grace_s", _MARKED_S)) + _ABANDONED_S
         untouched_s = (now - (_lease(paths) or now)) / 1e9
-        if untouched_s > patience_s and not ("keeper" in told and _alive(told["keeper"])):
+        if untouched_s > patience_s and not ("keeper" in recorded and _alive(recorded["keeper"])):
             _end(paths, STOP_TIMEOUT_S)
 
 
@@ -371,15 +371,15 @@ def _alive(identity: Mapping[str, Any]) -> bool:
 
 
 def _server(paths: FleetPaths) -> ProcessIdentity | None:
-    found = _read(paths.directory / "server.json")
-    return ProcessIdentity(**found["server"]) if found else None
+    recorded = _read(paths.directory / "server.json")
+    return ProcessIdentity(**recorded["server"]) if recorded else None
 
 
-def _hold(paths: FleetPaths, held: bool) -> None:
+def _hold(paths: FleetPaths, closed: bool) -> None:
     file = paths.held(_NAME)
-    if held and not file.exists():
+    if closed and not file.exists():
         os.close(create_private_file(file))
-    elif not held:
+    elif not closed:
         file.unlink(missing_ok=True)
 
 
@@ -422,15 +422,15 @@ def _read(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _gently(look: Callable[..., Any], process: psutil.Process, otherwise: Any) -> Any:
+def _gently(read: Callable[..., Any], process: psutil.Process, otherwise: Any) -> Any:
     """What a look at a process finds; it may have ended."""
     try:
-        return look(process)
+        return read(process)
     except psutil.Error:
         return otherwise
 
 
-def _say(message: Mapping[str, Any]) -> None:
+def _send(message: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

@@ -47,16 +47,16 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        found = record.glance(self.token)
-        return found.pid if found else None
+        spawned = record.glance(self.token)
+        return spawned.pid if spawned else None
 
     def alive(self) -> bool:
         return self._tether.alive()
 
     def exit_text(self) -> str:
-        for rank, found in enumerate(record.glances(self.token)):
-            if found.ended:
-                return f"its part on {found.node.target} {found.ended}" if rank else found.ended
+        for rank, part in enumerate(record.glances(self.token)):
+            if part.ended:
+                return f"its part on {part.node.target} {part.ended}" if rank else part.ended
         return f"lost its connection: the process that held it {self._tether.exit_text()}"
 
     def record_descendants(self) -> bool:
@@ -68,28 +68,30 @@ class RemoteProcess:
         """They are its keeper's to know."""
 
     def place(self) -> ChosenPlace | None:
-        found = record.glance(self.token)
-        return ChosenPlace(found.node, found.port, found.gpus) if found and found.port else None
+        spawned = record.glance(self.token)
+        if not spawned or not spawned.port:
+            return None
+        return ChosenPlace(spawned.node, spawned.port, spawned.gpus)
 
     def connection_lost(self) -> str:
-        return next((found.lost for found in record.glances(self.token) if found.lost), "")
+        return next((part.lost for part in record.glances(self.token) if part.lost), "")
 
     def listens_at(self, port: int) -> bool:
-        found = record.glance(self.token)
-        return found is not None and port in found.ports
+        spawned = record.glance(self.token)
+        return spawned is not None and port in spawned.ports
 
     def members(self) -> list[Any]:
         """The tether's, and the server as long as its end is not certain."""
         try:
-            parts = [found for _, found in record.of_parts(self.token) if found.begun]
-            there = [SimpleNamespace(pid=found.pid) for found in parts]
+            parts = [part for _, part in record.of_parts(self.token) if part.begun]
+            servers = [SimpleNamespace(pid=part.pid) for part in parts]
         except SkyctlError:  # `stop` raises it
-            there = [SimpleNamespace(pid=None)]
-        return [*self._tether.members(), *there]
+            servers = [SimpleNamespace(pid=None)]
+        return [*self._tether.members(), *servers]
 
     def resident_bytes(self) -> int | None:
-        known = [found.rss for found in record.glances(self.token) if found.rss is not None]
-        return sum(known) if known else None
+        sizes = [part.rss for part in record.glances(self.token) if part.rss is not None]
+        return sum(sizes) if sizes else None
 
     async def lost(self) -> str:
         """ "" once its machines have said that it runs, or how it ended."""
@@ -121,7 +123,7 @@ class RemoteProcess:
         """Once its machine has told that the server is closed there as it is here."""
         while not self.exited.is_set():
             with suppress(SkyctlError):
-                if (found := record.read(self.token)) is None or found.follows():
+                if (spawned := record.read(self.token)) is None or spawned.follows():
                     return
             await asyncio.sleep(_POLL_S)
 
@@ -134,28 +136,28 @@ class RemoteProcess:
             SkyctlError: its record cannot be read.
         """
         parts = record.of_parts(self.token)
-        if not all(found.begun and found.node.chosen for _, found in parts):
+        if not all(part.begun and part.node.chosen for _, part in parts):
             await self._tether.stop(_TETHER_S)  # may be just about to begin
             parts = record.of_parts(self.token)
-        begun = [(token, found) for token, found in parts if found.begun]
-        asked = (_stopped(token, found, timeout_s) for token, found in begun)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        begun = [(token, part) for token, part in parts if part.begun]
+        stops = (_stopped(token, part, timeout_s) for token, part in begun)
+        answers = await asyncio.gather(*stops, return_exceptions=True)
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if not failed or any(isinstance(error, HostUnreachable) for error in failed):
             await self._tether.stop(_TETHER_S)
         if failed:
-            for (token, found), answer in zip(begun, answers, strict=True):
+            for (token, part), answer in zip(begun, answers, strict=True):
                 if not isinstance(answer, BaseException):
                     with suppress(SkyctlError):  # else that machine is asked again
-                        record.write(token, found, begun=False)
+                        record.write(token, part, begun=False)
             raise failed[0]
         record.forget(self.token)
         return all(answers)
 
 
-async def _stopped(token: str, found: record.Record, timeout_s: float) -> bool:
+async def _stopped(token: str, part: record.Record, timeout_s: float) -> bool:
     """End one part of a server for certain. Raises as `RemoteProcess.stop`."""
-    node = found.node
+    node = part.node
     request = {"do": "stop", "token": record.hosted(token), "timeout_s": timeout_s}
     if node.ray:
         target = node.target if node.chosen else ""
@@ -182,16 +184,16 @@ def spawn(
 ) -> ChildProcess:
     """Start `argv` on a node, and its followers on theirs. The variables that name the file which
     keeps the server closed (`FleetPaths.held`) name one there, which follows ours."""
-    held = str(log.parent.parent / f"{log.stem}.held")
-    closed = [name for name, value in env.items() if value == held]
-    nodes = [node, *(one.node for one in followers)]
+    closed_by = str(log.parent.parent / f"{log.stem}.held")
+    closed_names = [name for name, value in env.items() if value == closed_by]
+    nodes = [node, *(follower.node for follower in followers)]
     for part, its_node in zip(record.tokens(token, len(nodes)), nodes, strict=True):
         parts = len(nodes) if part == token else 1
-        record.write(part, record.Record(its_node, held, parts=parts))
+        record.write(part, record.Record(its_node, closed_by, parts=parts))
     number = log.stem.rpartition("-")[2]  # of the replica
     turn = int(number) if number.isdecimal() else 0
-    rest = [(list(one.argv), one.env) for one in followers]
-    task = json.dumps(asdict(Task(list(argv), dict(env), closed, turn, rest)))
+    follower_tasks = [(list(follower.argv), follower.env) for follower in followers]
+    task = json.dumps(asdict(Task(list(argv), dict(env), closed_names, turn, follower_tasks)))
     tether = [sys.executable, "-m", "skyctl.launch.remote.tether"]
     try:
         return RemoteProcess(LOCAL.spawn(tether, {VARIABLE: task}, log, token))

@@ -22,38 +22,40 @@ FACTS_TIMEOUT_S = 30.0
 _CLUSTER_TIMEOUT_S = 90.0
 
 
-def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> list[Machine]:
-    """What each node has, and its address. `known` keeps it for a fleet that is `running`: to plan
+def read_machines(
+    nodes: Sequence[Node], *, ports: int, cache: Path, running: bool
+) -> list[Machine]:
+    """What each node has, and its address. `cache` keeps it for a fleet that is `running`: to plan
     that again, a node need not answer, unless it is asked for a port (`next_port` raises).
 
     Raises:
         HostUnreachable: some node cannot be asked; every one is named.
     """
-    asked = answers(nodes, [{"ports": ports}] * len(nodes))
+    replies = answers(nodes, [{"ports": ports}] * len(nodes))
     kept: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        kept = json.loads(known.read_text())
-    found: list[dict[str, Any]] = []
+        kept = json.loads(cache.read_text())
+    facts: list[dict[str, Any]] = []
     lost: list[SkyctlError] = []
     silent: dict[Node, SkyctlError] = {}
-    for node, answer in zip(nodes, asked, strict=True):
+    for node, answer in zip(nodes, replies, strict=True):
         if isinstance(answer, dict):
-            found.append(answer)
+            facts.append(answer)
         elif running and node.target in kept:
-            found.append({**kept[node.target], "ports": []})
+            facts.append({**kept[node.target], "ports": []})
             silent[node] = answer
         else:
             lost.append(answer)
     if lost:
-        raise HostUnreachable("; ".join(one.message for one in lost), hint=lost[0].hint)
-    told = {node.target: facts for node, facts in zip(nodes, found, strict=True)}
+        raise HostUnreachable("; ".join(error.message for error in lost), hint=lost[0].hint)
+    by_target = {node.target: of_node for node, of_node in zip(nodes, facts, strict=True)}
     with contextlib.suppress(OSError, SkyctlError):  # it only spares a question later
-        private_directory(known.parent)
-        known.unlink(missing_ok=True)
-        with os.fdopen(create_private_file(known), "w") as file:
-            json.dump(told, file)
-    pairs = zip(nodes, found, strict=True)
-    return [_machine(node, facts, silent.get(node)) for node, facts in pairs]
+        private_directory(cache.parent)
+        cache.unlink(missing_ok=True)
+        with os.fdopen(create_private_file(cache), "w") as file:
+            json.dump(by_target, file)
+    pairs = zip(nodes, facts, strict=True)
+    return [_machine(node, of_node, silent.get(node)) for node, of_node in pairs]
 
 
 def answers(
@@ -61,7 +63,7 @@ def answers(
 ) -> list[dict[str, Any] | SkyctlError]:
     """What each node answers to its question for facts, or why it does not."""
 
-    async def one(node: Node, question: dict[str, Any]) -> dict[str, Any] | SkyctlError:
+    async def ask_node(node: Node, question: dict[str, Any]) -> dict[str, Any] | SkyctlError:
         try:
             patience_s = _CLUSTER_TIMEOUT_S if node.ray else FACTS_TIMEOUT_S
             answer = await ask(node, {"do": "facts", **question}, patience_s)
@@ -73,7 +75,7 @@ def answers(
 
     async def every() -> list[dict[str, Any] | SkyctlError]:
         pairs = zip(nodes, questions, strict=True)
-        return await asyncio.gather(*(one(node, question) for node, question in pairs))
+        return await asyncio.gather(*(ask_node(node, question) for node, question in pairs))
 
     # in a loop of its own: plans are made within one that runs, and outside of any
     with ThreadPoolExecutor(1) as thread:
@@ -90,13 +92,13 @@ def by_machine(
             continue
         yield node, {**answer, "missing": [], "absent": [], "taken": {}}
         for address, facts in answer["nodes"].items():
-            one = replace(node, target=address, address=address)
+            member = replace(node, target=address, address=address)
             if "error" in facts:
-                yield one, HostUnreachable(facts["error"], hint="ray status")
+                yield member, HostUnreachable(facts["error"], hint="ray status")
             elif facts["skyctl"] != __version__:
-                yield one, another_version(one, facts["skyctl"])
+                yield member, another_version(member, facts["skyctl"])
             else:
-                yield one, {**facts, "taken": {}}
+                yield member, {**facts, "taken": {}}
 
 
 def _machine(node: Node, facts: dict[str, Any], silent: SkyctlError | None) -> Machine:

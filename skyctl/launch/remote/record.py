@@ -38,14 +38,14 @@ class Record:
     pid: int | None = None
     rss: int | None = None
     ports: tuple[int, ...] = ()
-    held: bool = False
+    closed: bool = False
     port: int = 0
     gpus: tuple[int, ...] = ()
     parts: int = 1
 
     def follows(self) -> bool:
         """Whether the server is closed there as it is to be, as was heard of it."""
-        return self.beat > 0 and self.held == Path(self.closed_by).exists()
+        return self.beat > 0 and self.closed == Path(self.closed_by).exists()
 
 
 def hosted(token: str) -> str:
@@ -69,10 +69,10 @@ def read(token: str) -> Record | None:
     """
     path = path_of(token)
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        node = _node(found.pop("node"))
-        lists = {name: tuple(found[name]) for name in ("ports", "gpus")}
-        return Record(**{**found, **lists, "node": node})
+        fields: dict[str, Any] = json.loads(path.read_text())
+        node = _node(fields.pop("node"))
+        lists = {name: tuple(fields[name]) for name in ("ports", "gpus")}
+        return Record(**{**fields, **lists, "node": node})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -82,10 +82,10 @@ def read(token: str) -> Record | None:
         ) from error
 
 
-def _node(found: dict[str, Any]) -> Node:
-    if (ray := found["ray"]) is not None:
+def _node(fields: dict[str, Any]) -> Node:
+    if (ray := fields["ray"]) is not None:
         ray = RayCluster(**{**ray, "labels": tuple(map(tuple, ray["labels"]))})
-    return Node(**{**found, "command": tuple(found["command"]), "ray": ray})
+    return Node(**{**fields, "command": tuple(fields["command"]), "ray": ray})
 
 
 def glance(token: str) -> Record | None:
@@ -95,22 +95,22 @@ def glance(token: str) -> Record | None:
     return None
 
 
-def of_parts(token: str, look: Callable[[str], Record | None] = read) -> list[tuple[str, Record]]:
-    """Token and record of each part of a spawn that is on record. Raises as `look` does."""
-    first = look(token)
+def of_parts(token: str, reader: Callable[[str], Record | None] = read) -> list[tuple[str, Record]]:
+    """Token and record of each part of a spawn that is on record. Raises as `reader` does."""
+    first = reader(token)
     others = tokens(token, first.parts if first else 1)[1:]
-    found = [(token, first), *((other, look(other)) for other in others)]
-    return [(one, known) for one, known in found if known is not None]
+    parts = [(token, first), *((other, reader(other)) for other in others)]
+    return [(part, recorded) for part, recorded in parts if recorded is not None]
 
 
 def glances(token: str) -> list[Record]:
     """As `glance`, of each part of a spawn."""
-    return [found for _, found in of_parts(token, glance)]
+    return [part for _, part in of_parts(token, glance)]
 
 
 def begun(token: str) -> bool:
     """Whether a spawn may run on another machine: the end of it is not certain."""
-    return any(found.begun for found in glances(token))
+    return any(part.begun for part in glances(token))
 
 
 def write(token: str, record: Record, **changes: Any) -> Record:
@@ -132,6 +132,6 @@ def write(token: str, record: Record, **changes: Any) -> Record:
 
 def forget(token: str) -> None:
     """Nothing of the spawn is left anywhere."""
-    found = glance(token)
-    for one in reversed(tokens(token, found.parts if found else 1)):  # its own tells of the others
-        path_of(one).unlink(missing_ok=True)
+    first = glance(token)
+    for part in reversed(tokens(token, first.parts if first else 1)):  # its own tells of the others
+        path_of(part).unlink(missing_ok=True)

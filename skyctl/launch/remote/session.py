@@ -84,28 +84,28 @@ class Session:
         return self
 
     async def _greet(self) -> None:
-        hello = await self.hear(connect_timeout_s(self._node))
+        hello = await self.receive(connect_timeout_s(self._node))
         if hello.get("agent") != PROTOCOL:
             raise another_version(self._node, str(hello.get("skyctl")))
         self.version = str(hello["skyctl"])
 
     async def go_on(self, node: Node) -> None:
         """From a cluster to the agent of one of its nodes, in the same connection."""
-        await self.say({"do": "relay", "target": node.target})
+        await self.send({"do": "relay", "target": node.target})
         self._node = node
         await self._greet()
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
 
-    async def say(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
         assert self._client.stdin is not None
         self._client.stdin.write(json.dumps(message).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # `hear` says why
             await self._client.stdin.drain()
 
-    async def hear(self, timeout_s: float) -> dict[str, Any]:
+    async def receive(self, timeout_s: float) -> dict[str, Any]:
         """The agent's next message.
 
         Raises:
@@ -156,8 +156,8 @@ class Session:
 async def ask(node: Node, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """One question, one answer, in a connection of its own. Raises as `Session.hear`."""
     async with Session(node) as session:
-        await session.say(request)
-        return {"skyctl": session.version, **await session.hear(timeout_s)}
+        await session.send(request)
+        return {"skyctl": session.version, **await session.receive(timeout_s)}
 
 
 def another_version(node: Node, theirs: str) -> HostUnreachable:
@@ -198,23 +198,23 @@ def _client(node: Node) -> list[str]:
 
 def command_on(node: Node, argv: Sequence[str]) -> list[str]:
     """The program here whose pipes are those of `argv` on a node; it ends with it."""
-    there = shlex.join(argv)
+    remote = shlex.join(argv)
     if node.ray is None:
-        return [*_client(node), there]
+        return [*_client(node), remote]
     cluster = json.dumps(asdict(node.ray))
     target = node.target if node.chosen or node.target == A_GPU else ""
     client = [sys.executable, "-P", "-m", _CLIENT, _driver_of(node.ray), str(os.getpid())]
-    return [*client, cluster, target, there]
+    return [*client, cluster, target, remote]
 
 
 def _driver_of(cluster: RayCluster) -> str:
     """The name of the driver that is shared by all who would connect to the cluster as we do."""
     token, path = (os.environ.get(name, "") for name in _RAYS_TOKEN)
     ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated, path]
-    told = hashlib.sha256(json.dumps(ours).encode()).digest()[:16]
+    digest = hashlib.sha256(json.dumps(ours).encode()).digest()[:16]
     if token:
-        told = _slowly_hashed(token, told)
-    return f"skyctl-ray-{os.getuid()}-{told.hex()}"
+        digest = _slowly_hashed(token, digest)
+    return f"skyctl-ray-{os.getuid()}-{digest.hex()}"
 
 
 @cache

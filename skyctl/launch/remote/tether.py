@@ -41,13 +41,13 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Task:
-    """`env` is added to the other machine's; `held_variables` of it name the file that keeps the
+    """`env` is added to the other machine's; `closed_variables` of it name the file that keeps the
     server closed. `turn` spreads servers that start together. `followers` has argv and env of each
     of its other parts, in the order of their records."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
-    held_variables: Sequence[str]
+    closed_variables: Sequence[str]
     turn: int = 0
     followers: Sequence[tuple[Sequence[str], Mapping[str, str]]] = ()
 
@@ -55,24 +55,24 @@ class Task:
         """What is started on each machine."""
         return [self, *(Task(argv, env, ()) for argv, env in self.followers)]
 
-    def at(self, found: record.Record) -> Task:
+    def at(self, spawned: record.Record) -> Task:
         """The same on the node, and with the port and GPUs, that were chosen for it."""
-        if not found.port:
+        if not spawned.port:
             return self
-        chosen = {ADDRESS_AT_SPAWN: found.node.address, PORT_AT_SPAWN: str(found.port)}
+        chosen = {ADDRESS_AT_SPAWN: spawned.node.address, PORT_AT_SPAWN: str(spawned.port)}
         env = {name: chosen.get(value, value) for name, value in self.env.items()}
-        if found.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, found.gpus))
+        if spawned.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, spawned.gpus))
         return replace(self, argv=[chosen.get(word, word) for word in self.argv], env=env)
 
 
 class _Tether:
     def __init__(self, token: str, task: Task) -> None:
-        found = record.read(token)
-        if found is None:
+        spawned = record.read(token)
+        if spawned is None:
             raise SkyctlError(f"there is no record of spawn {token}")
-        self._token, self._task, self._record = token, task, found
-        self._held = Path(found.closed_by)
+        self._token, self._task, self._record = token, task, spawned
+        self._closed_by = Path(spawned.closed_by)
         self._at = 0
         self._heard = False  # the server is there
 
@@ -88,9 +88,9 @@ class _Tether:
                     await self._follow(session)
             except SkyctlError as error:
                 if not self._heard:
-                    why = f"could not be started: {error.message}"
-                    if not self._note(ended=why):
-                        _print(f"SkyctlError: {why}\n")  # the log is searched for such lines
+                    failure = f"could not be started: {error.message}"
+                    if not self._note(ended=failure):
+                        _print(f"SkyctlError: {failure}\n")  # the log is searched for such lines
                     return
                 self._note(lost=error.message)
                 await asyncio.sleep(RETRY_S)
@@ -100,8 +100,8 @@ class _Tether:
         self._record = record.write(self._token, self._record, begun=True)  # on record first
         node = self._record.node
         request = {"do": "place", "token": self._token, "turn": self._task.turn}
-        await session.say({**request, "patience_s": _PLACE_S})
-        place = await session.hear(_PLACED_S)
+        await session.send({**request, "patience_s": _PLACE_S})
+        place = await session.receive(_PLACED_S)
         self._record = record.write(
             self._token,
             self._record,
@@ -113,15 +113,15 @@ class _Tether:
 
     async def _follow(self, session: Session) -> None:
         node, task = self._record.node, self._task.at(self._record)
-        await session.say(
+        await session.send(
             {
                 "do": "keep",
                 "token": record.hosted(self._token),
                 "fresh": not self._heard,
                 "argv": task.argv,
                 "env": task.env,
-                "held": self._held.exists(),
-                "held_variables": task.held_variables,
+                "closed": self._closed_by.exists(),
+                "closed_variables": task.closed_variables,
                 "grace_s": node.grace_s,
                 "at": self._at,
             }
@@ -129,7 +129,7 @@ class _Tether:
         speaking = asyncio.create_task(self._speak(session))
         try:
             while not self._record.ended:
-                message = await session.hear(SILENCE_S)
+                message = await session.receive(SILENCE_S)
                 if "log" in message:
                     _print(message["log"])
                     self._at = message["at"]
@@ -144,12 +144,12 @@ class _Tether:
 
     async def _speak(self, session: Session) -> None:
         """Say that somebody is there, and whether the server is to be closed, at once."""
-        said, at = None, float("-inf")
+        sent, sent_at = None, float("-inf")
         while True:
-            held = self._held.exists()
-            if held != said or time.monotonic() - at > _SPEAK_S:
-                said, at = held, time.monotonic()
-                await session.say({"held": held})
+            closed = self._closed_by.exists()
+            if closed != sent or time.monotonic() - sent_at > _SPEAK_S:
+                sent, sent_at = closed, time.monotonic()
+                await session.send({"closed": closed})
             await asyncio.sleep(_LOOK_S)
 
     def _note(self, **changes: object) -> bool:
@@ -172,17 +172,17 @@ async def _run(token: str, task: Task) -> None:
     """Until one part of the server has ended, or could not be started."""
     parts = task.parts()
     tethers = [
-        _Tether(one, part)
-        for one, part in zip(record.tokens(token, len(parts)), parts, strict=True)
+        _Tether(part_token, part)
+        for part_token, part in zip(record.tokens(token, len(parts)), parts, strict=True)
     ]
     running = [asyncio.create_task(tether.run()) for tether in tethers]
     try:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            one.result()
+        for tether in done:
+            tether.result()
     finally:
-        for one in running:
-            one.cancel()
+        for tether in running:
+            tether.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 

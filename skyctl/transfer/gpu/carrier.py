@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.transfer.carrier import GpuCarrier
 from skyctl.transfer.gpu.devices import (
     MirroredSlots,
     fits_whole,
@@ -47,7 +48,7 @@ def pickle_handles(handles: Any) -> str:
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
 
 
-class GpuCarrier:
+class DeviceCarrier(GpuCarrier):
     """Slots on every GPU of `devices`; the first one's are filled from the files.
 
     `server_gpus` are those of each server, which can be shown the slots on them.
@@ -76,7 +77,6 @@ class GpuCarrier:
             raise RuntimeError("open_reader() comes first")
         return self._slots
 
-    @property
     def relay(self) -> Relay:
         """The group of this sender and those of other machines."""
         if self._relay is None:
@@ -116,7 +116,7 @@ class GpuCarrier:
         )
         self._slots = mirrored
         if relay_rank is not None:
-            self.relay.begin()
+            self.relay().begin()
         if chunks is not self._chunks:  # not those of the last push
             self._chunks, self._reads = chunks, list(map(reads_of, chunks))
         return DeviceChunkReader(
@@ -128,7 +128,7 @@ class GpuCarrier:
             pace=pace,
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
-            pass_on=None if relay_rank is None else self.relay.pass_on,
+            pass_on=None if relay_rank is None else self.relay().pass_on,
         )
 
     def _room_for(self, size: int) -> list[int]:
@@ -136,9 +136,10 @@ class GpuCarrier:
 
         From here on they also hold the driver's memory for this process.
         """
+        if not all(self.server_gpus):
+            return []
         others = sorted({gpu for gpus in self.server_gpus for gpu in gpus} - set(self.devices))
-        known = all(self.server_gpus)
-        return others if known and all(fits_whole(size, free_bytes(g), 0) for g in others) else []
+        return others if all(fits_whole(size, free_bytes(g), 0) for g in others) else []
 
     def export(self) -> dict[str, Any] | None:
         """What servers need to map the slots on their GPUs: `handles`, one payload per server, and
@@ -155,7 +156,7 @@ class GpuCarrier:
             {uuid_of(gpu): reduce_tensor(slots.buffer(gpu))[1] for gpu in gpus}
             for gpus in self.server_gpus
         ]
-        return {"handles": [pickle_handles(one) for one in payloads], "offsets": slots.offsets}
+        return {"handles": list(map(pickle_handles, payloads)), "offsets": slots.offsets}
 
     def number(self, programs: Sequence[Program]) -> None:
         """From here on, `numbers` returns what workers with these programs must hold."""
@@ -170,7 +171,7 @@ class GpuCarrier:
         with torch.cuda.device(self.devices[0]):  # the reader's thread has its own current device
             return self._numbering.add(chunk, self.slots.view(self.devices[0], slot))
 
-    def rest(self) -> None:
+    def free_slots(self) -> None:
         """Free the slots' memory between pushes."""
         self._numbering = None
         slots, self._slots = self._slots, None
@@ -178,7 +179,7 @@ class GpuCarrier:
             slots.free()
 
     def close(self) -> None:
-        self.rest()
+        self.free_slots()
         self._reader.close()
 
     def extra(self, slot: int) -> dict[str, Any]:
@@ -217,12 +218,12 @@ class Numbering:
         from skyctl.engines.vllm.inside.layout_copy import copy_runs
 
         numbers: dict[str, int] = {}
-        there: dict[str, Any] = {}
+        arrived: dict[str, Any] = {}
         batch: dict[str, Any] = {}
         for parameter, copies in program.copies_of(chunk):
             if program.lies_whole(parameter):
                 begin = copies[0].source
-                there[program.name(parameter)] = octets[begin : begin + copies[0].row]
+                arrived[program.name(parameter)] = octets[begin : begin + copies[0].row]
                 continue
             built = program.built(parameter, self._device)
             copy_runs(copies, octets, {parameter: built})
@@ -230,7 +231,7 @@ class Numbering:
                 batch[program.name(parameter)] = built
                 if sum(tensor.numel() for tensor in batch.values()) >= BATCH_BYTES:
                     numbers |= _numbered(batch)
-        return numbers | _numbered(batch) | _numbered(there)
+        return numbers | _numbered(batch) | _numbered(arrived)
 
 
 class _Unfinished:
@@ -239,12 +240,12 @@ class _Unfinished:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._copies: dict[int, dict[int, list[Copy]]] = {}
-        self._left: Counter[int] = Counter()
+        self._remaining: Counter[int] = Counter()
         self._building: dict[int, Any] = {}
         for copy in program.copies:
             of_chunk = self._copies.setdefault(copy.chunk, {})
             of_chunk.setdefault(copy.parameter, []).append(copy)
-            self._left[copy.parameter] += copy.rows * copy.row
+            self._remaining[copy.parameter] += copy.rows * copy.row
         sizes = list(map(_bytes_of, program.parameters))
         self._whole = {
             copy.parameter
@@ -275,8 +276,8 @@ class _Unfinished:
 
     def complete(self, parameter: int, copies: Sequence[Copy]) -> bool:
         """Count what was copied; a complete parameter is dropped from the unfinished ones."""
-        self._left[parameter] -= sum(copy.rows * copy.row for copy in copies)
-        if self._left[parameter]:
+        self._remaining[parameter] -= sum(copy.rows * copy.row for copy in copies)
+        if self._remaining[parameter]:
             return False
         del self._building[parameter]
         return True
@@ -370,9 +371,9 @@ class DeviceChunkReader:
 
     def _refuse_not_finite(self, chunk: int, slot: int) -> None:
         if any(piece.dtype for piece in self.chunks[chunk]):
-            found = _first_not_finite(self.bytes_of(slot), self.chunks[chunk])
-            if found is not None:
-                raise self.files.not_finite(*found)
+            place = _first_not_finite(self.bytes_of(slot), self.chunks[chunk])
+            if place is not None:
+                raise self.files.not_finite(*place)
 
     def _batch(self, chunk: int) -> ReadBatch:
         address = self.addresses[self._turns.slot(chunk)]

@@ -67,14 +67,14 @@ class ReadBatch:
         self.address = address
         self.pace = pace or Pace()
         self.done = threading.Event()
-        self._settled: list[Read] = []
+        self._done_reads: list[Read] = []
         if not reads:
             self.done.set()
 
-    def settle(self, read: Read) -> None:
+    def count_done(self, read: Read) -> None:
         """Record that a read is done, copied or not. Needs no lock: appending is atomic."""
-        self._settled.append(read)
-        if len(self._settled) == len(self.reads):
+        self._done_reads.append(read)
+        if len(self._done_reads) == len(self.reads):
             self.done.set()
 
 
@@ -144,15 +144,15 @@ class DeviceReader:
             try:
                 item = self._queue.get_nowait()
             except Empty:
-                # settle finished copies before sleeping: nobody else would
+                # count finished copies before sleeping: nothing else would
                 for slot in slots:
-                    self._settle(slot)
+                    self._finish_copy(slot)
                 item = self._queue.get()
             if item is None:
                 break
             slot = slots[turn]
             turn = (turn + 1) % DEPTH
-            self._settle(slot)
+            self._finish_copy(slot)
             slot.holds = read, batch = item
             if self._closed or self._failure is not None:
                 continue
@@ -165,10 +165,10 @@ class DeviceReader:
             except BaseException as failure:
                 self._failure = failure
         for slot in slots:
-            self._settle(slot)
+            self._finish_copy(slot)
             slot.event.destroy()
 
-    def _settle(self, slot: _Slot) -> None:
+    def _finish_copy(self, slot: _Slot) -> None:
         """Wait for the slot's copy and count it in its batch."""
         holds, slot.holds = slot.holds, None
         if holds is None:
@@ -178,7 +178,7 @@ class DeviceReader:
             slot.event.synchronize()
         except _CudaError as failure:
             self._failure = failure
-        batch.settle(read)
+        batch.count_done(read)
 
 
 def cut(spans: Sequence[Span], size: int | None = None) -> list[Read]:
@@ -254,10 +254,10 @@ def _runtime(*, waits: bool = False) -> ctypes.CDLL:
     return library
 
 
-def _check(code: int, what: str) -> None:
+def _check(code: int, call: str) -> None:
     if code:
         text = _runtime().cudaGetErrorString(code).decode()
-        raise _CudaError(f"{what}: {text} (CUDA error {code})")
+        raise _CudaError(f"{call}: {text} (CUDA error {code})")
 
 
 def _set_device(index: int) -> None:

@@ -97,14 +97,14 @@ def _automatic(servers: Sequence[Reachable]) -> Choice:
 
 
 def _check_backends(transport: str, servers: Sequence[Reachable]) -> None:
-    wanted = BACKENDS[transport]
-    wrong = [server for server in servers if server.backend != wanted]
+    backend = BACKENDS[transport]
+    wrong = [server for server in servers if server.backend != backend]
     if not wrong:
         return
     has = wrong[0].backend or "none"
     raise PreflightError(
-        f"transport {transport} needs servers started with the weight-transfer backend {wanted!r}; "
-        f"{wrong[0].name} has {has}",
+        f"transport {transport} needs servers started with the weight-transfer backend "
+        f"{backend!r}; {wrong[0].name} has {has}",
         hint=f"set `weight_transfer: {{transport: {transport}}}` in the fleet file and restart the "
         "servers, or push with --transport disk",
     )

@@ -1,22 +1,23 @@
-"""What a transport is: the parent's half shapes payloads, the sender's half moves bytes.
+"""What a transport is: the parent's half shapes payloads, the sender's half (`transfer/carrier.py`)
+moves bytes.
 
 One module per mechanism holds both: `TRANSPORT` (used by the push, imports no torch) and
 `open_carrier` (used inside the sender process). A new mechanism is one such module, its name in
-`choose.py`, and a receiver in `engine/receivers` unless vLLM brings one.
+`skyctl/transfer/transports/__init__.py`, and a receiver in `skyctl/engines/vllm/inside/receivers`
+unless vLLM brings one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.base import Dialect, TensorHeaders
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
-from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
-from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
+from skyctl.transfer.reader import Filled
 
 
 @dataclass(frozen=True)
@@ -86,92 +87,6 @@ class Transport(Protocol):
         """update_info of one chunk (of all of them as one, with `one_update`) for server number
         `server` of the session."""
         return chunk_update(chunk, filled)
-
-
-class Reader(Protocol):
-    """Fills slots from files, ahead of their use (`transfer/reader.py`)."""
-
-    def run(self, on_filled: Callable[[Filled], None]) -> None:
-        """Fill chunk after chunk. Blocks; belongs in a thread of its own."""
-
-    def release(self, chunk: int) -> None:
-        """Every server has loaded `chunk`: its slot may be filled again."""
-
-    def stop(self) -> None:
-        """Make `run` return once what is being read is in its slots."""
-
-
-class Carrier(Protocol):
-    """The sender's half: owns the slots and moves them.
-
-    That of a resident transport also has `rest()`: give the slots back until the next push.
-    """
-
-    staged_whole: bool = False
-    """True when every chunk has a slot of its own: all may be read before the first is sent."""
-
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> Reader:
-        """Allocate the slots and return what fills them. Called once per push.
-
-        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
-        unless it is to take a ring only. `reserve_bytes`: of what is free on its GPUs, servers will
-        take so much while they load. `pace` bounds how fast files are read.
-        """
-
-    def extra(self, slot: int) -> dict[str, Any]:
-        """What update_info needs to know of a slot that was just filled (memory handles)."""
-        return {}
-
-    def endpoint(self) -> dict[str, Any]:
-        """What servers need to reach this process."""
-        return {}
-
-    def join(self) -> None:
-        """Form the group with the servers, where there is one; returns when it is complete. Bounded
-        by its deadline."""
-        return
-
-    def send(self, slot: int, size: int) -> None:
-        """Send the first `size` bytes of a slot; returns when the slot may be refilled. Nothing is
-        done where servers read by themselves."""
-        return
-
-    def close(self) -> None:
-        """Free everything."""
-
-
-class CpuCarrier(Carrier):
-    """Slots in this process's memory, filled from the files."""
-
-    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
-        """Writable memory of every slot."""
-        raise NotImplementedError
-
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> ChunkReader:
-        memory = self.allocate(slots, slot_bytes)
-        return ChunkReader(files, chunks, memory, threads=threads, pace=pace)
 
 
 def rank_offsets(world_sizes: Sequence[int]) -> tuple[list[int], int]:

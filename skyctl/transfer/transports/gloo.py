@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from skyctl.engines.vllm.inside.group_store import SECRET_BYTES, GroupStore
-from skyctl.transfer.transports.base import CpuCarrier, Transport
+from skyctl.transfer.carrier import CpuCarrier
+from skyctl.transfer.transports.base import Transport
 
 
 class GlooTransport(Transport):

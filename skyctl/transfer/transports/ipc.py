@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyctl.engines.base import HANDLE_PROTOCOL, Dialect, Placement
-from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
+from skyctl.transfer.gpu.carrier import DeviceCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import ALIGNMENT, Chunk
 from skyctl.transfer.reader import Filled
@@ -67,7 +67,7 @@ def open_carrier(session: str, options: dict[str, Any]) -> IpcCarrier:
     return IpcCarrier(options["server_gpus"], by_rank=options["by_rank"])
 
 
-class IpcCarrier(GpuCarrier):
+class IpcCarrier(DeviceCarrier):
     """Slots on every GPU that hosts a worker, exported to each server.
 
     A server's handles are one pickled mapping of GPUs (UUIDs) to rebuild arguments, as vLLM takes
@@ -94,8 +94,8 @@ class IpcCarrier(GpuCarrier):
             for gpus in self.server_gpus
         ]
         if self._by_rank:
-            return {"handles": [[by_uuid(*one) for one in of.items()] for of in exported]}
-        return {"handles": [pickle_handles(of) for of in exported]}
+            return {"handles": [[by_uuid(*gpu) for gpu in gpus.items()] for gpus in exported]}
+        return {"handles": [pickle_handles(handles) for handles in exported]}
 
     def endpoint(self) -> dict[str, Any]:
         return {}

@@ -17,7 +17,7 @@ from typing import Any
 from skyctl.engines.base import GROUP_PREFIX, Dialect, GroupJoin, PackedBuffers
 from skyctl.engines.vllm.inside.nccl import nccl_problem, new_unique_id
 from skyctl.errors import PreflightError
-from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
@@ -88,14 +88,14 @@ class NcclTransport(Transport):
 TRANSPORT = NcclTransport()
 
 
-def open_carrier(session: str, options: dict[str, Any]) -> GpuCarrier:
+def open_carrier(session: str, options: dict[str, Any]) -> DeviceCarrier:
     """The sender's half. Imports torch, and vLLM if it sends to vLLM."""
     if options["by_torch"]:
         return TorchNcclCarrier(session, options)
     return NcclCarrier(options)
 
 
-class NcclCarrier(GpuCarrier):
+class NcclCarrier(DeviceCarrier):
     """Rank 0 of the group on a GPU that no worker uses. The group lasts as long as the carrier.
 
     On one machine ranks find each other in a store. It serves pickled objects to whoever connects:
@@ -181,7 +181,7 @@ def group_name(session: str) -> str:
     return GROUP_PREFIX + session
 
 
-class TorchNcclCarrier(GpuCarrier):
+class TorchNcclCarrier(DeviceCarrier):
     """Rank 0 of a group of torch.distributed, as SGLang's workers join it, on a GPU that no worker
     uses. The group lasts as long as the process; NCCL connects its ranks in the first broadcast.
 

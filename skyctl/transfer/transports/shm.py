@@ -11,7 +11,8 @@ import mmap
 import os
 from typing import Any
 
-from skyctl.transfer.transports.base import CpuCarrier, Transport
+from skyctl.transfer.carrier import CpuCarrier
+from skyctl.transfer.transports.base import Transport
 
 
 class ShmTransport(Transport):

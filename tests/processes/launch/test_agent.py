@@ -83,7 +83,7 @@ def test_what_died_with_its_machine_is_ended_by_the_next_to_come(
     lease.touch()
     then = time.time() - hours * 3600
     os.utime(lease, (then, then))
-    new = {"argv": ["true"], "env": {}, "held": False, "held_variables": [], "at": 0}
+    new = {"argv": ["true"], "env": {}, "closed": False, "closed_variables": [], "at": 0}
     ask(tmp_path, do="keep", token="hosted-new", fresh=True, grace_s=GRACE_S, **new)
     ask(tmp_path, do="stop", token="hosted-new", timeout_s=5.0)
     assert directory.exists() is not ended
@@ -113,7 +113,7 @@ def test_a_server_is_ended_where_nothing_can_be_written_of_it(
 def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_then(
     tmp_path: Path,
 ) -> None:
-    new = {"env": {}, "held": False, "held_variables": [], "at": 0, "grace_s": GRACE_S}
+    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
     keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
     agent = started(tmp_path)
     assert agent.stdin is not None and agent.stdout is not None
@@ -122,7 +122,7 @@ def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_t
     said = iter(agent.stdout.readline, "")
     assert any('"pid": null' not in line and '"pid"' in line for line in said)
     (tmp_path / "hosted/fleets/hosted-new/lease").unlink()  # the first thing that goes
-    agent.stdin.write('{"held": false}\n')
+    agent.stdin.write('{"closed": false}\n')
     agent.stdin.flush()
     assert any("ended" in line for line in said)
     agent.communicate(timeout=30)
@@ -130,7 +130,7 @@ def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_t
 
 def test_a_server_is_not_started_where_nothing_could_be_told_of_it(tmp_path: Path) -> None:
     """On a full disk; and one that runs as the disk fills still says how it ended."""
-    new = {"env": {}, "held": False, "held_variables": [], "at": 0, "grace_s": GRACE_S}
+    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
     with mounted(tmp_path / "home") as home:
         FleetPaths(home / "hosted", "hosted-new").prepare()
         filler = fill(home)

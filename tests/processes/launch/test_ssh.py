@@ -19,7 +19,7 @@ from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import Node
 from skyctl.launch.remote import record
 from skyctl.launch.remote.host import RemoteProcess, adopt
-from skyctl.launch.remote.machines import look
+from skyctl.launch.remote.machines import read_machines
 from skyctl.launch.remote.session import PROTOCOL, ask
 from skyctl.launch.remote.tether import VARIABLE, Task
 from skyctl.store.processes import TOKEN_VARIABLE
@@ -131,23 +131,23 @@ def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> Non
     known = tmp_path / "machines.json"
     well = node(f"echo '{HELLO}'; echo '{json.dumps({**FACTS, 'interface': 'eth1'})}'; cat")
     gone = node("echo 'no route' >&2; exit 255")
-    (machine,) = look([well], ports=1, known=known, running=False)
+    (machine,) = read_machines([well], ports=1, cache=known, running=False)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     assert [machine.next_port(), machine.next_port()] == [20001, 0]
     assert machine.interface == "eth1"
-    (machine,) = look([gone], ports=1, known=known, running=True)
+    (machine,) = read_machines([gone], ports=1, cache=known, running=True)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
         machine.next_port()  # another server is to run there
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
-        look([gone], ports=1, known=known, running=False)
+        read_machines([gone], ports=1, cache=known, running=False)
 
 
 def test_another_version_of_skyctl_is_refused_before_anything_starts(tmp_path: Path) -> None:
     hello = json.dumps({"agent": PROTOCOL, "skyctl": "0.0.1"})
     old = node(f"echo '{hello}'; echo '{json.dumps(FACTS)}'; cat")
     with pytest.raises(HostUnreachable, match=r"me@far has skyctl 0\.0\.1 in /opt/python"):
-        look([old], ports=1, known=tmp_path / "machines.json", running=False)
+        read_machines([old], ports=1, cache=tmp_path / "machines.json", running=False)
 
 
 async def test_a_server_counts_as_there_until_its_machine_has_said_otherwise(

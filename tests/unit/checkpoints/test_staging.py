@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.checkpoints.staging import held, staged, sweep
+from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.errors import SkyctlError
 
 
@@ -33,7 +33,7 @@ def test_weights_that_fit_go_to_memory_and_the_sweep_takes_them_away(
         assert live.resolve().is_relative_to(memory)
         assert live.resolve().stat().st_mode & 0o077 == 0
         sweep(home, (), memory_root=memory)
-        assert (live / "a").exists(), "swept while it was held"
+        assert (live / "a").exists(), "swept while it was in use"
     sweep(home, (), memory_root=memory)
     assert left(home) == [] and left(memory) == []
 
@@ -81,7 +81,7 @@ def test_a_push_keeps_the_weights_it_sends(tmp_path: Path, memory: Path) -> None
     home = tmp_path / "weights"
     with staged(home, needed_bytes=1, memory_root=memory) as live:
         pass
-    with held(str(live)):
+    with in_use(str(live)):
         sweep(home, (), memory_root=memory)
         assert live.exists()
     sweep(home, (), memory_root=memory)
@@ -91,7 +91,7 @@ def test_a_push_keeps_the_weights_it_sends(tmp_path: Path, memory: Path) -> None
 def test_holding_an_ordinary_checkpoint_changes_nothing(tmp_path: Path) -> None:
     checkpoint = tmp_path / "live"
     checkpoint.mkdir()
-    with held(str(checkpoint)), held("org/model"):
+    with in_use(str(checkpoint)), in_use("org/model"):
         pass
     assert left(tmp_path) == ["live"]
 

@@ -66,7 +66,7 @@ class ReadySender:
 
     async def relayed(self, **_: Any) -> None: ...
 
-    async def hurry(self) -> None:
+    async def lift_pace(self) -> None:
         self.hurried = True
 
     async def join(self, **_: Any) -> None:
@@ -76,7 +76,7 @@ class ReadySender:
 
     async def release(self, chunk: int) -> None: ...
 
-    async def rest(self, **_: Any) -> None: ...
+    async def free_slots(self, **_: Any) -> None: ...
 
     async def close(self) -> None: ...
 

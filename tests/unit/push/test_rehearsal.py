@@ -55,7 +55,7 @@ class Numbers(ReadySender):
     async def release(self, chunk: int) -> None:
         self.released = chunk + 1
 
-    async def rest(self, **_: Any) -> None:
+    async def free_slots(self, **_: Any) -> None:
         self.rests += 1
 
 

@@ -277,7 +277,7 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
     worker = Notes()
     found = training_of(ledger, tmp_path, worker, gap_s=0.0)
     await add(ledger, found, "m", training.CREATE)
-    await found._one("m")
+    await found._carry_out("m")
     await add(ledger, found, "m", training.OPTIM_STEP, first=2)
     done: list[int] = []
 
@@ -303,10 +303,10 @@ async def test_a_step_after_a_gap_does_not_apply_what_is_left_of_its_gradient(
 ) -> None:
     found = training_of(ledger, tmp_path, Notes(), gap_s=0.0)
     await add(ledger, found, "m", training.CREATE)
-    await found._one("m")
+    await found._carry_out("m")
     await add(ledger, found, "m", training.FORWARD, first=2)
     await found._skip_gaps()
     await add(ledger, found, "m", training.OPTIM_STEP, training.OPTIM_STEP, first=3)
-    await found._one("m")
-    await found._one("m")
+    await found._carry_out("m")
+    await found._carry_out("m")
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "done"]

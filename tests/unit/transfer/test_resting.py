@@ -9,15 +9,15 @@ import threading
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.transfer.carrier import CpuCarrier, GpuCarrier
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender import Channel, Sender
 from skyctl.transfer.sender_client import SenderProcess
-from skyctl.transfer.transports.base import CpuCarrier
 from tests.unit.push.checkpoints import write_checkpoint
 
 
@@ -37,7 +37,7 @@ class Slots(CpuCarrier):
 
     def close(self) -> None: ...
 
-    def rest(self) -> None:
+    def free_slots(self) -> None:
         self.readers = [one.name for one in threading.enumerate() if one.name == "reader"]
 
 
@@ -71,11 +71,11 @@ def test_slots_are_freed_once_nobody_reads_into_them(
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
     for chunks in (opening["chunks"], None):  # the second push finds everything as the first did
         sender.obey({"op": "open", "carrier": None, **opening, "chunks": chunks})
-        sender.obey({"op": "rest"})  # while it waits for the release of its only slot
+        sender.obey({"op": "free_slots"})  # while it waits for the release of its only slot
         assert carrier.readers == carrier.exported == []
     events = [json.loads(line)["event"] for line in told.getvalue().splitlines()]
     assert [event for event in events if event != "filled"] == [
-        *("warmed", "opened", "rested", "opened", "rested")
+        *("warmed", "opened", "freed", "opened", "freed")
     ]
 
 
@@ -114,13 +114,14 @@ async def test_a_sender_is_told_once_what_to_read_of_versions_of_a_model(tmp_pat
     assert typed == [True, False, False, False]
 
 
-class Relays(Slots):
+class Relays(GpuCarrier):
     """Notes the groups that it is in."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.groups: list[tuple[int, int, str]] = []
-        self.relay = self
+
+    def relay(self) -> Self:
+        return self
 
     def form(self, rank: int, world_size: int, unique_id: str) -> None:
         self.groups.append((rank, world_size, unique_id))

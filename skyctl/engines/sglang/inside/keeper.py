@@ -161,11 +161,11 @@ class Keeper:
     async def _problem(self, path: str, body: Mapping[str, Any]) -> str:
         """Why SGLang must not get this call now; "" if it may."""
         manager = self._manager()
-        paused, held = bool(manager.is_pause), await manager.model_update_lock.is_locked()
+        paused, locked = bool(manager.is_pause), await manager.model_update_lock.is_locked()
         tags = _tags(body)
         if path in (RELEASE, RESUME) and len(tags) < len(body.get("tags") or MEMORY):
             return "a tag is there twice"
-        if path == PAUSE and paused and held and self._mode == "in_place":
+        if path == PAUSE and paused and locked and self._mode == "in_place":
             if body.get("mode", "abort") == "abort":
                 return "requests are held in place and cannot be aborted: pause with retract first"
         elif path == CONTINUE and self._released:
@@ -175,14 +175,14 @@ class Keeper:
         elif path == RELEASE:
             if again := tags & self._released:
                 return f"{', '.join(sorted(again))} released already"
-            if not paused or held:
+            if not paused or locked:
                 return "requests run or are held: pause with abort first"
         elif path == RESUME and (missing := tags - self._released):
             return f"{', '.join(sorted(missing))} not released"
         elif path in UPDATES:
             if "weights" in self._released:
                 return "the weights are released: resume their memory first"
-            if paused and held and body.get("flush_cache", True):
+            if paused and locked and body.get("flush_cache", True):
                 return "requests are held: send flush_cache: false, or pause with abort first"
             if path == FROM_GROUP and _group(body) not in self._groups:
                 return f"there is no group {_group(body)}: init_weights_update_group first"

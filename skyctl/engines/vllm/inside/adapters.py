@@ -76,12 +76,12 @@ def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
         return
 
     @wraps(load)
-    async def load_or_name(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
+    async def load_or_name(self: Any, request: Any, *args: Any, **named: Any) -> Any:
         name, version = request.lora_name, request.lora_path.removeprefix(NAMED)
         if version == request.lora_path:
-            return await load(self, request, *rest, **named)
-        held = self.lora_requests.get(name)
-        if held is None or held.lora_name != version:
+            return await load(self, request, *args, **named)
+        loaded = self.lora_requests.get(name)
+        if loaded is None or loaded.lora_name != version:
             if not name or self.is_base_model(name) or version not in self.lora_requests:
                 return refuse(
                     message=f"{name!r} cannot be a name of {version!r}, which is not loaded",
@@ -93,18 +93,18 @@ def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
 
     @wraps(listed)
     async def all_names(self: Any) -> Any:
-        found = await listed(self)
-        adapters = {one.lora_path for one in self.lora_requests.values()}
+        served = await listed(self)
+        paths = {adapter.lora_path for adapter in self.lora_requests.values()}
         parent = self.base_model_paths[0].name
-        found.data = [one for one in found.data if one.root not in adapters]
-        for name, one in self.lora_requests.items():
-            found.data.append(card(id=name, root=one.lora_path, parent=parent))
+        served.data = [adapter for adapter in served.data if adapter.root not in paths]
+        for name, adapter in self.lora_requests.items():
+            served.data.append(card(id=name, root=adapter.lora_path, parent=parent))
         states = self.engine_client.output_processor.request_states.values()
         running = {s.lora_request.lora_path: s.lora_request for s in states if s.lora_request}
-        for path in running.keys() - adapters:
+        for path in running.keys() - paths:
             name = running[path].lora_name
-            found.data.append(card(id=name, root=path, parent=parent, owned_by=IN_FLIGHT))
-        return found
+            served.data.append(card(id=name, root=path, parent=parent, owned_by=IN_FLIGHT))
+        return served
 
     setattr(load_or_name, _MARK, True)
     models.load_lora_adapter, models.show_available_models = load_or_name, all_names
@@ -119,9 +119,9 @@ def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) 
 
     @wraps(process)
     def process_or_refuse(*args: Any, **named: Any) -> Any:
-        asked = signature.bind(*args, **named).arguments
-        wanted = getattr(asked.get("params"), "prompt_logprobs", None)
-        if wanted is not None and asked.get("lora_request") is not None:
+        arguments = signature.bind(*args, **named).arguments
+        logprobs = getattr(arguments.get("params"), "prompt_logprobs", None)
+        if logprobs is not None and arguments.get("lora_request") is not None:
             raise refusal(_REFUSAL)
         return process(*args, **named)
 
@@ -136,8 +136,8 @@ def count_by_name(states: Any) -> None:
         return
 
     @wraps(update)
-    def update_by_name(self: Any, request: str, adapter: str | None, *rest: Any, **how: Any) -> Any:
-        return update(self, request, adapter and adapter.partition("@")[0], *rest, **how)
+    def update_by_name(self: Any, request: str, adapter: str | None, *args: Any, **how: Any) -> Any:
+        return update(self, request, adapter and adapter.partition("@")[0], *args, **how)
 
     setattr(update_by_name, _MARK, True)
     states._request_update = update_by_name
@@ -156,9 +156,9 @@ def leave_base_rows_alone(*modules: Any) -> None:
 
 def _masked(expand: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(expand)
-    def masked(inputs: Any, weights: Any, into: Any, indices: Any, *rest: Any, **named: Any) -> Any:
+    def masked(inputs: Any, weights: Any, into: Any, indices: Any, *args: Any, **named: Any) -> Any:
         own = (indices >= 0)[: inputs.shape[0], None]
-        return expand(inputs.where(own, 0), weights, into, indices, *rest, **named)
+        return expand(inputs.where(own, 0), weights, into, indices, *args, **named)
 
     setattr(masked, _MARK, True)
     return masked

@@ -76,16 +76,16 @@ def _prove(
     hearing = {other: group.recv([heard[other]], other, _TAG) for other in others}
     telling = [group.send([proof], other, _TAG) for other, proof in proofs.items()]
     for other, work in hearing.items():
-        work.wait(_left(deadline))
+        work.wait(_remaining(deadline))
         if not hmac.compare_digest(bytes(heard[other].tolist()), _proof(secret, other, rank)):
             raise RuntimeError(f"somebody took the place of rank {other} in this push's group")
     for work in telling:
-        work.wait(_left(deadline))
+        work.wait(_remaining(deadline))
 
 
 def _proof(secret: bytes, teller: int, hearer: int) -> bytes:
     return proof_of(secret, f"rank {teller} to rank {hearer}".encode())
 
 
-def _left(deadline: float) -> timedelta:
+def _remaining(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))

@@ -215,6 +215,6 @@ class GroupStoreClient:
         self._socket.settimeout(left_s)
 
 
-def proof_of(secret: bytes, *said: bytes) -> bytes:
+def proof_of(secret: bytes, *parts: bytes) -> bytes:
     """Shows that somebody knows the secret, and for this occasion alone."""
-    return hmac.digest(secret, b"".join(said), "sha256")
+    return hmac.digest(secret, b"".join(parts), "sha256")

@@ -53,15 +53,16 @@ def give_up_ports() -> None:
     with contextlib.suppress(OSError), Path(os.devnull).open() as nothing:
         for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
             with contextlib.suppress(OSError):  # no socket
-                with socket.socket(fileno=os.dup(number)) as one:
-                    ours = one.family in (socket.AF_INET, socket.AF_INET6) and not _connected(one)
+                with socket.socket(fileno=os.dup(number)) as listener:
+                    network = listener.family in (socket.AF_INET, socket.AF_INET6)
+                    ours = network and not _connected(listener)
                 if ours:
                     os.dup2(nothing.fileno(), number)
 
 
-def _connected(one: socket.socket) -> bool:
+def _connected(listener: socket.socket) -> bool:
     try:
-        one.getpeername()
+        listener.getpeername()
     except OSError:
         return False
     return True
