@@ -26,10 +26,13 @@ def main() -> None:
     if not completing and (not arguments or _only_asks_for_help(arguments)):
         sys.stdout.write(_front_page())
         sys.exit(0 if arguments else 2)
+    startup.become_command()
     startup.hold_interrupts(True)
     startup.speed_up_imports()
     from skyctl.cli.app import main as run
+    from skyctl.cli.suspending import handle_suspend
 
+    handle_suspend()
     try:
         run()
     except SystemExit as exit_:

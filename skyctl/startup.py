@@ -16,6 +16,20 @@ import time
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _AGAIN_S = 0.01  # longer than a finalizer
 _ours: set[str] = set()  # variables that this module set
+_commands = False
+
+
+def is_command() -> bool:
+    """Whether this process is a command or a supervisor of skyctl, and not a program that uses it:
+    nothing else is lost when it is killed.
+    """
+    return _commands
+
+
+def become_command() -> None:
+    """This process is one."""
+    global _commands
+    _commands = True
 
 
 def ensure_std_streams() -> None:

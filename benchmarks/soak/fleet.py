@@ -19,9 +19,9 @@ import psutil
 
 from skyctl.core.registry import supervisor_running
 from skyctl.errors import SkyctlError
-from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+from skyctl.supervisor.client import listening
 
 _ROOT = Path(__file__).parents[2]
 _SETTINGS = """

@@ -121,12 +121,14 @@ class Arbiter:
 
     async def turn(self, act: Act, what: str, *, wait_s: float | None = None) -> Turn:
         """Take the turn, once every act that excludes it has ended. Only a recovery waits for a
-        push: verbs and other pushes are refused.
+        push: verbs and other pushes are refused. It also ends commands of skyctl that are stopped
+        and go on holding the turn after `PATIENCE_S`.
 
         Raises:
             ConflictError: a push or a recovery is under way, or somebody still acts after `wait_s`.
         """
-        deadline = time.monotonic() + (PATIENCE_S if wait_s is None else wait_s)
+        began = time.monotonic()
+        deadline = began + (PATIENCE_S if wait_s is None else wait_s)
         while True:
             try:
                 turn = self.take(act, what)
@@ -135,6 +137,8 @@ class Arbiter:
                 refused = act is not Act.RECOVER and self._locks.taken(LOCK)
                 if refused or time.monotonic() >= deadline:
                     raise
+                if act is Act.RECOVER and time.monotonic() >= began + PATIENCE_S:
+                    self._end_stopped()
             await asyncio.sleep(_POLL_S)
         try:
             await turn.after_late_requests()
@@ -146,6 +150,20 @@ class Arbiter:
     def holders(self) -> list[Holder]:
         """All who act on the fleet now."""
         return self._locks.holders(LOCK)
+
+    def stopped(self) -> list[Holder]:
+        """Those whose process is stopped: they keep others out and do nothing."""
+        return [holder for holder in self.holders() if holder.stopped]
+
+    def _end_stopped(self) -> None:
+        """End commands that keep the turn and are stopped.
+
+        Raises:
+            ConflictError: a program that uses skyctl is stopped: only its user may end it.
+        """
+        for holder in self.stopped():
+            if not holder.end_stopped():
+                raise self._locks.conflict(LOCK)
 
     def holds(self, what: str) -> bool:
         """Whether this job holds the turn."""

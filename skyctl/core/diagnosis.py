@@ -36,6 +36,7 @@ Found = Literal[
     "stale",
     "half-down",
     "other-version",
+    "stopped",
 ]
 Action = Literal[
     "nothing", "resume", "sleep", "push", "restart", "quarantine", "adopt", "end", "down", "replace"

@@ -1,6 +1,6 @@
 """The guardian of a push: a small process that recovers the fleet if the pusher dies.
 
-pusher ── spawns ──► guardian ── waits for the pusher's death (pidfd)
+pusher ── spawns ──► guardian ── waits for the pusher's death (pidfd); kills one that is stopped
    │ done: one byte         └─► `skyctl recover --yes`
    └─────────────► ends
 """
@@ -18,10 +18,12 @@ from pathlib import Path
 from skyctl.errors import StateUnwritable
 from skyctl.launch.local.process import start_detached
 from skyctl.launch.local.rotation import rotate
+from skyctl.startup import is_command
 from skyctl.store.owned import own, unforked
 from skyctl.store.paths import FleetPaths
 
 LOG = "guardian"
+STOPPED_S = 10.0
 _SCRIPT = Path(__file__).with_name("guard_process.py")
 _LOG_BYTES = 1024 * 1024
 _END_TIMEOUT_S = 2.0
@@ -29,7 +31,8 @@ _END_TIMEOUT_S = 2.0
 
 @contextlib.asynccontextmanager
 async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
-    """While the block runs, the death of this process makes the guardian run `skyctl recover`.
+    """While the block runs, the death of this process makes the guardian run `skyctl recover`. A
+    command or a supervisor that is stopped for `STOPPED_S` seconds is killed for it.
 
     If the guardian cannot be started, the push goes on without: recovery by hand remains.
     """
@@ -47,7 +50,8 @@ async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     recover = [sys.executable, "-m", "skyctl", "recover", "--fleet", paths.name, "--yes", "--json"]
     rotate(paths.log(LOG), _LOG_BYTES, keep=1)
-    argv = [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover]
+    stopped_s = STOPPED_S if is_command() else 0.0
+    argv = [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), str(stopped_s), *recover]
     with unforked():
         guardian = start_detached(argv, paths, paths.log(LOG), stdin=subprocess.PIPE)
         assert guardian.stdin is not None  # a pipe

@@ -28,7 +28,7 @@ from skyctl.core.service import (
     T,
     Wake,
 )
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus, assess
 from skyctl.core.urls import FleetUrls, access
 from skyctl.engines.base import ServerMetrics
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable, UsageError, no_server
@@ -38,6 +38,7 @@ from skyctl.service.attached_servers import AttachedServers
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, refuse_held
+from skyctl.store.locks import Holder
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
@@ -123,6 +124,8 @@ class AttachedFleet(RecordedFleet):
         asking = (_server(self._client, t, rows[t.name], workers) for t in targets)
         replicas = tuple(await asyncio.gather(*asking))
         health, reasons = assess(replicas, router)
+        for holder in await asyncio.to_thread(self.arbiter.stopped):
+            reasons += (Reason(f"the fleet is busy: {holder}", holder.hint("")),)
         return FleetStatus(
             self.ref.name,
             health,
@@ -275,7 +278,8 @@ class AttachedFleet(RecordedFleet):
         from skyctl.service.attached_recovery import find
 
         await self._servers.locate()
-        return await find(self._servers, self._client, self.state)
+        servers = await find(self._servers, self._client, self.state)
+        return (*map(_stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
         """Recover from outside. Waits for a push, or another recovery, at most `timeout_s`."""
@@ -327,6 +331,14 @@ class AttachedFleet(RecordedFleet):
             if name not in known:
                 raise no_server(self.ref.name, name, known)
         return tuple(known[name] for name in servers)
+
+
+def _stopped(holder: Holder) -> Finding:
+    """A command that is stopped: recovery ends it. A program that uses skyctl is its user's."""
+    from skyctl.core.diagnosis import Finding
+
+    detail = str(holder) if holder.is_command else f"{holder}; {holder.hint('')}"
+    return Finding("holder", "stopped", detail, "end" if holder.is_command else "nothing")
 
 
 async def _server(

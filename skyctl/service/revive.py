@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 
@@ -17,15 +16,17 @@ from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
-from skyctl.store.identity import peer
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+from skyctl.store.stopped import end_stopped
+from skyctl.supervisor.client import listening, stopped_supervisor
 from skyctl.supervisor.interface import Adopt, SupervisorClient
 
 UP_LOCK = "up"
 UP_LOCK_WAIT_S = 30.0
 ADOPT_WAIT_S = 5.0
+_STOPPED_S = 1.0
 
 
 async def revive(ref: FleetRef) -> None:
@@ -89,22 +90,20 @@ async def replace_other(ref: FleetRef) -> None:
         await daemon.wait_gone(ref.paths)
 
 
-def listening(paths: FleetPaths) -> int:
-    """The pid that listens at the fleet's socket, from the kernel.
+async def end_stopped_supervisor(paths: FleetPaths) -> None:
+    """Kill the supervisor if it is stopped, and not just for a moment; its servers run on.
 
     Raises:
-        SkyctlError: it has none here, because it runs in another container.
+        SkyctlError: it does not end.
     """
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(5.0)
-        connection.connect(str(paths.socket))
-        pid, _ = peer(connection)
-    if pid <= 0:  # as a target of kill, 0 would be our own process group
-        raise SkyctlError(
-            f"the supervisor of fleet {paths.name} runs in another container",
-            hint="type the same there, with the skyctl that is to take its place",
-        )
-    return pid
+    pid = stopped_supervisor(paths)
+    if not pid:
+        return
+    await asyncio.sleep(_STOPPED_S)
+    from skyctl.supervisor import daemon
+
+    if end_stopped(pid, lambda: stopped_supervisor(paths) == pid):
+        await daemon.wait_gone(paths)
 
 
 async def _until_ended(client: SupervisorClient, operation: int) -> None:

@@ -52,7 +52,7 @@ class SupervisedFleet(RemoteFleet):
     """
 
     def __init__(self, ref: FleetRef) -> None:
-        super().__init__(ref.name, by_socket(ref.paths))
+        super().__init__(ref.name, by_socket(ref.paths), paths=ref.paths)
         self.ref = ref
         self._looked = False
 
@@ -137,15 +137,18 @@ class SupervisedFleet(RemoteFleet):
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
         """With a supervisor of this version, started if need be."""
         from skyctl.core.recovery import Recovered
+        from skyctl.service.revive import end_stopped_supervisor
         from skyctl.store.in_doubt import close_orphans
         from skyctl.store.state import FleetState
 
         began = time.monotonic()
+        before = await self.findings()
+        await end_stopped_supervisor(self.ref.paths)
         if not supervisor_running(self.ref.paths) and self.ref.paths.database.exists():
             # before anything slow: whoever follows a job learns at once that its process is dead
             with FleetState(self.ref.paths.database) as state:
                 close_orphans(state)
-        before = await self.findings()
+            before = await self.findings()  # with what a dead push left
         done = await self._recovered(asked)
         after = {finding.server: finding for finding in await self.findings()}
         seconds = time.monotonic() - began

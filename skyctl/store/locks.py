@@ -16,13 +16,16 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.startup import is_command
+from skyctl.store.identity import create_time
 from skyctl.store.owned import FileLock, after_fork_in_child
 from skyctl.store.paths import create_private_file, flocked
+from skyctl.store.stopped import end_stopped, is_stopped
 from skyctl.units import format_seconds
 
 ASKED = ", asked for by "
@@ -34,13 +37,17 @@ _MAX_RECORD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a lock: what it does (a command or a job), its process, and since when (epoch
-    seconds).
-    """
+    """The holder of a lock."""
 
     what: str
+    """A command or a job."""
     pid: int
     since: float
+    """Epoch seconds."""
+    created: float = 0.0
+    """When its process was created (`identity.create_time`); 0 if that is not on record."""
+    is_command: bool = False
+    """A command or a supervisor of skyctl, which may be killed; not a program that uses it."""
 
     @property
     def subject(self) -> str:
@@ -48,10 +55,30 @@ class Holder:
         return self.what.partition(",")[0]
 
     def __str__(self) -> str:
-        held = format_seconds(max(0.0, time.time() - self.since))
+        duration = format_seconds(max(0.0, time.time() - self.since))
         does, asked, by = self.what.partition(ASKED)
-        # name the command that asked: the process that acts for it is the supervisor
-        return f"{does} for {held}{asked}{by}" if by else f"{does} (pid {self.pid}, for {held})"
+        stopped = ", stopped" if self.stopped else ""
+        if by and not stopped:
+            # name the command that asked: the process that acts for it is the supervisor
+            return f"{does} for {duration}{asked}{by}"
+        return f"{does} (pid {self.pid}, for {duration}{stopped}){asked}{by}"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether its process is stopped, and so keeps others out until somebody lets it go on."""
+        return is_stopped(self.pid)
+
+    def hint(self, otherwise: str) -> str:
+        """What to type while it keeps others out: `otherwise`, unless it is stopped."""
+        return stopped_hint(self.pid) if self.stopped else otherwise
+
+    def end_stopped(self) -> bool:
+        """Kill its process, if that is a command of skyctl which is stopped; whether it was."""
+
+        def still() -> bool:
+            return create_time(self.pid) == self.created
+
+        return self.is_command and self.pid != os.getpid() and end_stopped(self.pid, still)
 
 
 class News:
@@ -86,7 +113,9 @@ class Lock:
     def __init__(self, locks: Locks, name: str, file: FileLock, shared: bool, what: str) -> None:
         self.name = name
         self.shared = shared
-        self.holder = Holder(what, os.getpid(), time.time())
+        pid = os.getpid()
+        created = create_time(pid) or 0.0
+        self.holder = Holder(what, pid, time.time(), created, is_command())
         self._locks = locks
         self._file = file
         self.after_death = _has_record(file.fileno()) and not (shared and locks.lives(name))
@@ -95,7 +124,7 @@ class Lock:
 
     def rename(self, what: str) -> None:
         """Describe more precisely what the lock is held for."""
-        self.holder = Holder(what, self.holder.pid, self.holder.since)
+        self.holder = replace(self.holder, what=what)
         self._record()
         self._locks.news.tell()
 
@@ -184,7 +213,7 @@ class Locks:
             raise
         if not free:
             file.close()
-            raise self._conflict(name)
+            raise self.conflict(name)
         lock = Lock(self, name, file, shared, what)
         if self._on_taken is not None:
             self._on_taken()
@@ -269,15 +298,17 @@ class Locks:
                 return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             raise
 
-    def _conflict(self, name: str) -> ConflictError:
+    def conflict(self, name: str) -> ConflictError:
         found = self.holders(name)
         if not found:  # released meanwhile
             return ConflictError("another command acted on this fleet just now", hint="try again")
         first = found[0]
         job = first.subject if first.subject.startswith("push-") else ""
+        wait = f"wait for it: skyctl jobs wait {job}" if job else "wait for it to end"
+        stopped = next((holder for holder in found if holder.stopped), first)
         return ConflictError(
             f"fleet {self.fleet} is busy: {' and '.join(map(str, found))}",
-            hint=f"wait for it: skyctl jobs wait {job}" if job else "wait for it to end",
+            hint=stopped.hint(wait),
             details={
                 **({"job": job} if job else {}),
                 "holder": first.what,
@@ -294,6 +325,11 @@ def _forget_inherited() -> None:
 
 
 after_fork_in_child(_forget_inherited)
+
+
+def stopped_hint(pid: int) -> str:
+    """What to type about a process that is stopped."""
+    return f"let it go on: kill -CONT {pid}; or end it: kill -KILL {pid}; then: skyctl recover"
 
 
 def _has_record(descriptor: int) -> bool:

@@ -14,6 +14,7 @@ _TASKS_END_S = 5.0
 
 
 def main() -> int:
+    startup.become_command()
     startup.speed_up_imports()
     from skyctl.errors import SkyctlError
     from skyctl.store.paths import fleet_paths

@@ -5,7 +5,10 @@ Over the socket in the fleet's directory, or over TCP to another machine.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import socket
 import ssl
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +28,9 @@ from skyctl.errors import (
 from skyctl.http.connections import KeptConnections
 from skyctl.http.transport import Answer, NoAnswer, Request, Transport, TransportError
 from skyctl.store.credentials import read_secret
+from skyctl.store.identity import peer
 from skyctl.store.paths import FleetPaths
+from skyctl.store.stopped import is_stopped
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
     VERSION_HEADER,
@@ -43,6 +48,9 @@ if TYPE_CHECKING:
     from skyctl.push.request import PushRequest
 
 LOOK = "look: skyctl logs supervisor"
+_STOPPED_S = 1.0
+"""A supervisor that does not answer for so long may be stopped."""
+_CONNECT_S = 5.0
 
 
 class RemoteFleet(FleetService):
@@ -55,8 +63,10 @@ class RemoteFleet(FleetService):
         *,
         url: str = "http://supervisor",
         headers: dict[str, str] | None = None,
+        paths: FleetPaths | None = None,
     ) -> None:
         self.name = name
+        self._paths = paths
         self._transport = transport
         self._url = f"{url}/v1"
         self._headers = headers or {}
@@ -64,7 +74,7 @@ class RemoteFleet(FleetService):
     @classmethod
     def on_this_machine(cls, paths: FleetPaths) -> Self:
         """By the socket in the fleet's directory. Raises SkyctlError where that is not ours."""
-        return cls(paths.name, by_socket(paths))
+        return cls(paths.name, by_socket(paths), paths=paths)
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,7 +94,7 @@ class RemoteFleet(FleetService):
         request = Request("POST", self._url, f"/{verb}", headers, self._encoded(asked))
         read = reader(result)
         try:
-            answer = await self._transport.send(request, timeout_s=patience_s)
+            answer = await self._answer(request, patience_s)
         except NoAnswer as error:
             raise DeadlineExceeded(
                 f"the supervisor of fleet {self.name} did not answer in {patience_s:g} s",
@@ -104,6 +114,24 @@ class RemoteFleet(FleetService):
                 f"the supervisor answered {answer.text[:100]!r}", hint=LOOK
             ) from error
         return found
+
+    async def _answer(self, request: Request, patience_s: float) -> Answer:
+        """The answer of the supervisor.
+
+        Raises:
+            FleetDownError: it is stopped, here: it will not answer. NoAnswer, TransportError.
+        """
+        sending = asyncio.ensure_future(self._transport.send(request, timeout_s=patience_s))
+        try:
+            while self._paths is not None:
+                done, _ = await asyncio.wait({sending}, timeout=_STOPPED_S)
+                if not done and (pid := await asyncio.to_thread(stopped_supervisor, self._paths)):
+                    raise stopped_error(self.name, pid)
+                if done:
+                    break
+            return await sending
+        finally:
+            sending.cancel()
 
     def _encoded(self, asked: object) -> bytes:
         return json.dumps({} if asked is None else asked, default=vars).encode()
@@ -167,6 +195,41 @@ class NetworkFleet(RemoteFleet):
             f"no supervisor answers at {self.name}: {error}",
             hint=f"is the fleet up, does its file have `supervisor: {{listen: …}}`, and {how}",
         )
+
+
+def stopped_error(name: str, pid: int) -> FleetDownError:
+    """The error of every verb while the fleet's supervisor is stopped."""
+    return FleetDownError(
+        f"the supervisor of fleet {name} (pid {pid}) is stopped",
+        hint=f"let it go on: kill -CONT {pid}; or replace it, its servers go on: skyctl recover",
+        details={"stopped": pid},
+    )
+
+
+def stopped_supervisor(paths: FleetPaths) -> int:
+    """The pid of the fleet's supervisor if that is stopped; else 0."""
+    with contextlib.suppress(OSError, SkyctlError):
+        pid = listening(paths)
+        return pid if is_stopped(pid) else 0
+    return 0
+
+
+def listening(paths: FleetPaths) -> int:
+    """The pid that listens at the fleet's socket, from the kernel. Raises OSError if none does.
+
+    Raises:
+        SkyctlError: it has none here, because it runs in another container.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_CONNECT_S)
+        connection.connect(str(paths.socket))
+        pid, _ = peer(connection)
+    if pid <= 0:  # as a target of kill, 0 would be our own process group
+        raise SkyctlError(
+            f"the supervisor of fleet {paths.name} runs in another container",
+            hint="type the same there, with the skyctl that is to take its place",
+        )
+    return pid
 
 
 def by_socket(paths: FleetPaths) -> Transport:

@@ -252,7 +252,9 @@ def _socket(paths: FleetPaths) -> Iterator[socket.socket]:
 async def _answers(client: RemoteFleet) -> bool:
     try:
         await client.processes()
-    except FleetDownError:
+    except FleetDownError as error:
+        if "stopped" in error.details:  # it lives, and no other can take its place
+            raise
         return False
     return True
 

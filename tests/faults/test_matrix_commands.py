@@ -22,10 +22,10 @@ import pytest
 
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError
-from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
+from skyctl.supervisor.client import listening
 from skyctl.supervisor.interface import SupervisorClient
 from tests.faults.stub_fleet import ROOT, StubFleet, until_said
 from tests.pids import kill

@@ -20,8 +20,8 @@ _PUSHER = """
 import os, subprocess, sys
 command = [sys.executable, "-S", "-c", "import os, sys; open(sys.argv[1], 'w').write("
            "os.environ.get('SKYCTL_KILL_AT', 'unset'))", sys.argv[2]]
-guardian = subprocess.Popen([sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), *command],
-                            stdin=subprocess.PIPE, start_new_session=True)
+argv = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.argv[3], *command]
+guardian = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
 print(guardian.pid, flush=True)
 if sys.stdin.readline() == "release\\n":
     guardian.stdin.write(b".")
@@ -30,9 +30,9 @@ if sys.stdin.readline() == "release\\n":
 """
 
 
-def pusher(mark: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+def pusher(mark: Path, stopped_s: float = 0.0) -> tuple[subprocess.Popen[str], psutil.Process]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _PUSHER, guard_process.__file__, str(mark)],
+        [sys.executable, "-c", _PUSHER, guard_process.__file__, str(mark), str(stopped_s)],
         env={**os.environ, "SKYCTL_KILL_AT": ""},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -53,6 +53,36 @@ def test_when_the_pusher_is_killed_the_command_runs_without_its_kill_point(tmp_p
     psutil.wait_procs([guardian], timeout=20)
     assert (tmp_path / "mark").read_text() == "unset"
     end(process)
+
+
+def test_a_pusher_that_is_stopped_is_killed(tmp_path: Path) -> None:
+    process, guardian = pusher(tmp_path / "mark", stopped_s=1.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    psutil.wait_procs([guardian], timeout=20)
+    assert process.wait(timeout=20) == -signal.SIGKILL
+    assert (tmp_path / "mark").exists()
+    end(process)
+
+
+def test_a_pusher_that_goes_on_in_time_is_not_killed(tmp_path: Path) -> None:
+    process, guardian = pusher(tmp_path / "mark", stopped_s=3.0)
+    for _ in range(4):
+        os.kill(process.pid, signal.SIGSTOP)
+        psutil.wait_procs([guardian], timeout=1.1)
+        os.kill(process.pid, signal.SIGCONT)
+        psutil.wait_procs([guardian], timeout=0.6)  # one look
+    process.communicate("release\n", timeout=20)
+    assert process.returncode == 0 and not (tmp_path / "mark").exists()
+
+
+def test_a_program_that_uses_skyctl_is_never_killed_for_being_stopped(tmp_path: Path) -> None:
+    process, guardian = pusher(tmp_path / "mark", stopped_s=0.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    gone, _ = psutil.wait_procs([guardian], timeout=2)
+    assert not gone and process.poll() is None
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate("release\n", timeout=20)
+    assert process.returncode == 0 and not (tmp_path / "mark").exists()
 
 
 def test_when_it_is_released_nothing_runs(tmp_path: Path) -> None:

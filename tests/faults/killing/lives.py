@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.core.registry import supervisor_running
-from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+from skyctl.supervisor.client import listening
 from tests.faults.killing import checks
 from tests.faults.killing.commands import Commands
 from tests.faults.killing.cycle import Came, Dice, unsupervised

@@ -15,10 +15,10 @@ import psutil
 
 from skyctl.core.registry import supervisor_running
 from skyctl.kill_points import COLOCATED, OUT_OF_ROUTER
-from skyctl.service.revive import listening
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+from skyctl.supervisor.client import listening
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
 from tests.faults.killing.commands import Commands

@@ -25,7 +25,7 @@ from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError, HostUnreachable, SkyctlError
 from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.service import bring_down, revive
+from skyctl.service import bring_down
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
@@ -33,6 +33,7 @@ from skyctl.store.journal import JobEvent
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
+from skyctl.supervisor import client as clients
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.resident import Supervisor
@@ -199,9 +200,9 @@ async def test_a_supervisor_in_another_container_is_not_killed_from_here(
     """The kernel says 0 for its pid, which as a target of kill is the caller's process group."""
     connection = MagicMock(socket.socket)
     connection.__enter__.return_value.getsockopt.return_value = struct.pack("3i", 0, 0, 0)
-    monkeypatch.setattr(revive.socket, "socket", lambda *asked: connection)
+    monkeypatch.setattr(clients.socket, "socket", lambda *asked: connection)
     with pytest.raises(SkyctlError, match="runs in another container"):
-        revive.listening(paths)
+        clients.listening(paths)
 
 
 async def test_down_never_signals_a_process_that_only_has_the_recorded_pid(

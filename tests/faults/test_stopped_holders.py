@@ -1,0 +1,181 @@
+"""A process that is stopped, not dead, while it acts on a fleet: by the real commands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from skyctl.store.paths import FleetPaths
+from skyctl.supervisor import client as clients
+from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.pids import gone
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.running import running
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+BOUND_S = 60.0
+_FILE = """
+name: far
+servers: [{urls}]
+control_timeout_s: 60
+weight_transfer: {{transport: shm, update_timeout_s: 60}}
+"""
+
+
+@dataclass
+class Attached:
+    """Two stubs of this process, and real commands, as a shell starts them."""
+
+    directory: Path
+    stubs: list[StubServer]
+
+    @contextmanager
+    def started(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+        environ |= {"SKYCTL_HOME": str(self.directory / "home"), "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "skyctl", *arguments],
+            cwd=self.directory,
+            env=environ,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # as a job of a shell: SIGTSTP stops it
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    async def skyctl(self, *arguments: str) -> tuple[int, dict[str, Any]]:
+        """One command to its end: exit code and envelope."""
+        with self.started(*arguments, "--json") as process:
+            stdout, _ = await asyncio.to_thread(process.communicate, timeout=BOUND_S)
+            return process.returncode, json.loads(stdout)
+
+    def hang(self, route: str) -> None:
+        self.stubs[1].asgi.faults = {route: Fault("hang")}
+
+    def mend(self) -> None:
+        self.stubs[1].asgi.faults = {}
+
+    @property
+    def frozen(self) -> list[bool]:
+        return [stub.engine.paused for stub in self.stubs]
+
+
+@asynccontextmanager
+async def attached(directory: Path) -> AsyncIterator[Attached]:
+    write_checkpoint(directory / "v1", tiny_tensors())
+    stubs = [StubServer(), StubServer()]
+    async with running(stubs) as targets:
+        urls = ", ".join(target.url for target in targets)
+        (directory / "fleet.yaml").write_text(_FILE.format(urls=urls))
+        yield Attached(directory, stubs)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND_S
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)
+
+
+async def test_a_push_that_is_stopped_is_named_and_then_ended_by_its_guardian(
+    tmp_path: Path,
+) -> None:
+    async with attached(tmp_path) as fleet:
+        fleet.hang("/start_weight_update")
+        with fleet.started("sync-weights", "v1") as push:
+            await fleet.stubs[1].asgi.until("/start_weight_update")
+            stop(push)
+            code, envelope = await fleet.skyctl("pause")
+            assert code != 0 and "stopped" in envelope["error"]["message"]
+            assert f"kill -CONT {push.pid}" in envelope["error"]["hint"]
+            _, envelope = await fleet.skyctl("status")
+            (reason,) = [r for r in envelope["data"]["reasons"] if "stopped" in r["message"]]
+            assert f"kill -KILL {push.pid}" in reason["hint"]
+            fleet.mend()
+            await until(lambda: push.poll() is not None)
+            await until(lambda: fleet.frozen == [False, False])
+            assert push.returncode == -signal.SIGKILL
+            code, _ = await fleet.skyctl("recover", "--yes")  # waits for the guardian's
+            assert code == 0
+
+
+async def test_recover_ends_a_verb_that_is_stopped(tmp_path: Path) -> None:
+    async with attached(tmp_path) as fleet:
+        fleet.hang("/pause")
+        with fleet.started("pause") as verb:
+            await fleet.stubs[1].asgi.until("/pause")
+            stop(verb)
+            fleet.mend()
+            code, envelope = await fleet.skyctl("recover", "--dry-run")
+            (finding,) = [f for f in envelope["data"]["findings"] if f["found"] == "stopped"]
+            assert code == 0 and finding["action"] == "end" and str(verb.pid) in finding["detail"]
+            code, _ = await fleet.skyctl("recover", "--yes")
+            assert code == 0 and verb.wait(timeout=BOUND_S) == -signal.SIGKILL
+            code, _ = await fleet.skyctl("resume")
+            assert code == 0 and fleet.frozen == [False, False]
+
+
+async def test_ctrl_z_is_refused_while_a_command_acts_and_stops_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    async with attached(tmp_path) as fleet:
+        fleet.hang("/start_weight_update")
+        with fleet.started("sync-weights", "v1") as push:
+            await fleet.stubs[1].asgi.until("/start_weight_update")
+            push.send_signal(signal.SIGTSTP)
+            assert push.stderr is not None
+            lines = iter(push.stderr.readline, "")
+            refused = await asyncio.to_thread(lambda: any("not suspended" in x for x in lines))
+            assert refused and psutil.Process(push.pid).status() != psutil.STATUS_STOPPED
+            fleet.mend()
+        await until(lambda: fleet.frozen == [False, False])  # it was killed: its guardian acts
+        with fleet.started("status", "--watch") as watch:
+            assert watch.stdout is not None
+            await asyncio.to_thread(watch.stdout.readline)
+            watch.send_signal(signal.SIGTSTP)
+            await until(lambda: psutil.Process(watch.pid).status() == psutil.STATUS_STOPPED)
+
+
+def test_a_supervisor_that_is_stopped_is_named_and_replaced(tmp_path: Path) -> None:
+    fleet = StubFleet(tmp_path)
+    fleet.write()
+    fleet.run("up")
+    try:
+        before = {name: row["pid"] for name, row in fleet.replicas().items()}
+        pid = clients.listening(FleetPaths(tmp_path / "home", "stubs"))
+        os.kill(pid, signal.SIGSTOP)
+        reasons = fleet.json("status")["data"]["reasons"]
+        assert any(f"(pid {pid}) is stopped" in reason["message"] for reason in reasons)
+        envelope = fleet.json("pause", expect=4)
+        assert f"kill -CONT {pid}" in envelope["error"]["hint"]
+        fleet.run("recover", "--yes")
+        assert gone(pid)
+        assert {name: row["pid"] for name, row in fleet.replicas().items()} == before
+        pid = clients.listening(FleetPaths(tmp_path / "home", "stubs"))
+        os.kill(pid, signal.SIGSTOP)
+    finally:
+        fleet.run("down")
+    assert all(gone(process) for process in (pid, *before.values()))
