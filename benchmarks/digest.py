@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from skyctl.engines.vllm.inside.device_digest import digest_on_device
-from skyctl.engines.vllm.inside.triton_digest import sum_words
+from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.triton_digest import sum_words
 
 _HIDDEN, _INNER, _VOCABULARY, _FUSED = 4096, 12288, 151936, 6144
 _LAYER = (

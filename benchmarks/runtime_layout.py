@@ -19,7 +19,6 @@ from typing import Any
 
 from benchmarks.checkpoints import two_checkpoints
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program
 from skyctl.transfer.plan import (
     ChunkPlan,
     check_layouts,
@@ -27,6 +26,7 @@ from skyctl.transfer.plan import (
     plan_chunks,
     program_for,
 )
+from skyctl.wire.layouts import LayoutReport, Program
 
 CHUNK_BYTES = 1 << 30
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"

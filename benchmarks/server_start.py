@@ -25,8 +25,8 @@ import psutil
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.base import ServerLaunch
 from skyctl.engines.vllm.command import server_command
-from skyctl.engines.vllm.inside.wire import BACKEND
 from skyctl.launch.local.host import free_port
+from skyctl.wire.messages import BACKEND
 
 WAYS = {"skyctl's module": True, "vLLM's": False}
 LIMIT_S = 300

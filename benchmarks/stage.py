@@ -27,12 +27,12 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Part, Program
 from skyctl.transfer.gpu import reader as gpu_reader
 from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, order_for_runtime, plan_chunks, program_for
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
+from skyctl.wire.layouts import LayoutReport, ParameterLayout, Part, Program
 
 CHUNK_BYTES = 1 << 30
 

@@ -10,8 +10,8 @@ from typing import Any
 from skyctl.checkpoints.header import Tensor
 from skyctl.engines.base import Server, lacks_method
 from skyctl.errors import ServerError
+from skyctl.wire.worker import WorkerMethod
 
-_METHOD = "skyctl_adapter_fit"
 _FIRST_PARTS = (".lora_A.weight", ".lora_embedding_A")
 _SHOWN = 3
 _FUSED = ({"q_proj", "k_proj", "v_proj", "qkv_proj"}, {"gate_proj", "up_proj", "gate_up_proj"})
@@ -29,7 +29,7 @@ async def adapter_problem(
     names = [tensor.name for tensor in tensors if tensor.name.endswith(_FIRST_PARTS)]
     question = {"config": dict(config), "names": names}
     try:
-        answers = await server.ask_workers(_METHOD, question)
+        answers = await server.ask_workers(WorkerMethod.ADAPTER_FIT, question)
     except ServerError as error:
         if not lacks_method(error):
             raise

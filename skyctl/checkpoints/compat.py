@@ -10,8 +10,8 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import Checkpoint, locate, read_checkpoint, read_config
 from skyctl.checkpoints.configs import Difference, compare_configs, differences
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.wire import TensorUse
 from skyctl.errors import PreflightError, SkyctlError
+from skyctl.wire.messages import TensorUse
 
 _SHOWN = 3
 _HEAD, _EMBEDDINGS = "lm_head.weight", "embed_tokens.weight"

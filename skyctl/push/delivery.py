@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.launch.base import Node
@@ -28,14 +27,14 @@ from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
 from skyctl.transfer.transports.base import Session, Transport, rank_offsets
 from skyctl.transfer.transports.rendezvous import HOST
+from skyctl.wire.layouts import Program
+from skyctl.wire.worker import WorkerMethod
 
 OUTSTANDING = 3
 """Updates under way at once if their order is free: while a server loads one chunk, the call for
 the next has already arrived.
 """
 
-LEAVE_METHOD = "skyctl_leave_group"
-FREE_METHOD = "skyctl_free_cached"
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
 _GRACE_S = 5.0  # a server's own deadline should expire before ours, so that its reason arrives
 
@@ -274,7 +273,7 @@ class ChunkDelivery(Delivery):
 
         async def call(site: Site) -> None:
             if self._transport.leaves_group:
-                await site.vllm.extension_rpc(LEAVE_METHOD, timeout_s=timeout_s)
+                await site.vllm.extension_rpc(WorkerMethod.LEAVE_GROUP, timeout_s=timeout_s)
             info = self._transport.init_info(
                 session, rank_offset=self._offsets[site.name], dialect=site.spoken
             )
@@ -424,7 +423,7 @@ class ChunkDelivery(Delivery):
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
             site.open = False
             if self._transport.leaves_group and not site.spoken.keeps_streams:
-                await site.vllm.extension_rpc(FREE_METHOD, timeout_s=timeout_s)
+                await site.vllm.extension_rpc(WorkerMethod.FREE_CACHED, timeout_s=timeout_s)
             site.weights = Weights.NEW
 
         await each(alive(sites), call, timeout_s=timeout_s, what="finish")

@@ -20,13 +20,13 @@ from skyctl.checkpoints.compat import (
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.checkpoints.header import remembered
 from skyctl.engines.base import lacks_method
-from skyctl.engines.vllm.inside.wire import TensorUse
 from skyctl.errors import ServerError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
 from skyctl.push.sites import Site
+from skyctl.wire.messages import TensorUse
+from skyctl.wire.worker import WorkerMethod
 
-_METHOD = "skyctl_fit"
 _KEPT = 256
 _answers: dict[tuple[str, str], Answer] = {}
 """The latest answers, by `PushServer.instance` and a digest of the question."""
@@ -72,7 +72,7 @@ async def _ask(site: Site, question: Mapping[str, Any], timeout_s: float) -> Ans
     if site.server.instance and key in _answers:
         return _answers[key]
     try:
-        answers = await site.vllm.ask_workers(_METHOD, question, timeout_s=timeout_s)
+        answers = await site.vllm.ask_workers(WorkerMethod.FIT, question, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error):
             raise

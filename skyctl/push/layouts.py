@@ -20,7 +20,6 @@ from functools import partial
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor, remembered
 from skyctl.engines.base import lacks_method
-from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Program
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
@@ -34,9 +33,8 @@ from skyctl.transfer.plan import (
     order_tensors,
     program_for,
 )
-
-LAYOUT_METHOD = "skyctl_layout"
-TRUST_METHOD = "skyctl_layout_trust"
+from skyctl.wire.layouts import LayoutReport, ParameterLayout, Program
+from skyctl.wire.worker import WorkerMethod
 
 _TRANSPORTS = ("ipc", "nccl")
 _KEPT = 16
@@ -176,7 +174,7 @@ async def _ask(transport: str, sites: Sequence[Site]) -> dict[str, tuple[LayoutR
 async def _ask_one(site: Site) -> tuple[LayoutReport, ...]:
     known = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
-        answers = await site.vllm.ask_workers(LAYOUT_METHOD, {"known": list(known)})
+        answers = await site.vllm.ask_workers(WorkerMethod.LAYOUT, {"known": list(known)})
         reports = tuple(_spelled(LayoutReport.from_wire(answer), known) for answer in answers)
     except ServerError as error:
         if lacks_method(error):
@@ -249,6 +247,7 @@ async def settle_parameters(
         )
     if not site.copied:
         layouts = [program.layout for program, _ in site.expected]
-        await site.vllm.ask_workers(TRUST_METHOD, {"layouts": layouts}, timeout_s=timeout_s)
+        proven = {"layouts": layouts}
+        await site.vllm.ask_workers(WorkerMethod.LAYOUT_PROVEN, proven, timeout_s=timeout_s)
     site.compared = whole
     return ""

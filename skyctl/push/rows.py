@@ -2,7 +2,7 @@
 
 Digests show whether servers agree with each other. A single server, or garbage that is the same on
 all servers, has to be compared with the checkpoint itself: a few values of every kind of tensor and
-of every layer, wherever vLLM fused, split or packed them (`inside/wire.py`).
+of every layer, wherever vLLM fused, split or packed them (`wire/messages.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.wire import ROW_WIDTH, RowAnswer, RowQuestion, row_number
+from skyctl.wire.messages import ROW_WIDTH, RowAnswer, RowQuestion, row_number
 
 _PER_KIND = 2
 _MOST_LAYERS = 64

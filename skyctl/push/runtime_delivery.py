@@ -14,19 +14,14 @@ from typing import Any
 
 from skyctl.errors import PreflightError
 from skyctl.kill_points import reached
-from skyctl.push.delivery import FREE_METHOD, ChunkDelivery
+from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.sites import Site, Weights, alive, ask_all, each, require_paused
 from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease
-
-OPEN_METHOD = "skyctl_layout_open"
-LOAD_METHOD = "skyctl_layout_load"
-RECEIVE_METHOD = "skyctl_layout_receive"
-PROCESS_METHOD = "skyctl_layout_process"
-CLOSE_METHOD = "skyctl_layout_close"
+from skyctl.wire.worker import WorkerMethod
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -75,7 +70,7 @@ class RuntimeDelivery(ChunkDelivery):
             slots = len(self._slots["offsets"])
         elif not opened.staged_whole:
             raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
-        telling = asyncio.create_task(self._ask(sites, OPEN_METHOD, self._opening))
+        telling = asyncio.create_task(self._ask(sites, WorkerMethod.LAYOUT_OPEN, self._opening))
         try:
             if self._spare_bytes:
                 await telling
@@ -120,7 +115,9 @@ class RuntimeDelivery(ChunkDelivery):
                 self._filled[chunk.index] = filled
             if self._spare_bytes:  # chunk by chunk: between them, engines go on with their requests
                 told = list(self._told.values())
-                await self._ask(told, PROCESS_METHOD, partial(self._processing, chunk.index))
+                await self._ask(
+                    told, WorkerMethod.LAYOUT_PROCESS, partial(self._processing, chunk.index)
+                )
         self._read_ahead_until = asyncio.get_running_loop().time()
 
     async def init(self, sites: Sequence[Site]) -> None:
@@ -155,7 +152,7 @@ class RuntimeDelivery(ChunkDelivery):
             arguments = {"chunks": indices, "last": following == len(chunks)}
             await each(
                 alive(sites),
-                partial(self._rpc, method=LOAD_METHOD, arguments=arguments),
+                partial(self._rpc, method=WorkerMethod.LAYOUT_LOAD, arguments=arguments),
                 timeout_s=self._fleet.update_timeout_s,
                 what="update",
             )
@@ -170,7 +167,7 @@ class RuntimeDelivery(ChunkDelivery):
 
     async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
         sizes = [chunk.size for chunk in self._plan.chunks]
-        await self._rpc(site, RECEIVE_METHOD, {"sizes": sizes})
+        await self._rpc(site, WorkerMethod.LAYOUT_RECEIVE, {"sizes": sizes})
 
     async def _rpc(self, site: Site, method: str, arguments: Mapping[str, Any]) -> None:
         site.weights = Weights.UNKNOWN
@@ -193,13 +190,13 @@ class RuntimeDelivery(ChunkDelivery):
         timeout_s = _CLOSE_TIMEOUT_S
         await ask_all(
             left,
-            lambda site: site.vllm.collective_rpc(CLOSE_METHOD, timeout_s=timeout_s),
+            lambda site: site.vllm.collective_rpc(WorkerMethod.LAYOUT_CLOSE, timeout_s=timeout_s),
             timeout_s=timeout_s,
         )
         if self._spare_bytes:
             await ask_all(
                 list(told.values()),
-                lambda site: site.vllm.extension_rpc(FREE_METHOD, timeout_s=timeout_s),
+                lambda site: site.vllm.extension_rpc(WorkerMethod.FREE_CACHED, timeout_s=timeout_s),
                 timeout_s=timeout_s,
             )
         await super().close()

@@ -14,7 +14,6 @@ from skyctl.engines.base import GroupJoin, Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
-from skyctl.push.delivery import LEAVE_METHOD
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, scrub
@@ -26,6 +25,7 @@ from skyctl.store.state import TRAINER
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import rank_offsets
+from skyctl.wire.worker import WorkerMethod
 
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
 
@@ -196,7 +196,7 @@ class TrainerDelivery(Delivery):
         async def clear(site: Site) -> None:
             await require_paused(site)
             if self._leaves_group:
-                await site.vllm.extension_rpc(LEAVE_METHOD)
+                await site.vllm.extension_rpc(WorkerMethod.LEAVE_GROUP)
             if site.weights is Weights.UNKNOWN or site.open:
                 await scrub(site)
                 await close_session(site)

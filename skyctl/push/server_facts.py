@@ -16,8 +16,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.request import PushFleet, PushServer
 from skyctl.transfer.nccl_settings import shared
+from skyctl.wire.worker import WorkerMethod
 
-_PROBLEM_METHOD = "skyctl_update_problem"
 _NCCL_TIMEOUT_S = 30.0
 _MOST = 4096
 _FEW_CHANNELS = 8
@@ -152,7 +152,7 @@ async def _update_problem(server: Server) -> str:
     started without skyctl's worker extension.
     """
     try:
-        answers = await server.ask_workers(_PROBLEM_METHOD, timeout_s=_NCCL_TIMEOUT_S)
+        answers = await server.ask_workers(WorkerMethod.UPDATE_PROBLEM, timeout_s=_NCCL_TIMEOUT_S)
     except ServerError as error:
         if not lacks_method(error):
             raise

@@ -10,13 +10,13 @@ from enum import IntEnum
 from typing import TypeVar
 
 from skyctl.engines.base import Dialect, Refusal, Server
-from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
 from skyctl.push.rows import Compared
 from skyctl.states import PushState
+from skyctl.wire.layouts import Program
 
 T = TypeVar("T")
 ENGINE_TIMEOUT_S = 10.0

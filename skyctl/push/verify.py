@@ -23,8 +23,8 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
+from skyctl.wire.worker import WorkerMethod
 
-DIGEST_METHOD = "skyctl_weight_digest"
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with --no-verify"
 T = TypeVar("T")
@@ -186,7 +186,7 @@ async def weights_digest(
     if finite:
         arguments["finite"] = True
     try:
-        answers = await server.ask_workers(DIGEST_METHOD, arguments, timeout_s=timeout_s)
+        answers = await server.ask_workers(WorkerMethod.DIGEST, arguments, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error):
             raise

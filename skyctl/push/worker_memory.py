@@ -19,10 +19,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.gpu.devices import fits_whole
 from skyctl.transfer.plan import ChunkPlan, module_of
+from skyctl.wire.layouts import Copy, Program
 
 MIB = 1 << 20
 SENDER_CONTEXT_BYTES = 596 * MIB

@@ -60,8 +60,8 @@ _PACKAGES = tuple(
         "fleetfile",
     )
 )
-_ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
-"""Modules that run in vLLM's processes and in the sender, some of them beside torch."""
+_ELSEWHERE = (".inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
+"""Parts of the names of modules that run in servers and in the sender, some beside torch."""
 _HOUSEKEEPING_INTERVAL_S = 5.0
 _PRUNE_INTERVAL_S = 3600.0
 _kept: list[FileLock] = []
@@ -129,7 +129,8 @@ def load_everything() -> None:
     for package in _PACKAGES:
         path = importlib.import_module(package).__path__
         for found in pkgutil.walk_packages(path, f"{package}."):
-            if not found.name.startswith(_ELSEWHERE) and not found.name.endswith("__main__"):
+            elsewhere = any(part in found.name for part in _ELSEWHERE)
+            if not elsewhere and not found.name.endswith("__main__"):
                 importlib.import_module(found.name)
 
 

@@ -9,7 +9,7 @@ from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
 
 if TYPE_CHECKING:
-    from skyctl.engines.vllm.inside.layout_wire import Program
+    from skyctl.wire.layouts import Program
 
 
 class Reader(Protocol):

@@ -1,7 +1,7 @@
 """Pure planning of a push: tensors become ordered chunks, which become copy programs for workers.
 
 The programs are for pushes in the runtime layout. A worker reports which blocks of checkpoint
-tensors its parameters are made of (`engines/vllm/inside/layout_wire.py`). This determines the best
+tensors its parameters are made of (`wire/layouts.py`). This determines the best
 order in which to send tensors, with fused ones side by side, and for each worker the bytes of each
 chunk that go into each parameter.
 """
@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.layout_wire import (
+from skyctl.errors import PreflightError
+from skyctl.wire.layouts import (
     Copy,
     LayoutReport,
     ParameterLayout,
     Part,
     Program,
 )
-from skyctl.errors import PreflightError
 
 ALIGNMENT = 64
 """Alignment of a tensor in a chunk, in bytes, so that a view of it is aligned for any dtype."""

@@ -37,13 +37,13 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from skyctl.checkpoints.header import Shard
-from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.startup import speed_up_imports
 from skyctl.transfer.carrier import Carrier, GpuCarrier, Reader
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
+from skyctl.wire.layouts import Program
 
 _PR_SET_PDEATHSIG = 1
 _MAX_THREADS = 8

@@ -13,7 +13,6 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
 from skyctl.children import child_environment
-from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import A_GPU, Node
 from skyctl.launch.remote.session import command_on, connection_environment
@@ -21,6 +20,7 @@ from skyctl.store.owned import own_stdin
 from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
 from skyctl.transfer.reader import Filled
+from skyctl.wire.layouts import Program
 
 _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megabytes of JSON
 _STDERR_KEPT = 64 * 1024

@@ -7,8 +7,8 @@ from tests.gpu.conftest import need_gpus
 
 def test_the_compiled_kernel_gives_the_numbers_of_the_plain_code() -> None:
     need_gpus(1, "triton")
-    from skyctl.engines.vllm.inside.device_digest import digest_on_device
-    from skyctl.engines.vllm.inside.triton_digest import sum_words
+    from skyctl.wire.device_digest import digest_on_device
+    from skyctl.wire.triton_digest import sum_words
     from tests.unit.engines.digest_cases import for_the_kernel
 
     tensors = for_the_kernel()

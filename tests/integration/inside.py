@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from skyctl.engines.vllm.inside.wire import ROW_WIDTH, RowQuestion, row_number
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.wire.messages import ROW_WIDTH, RowQuestion, row_number
 from tests.integration.fleet_cli import FleetCli
 
 REPOSITORY = Path(__file__).parents[2]

@@ -20,7 +20,6 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.engines.vllm.server import PauseMode, VLLMServer, read_start
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.generate.prompts import GenerationRequest
@@ -28,6 +27,7 @@ from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResul
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.verify import weights_digest
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 from tests.simulation.alone import Alone
 from tests.stub.app import StubServer
 from tests.stub.running import running

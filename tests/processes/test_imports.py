@@ -25,7 +25,7 @@ assert not heavy, heavy
         "skyctl.cli.sync_weights",
         "skyctl.cli.jobs",
         "skyctl.cli.weights",
-        "skyctl.engines.vllm.inside.wire",
+        "skyctl.wire.messages",
         "skyctl.engines.vllm.inside.plugin",
     ],
 )

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 from tests.stub.rows import KEPT_BYTES, Contents
 from tests.stub.state import EngineRefused, StubEngine
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
-from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number
 from skyctl.errors import SkyctlError
+from skyctl.wire.messages import RowAnswer, RowQuestion, row_number
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Larger tensors are not kept: a stub stands in for models of any size."""

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import pytest
 
 import skyctl
+from skyctl.wire.worker import WorkerMethod
 
 PACKAGE = Path(skyctl.__file__).parent
 ENGINES_WORDS = re.compile(
-    r"""VLLM_\w+ | vllm[:_]\w | vllm\.(?!inside)\w          # variables, metrics, modules
+    r"""VLLM_\w+ | vllm[:_]\w | vllm\.\w                    # variables, metrics, modules
     | --worker-urls | --worker-ext | weight-transfer-config | enable-sleep-mode | enforce-eager
     | ^/(is_paused|pause|resume|sleep|is_sleeping|wake_up|server_info|collective_rpc|readiness)\b
     | /(add|remove|list)_worker | ^/metrics | ^/health | ^/(get_world_size|reset_\w+_cache)
@@ -29,7 +30,8 @@ ADVICE = {
     "push/server_facts.py": "variables of NCCL's that vLLM reads too",
     "push/verify.py": "how to start a server that can digest",
     "core/urls.py": "what other programs want of servers",
-    "transfer/transports/nccl.py": "loads vLLM's NCCL into the sender",
+    "transfer/transports/nccl.py": "how to get vLLM's NCCL for the sender",
+    "wire/nccl.py": "loads vLLM's NCCL, in servers and in the sender",
 }
 """Sentences for people that name an engine's settings, and why there."""
 
@@ -85,12 +87,20 @@ def test_those_words_would_be_found(text: str) -> None:
     assert ENGINES_WORDS.search(text)
 
 
-def test_nothing_imports_an_engine_but_the_protocol_of_its_workers() -> None:
-    """What runs in an engine's workers is skyctl's own, and so are the messages to it."""
+def test_nothing_imports_an_engine_but_its_interface() -> None:
+    """The messages to its workers are in `skyctl/wire`."""
     found = {
         f"{module.path}: {name}"
         for module in modules()
         for name in module.imported
-        if re.match(r"skyctl\.engines\.(?!base$|logs$|vllm\.inside\.)\w", name)
+        if re.match(r"skyctl\.engines\.(?!base$|logs$)\w", name)
     }
     assert not found
+
+
+def test_a_method_of_workers_is_named_in_one_table_and_exists() -> None:
+    extension = PACKAGE / "engines/vllm/inside/worker.py"
+    methods = re.findall(r"    def (skyctl_\w+)\(", extension.read_text(encoding="utf-8"))
+    assert sorted(methods) == sorted(WorkerMethod)
+    named = {module.path for module in modules() for _, text in module.strings if text in methods}
+    assert named == {"wire/worker.py"}

@@ -23,10 +23,10 @@ from skyctl.engines.base import (
 from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import VLLM
 from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
-from skyctl.engines.vllm.inside.wire import BACKEND, SPIN_VARIABLE
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
 from skyctl.units import finite_or
+from skyctl.wire.messages import BACKEND, SPIN_VARIABLE
 
 KEY_VARIABLE = VLLM.key_variable
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"

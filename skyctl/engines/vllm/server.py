@@ -21,6 +21,7 @@ from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.vllm.command import drafting
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.errors import ServerError
+from skyctl.wire.worker import WorkerMethod
 
 _REFUSALS = {
     "without a matching start": Refusal.NO_SESSION,
@@ -81,7 +82,7 @@ class VLLMServer(HttpServer):
 
     async def started_with(self) -> StartedWith:
         with ignoring_status():
-            parts = await self.collective_rpc("skyctl_started_with")
+            parts = await self.collective_rpc(WorkerMethod.STARTED_WITH)
             return read_start(parts[0] if parts else None)
         with ignoring_status():  # has it all, but takes seconds first: it lists what is installed
             return read_start((await self.server_info()).get("vllm_config"))
@@ -188,7 +189,7 @@ class VLLMServer(HttpServer):
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
         """Answers by data-parallel rank, then by rank within it. /collective_rpc alone would return
-        only the first data-parallel rank's (`engines/vllm/inside/wire.py`).
+        only the first data-parallel rank's (`inside/answers.py`).
 
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
@@ -200,8 +201,10 @@ class VLLMServer(HttpServer):
         else:
             nonce = secrets.token_hex(16)
             question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
-            await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
-            kept = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
+            await self.collective_rpc(
+                WorkerMethod.KEEP_ANSWER, kwargs=question, timeout_s=timeout_s
+            )
+            kept = await self.collective_rpc(WorkerMethod.KEPT_ANSWERS, kwargs={"nonce": nonce})
             by_place = self._understood(
                 "/collective_rpc",
                 lambda: {tuple(each["rank"]): each["answer"] for each in kept[0]},
@@ -305,7 +308,7 @@ class VLLMServer(HttpServer):
                 raise
 
     async def nccl_reports(self, *, timeout_s: float | None = None) -> list[Any]:
-        return await self.collective_rpc("skyctl_nccl", timeout_s=timeout_s)
+        return await self.collective_rpc(WorkerMethod.NCCL, timeout_s=timeout_s)
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
         """vLLM's reload leaves tied weights out on CPU (`inside/experts.py`)."""
@@ -322,7 +325,7 @@ class VLLMServer(HttpServer):
             )
             again.refusal = error.refusal
             raise again from error
-        await self.extension_rpc("skyctl_repack_tied", timeout_s=timeout_s)
+        await self.extension_rpc(WorkerMethod.REPACK_TIED, timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """None without such a route. On CPU it hashes nothing for linear layers: no proof there."""

@@ -5,7 +5,7 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 The numbers, one per parameter, say what servers must hold after a push, from the bytes that were
 read. A parameter whose bytes are in a chunk exactly as they will be in a worker is numbered there;
 others are first built from the sender's own chunks, as the worker's program says. A worker that
-holds the same numbers (`engines/vllm/inside/device_digest.py`) holds the checkpoint, every byte of
+holds the same numbers (`wire/device_digest.py`) holds the checkpoint, every byte of
 it.
 """
 
@@ -21,7 +21,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.transfer.carrier import GpuCarrier
 from skyctl.transfer.gpu.devices import (
     MirroredSlots,
@@ -34,6 +33,7 @@ from skyctl.transfer.gpu.reader import THREADS, DeviceReader, Read, ReadBatch, S
 from skyctl.transfer.gpu.relay import Relay
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
+from skyctl.wire.layouts import Copy, Program
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +215,7 @@ class Numbering:
         return [self._add(program, chunk, octets) for program in self._programs]
 
     def _add(self, program: _Unfinished, chunk: int, octets: Any) -> dict[str, int]:
-        from skyctl.engines.vllm.inside.layout_copy import copy_runs
+        from skyctl.wire.copies import copy_runs
 
         numbers: dict[str, int] = {}
         arrived: dict[str, Any] = {}
@@ -292,7 +292,7 @@ def _bytes_of(parameter: tuple[str, str, tuple[int, ...]]) -> int:
 
 def _numbered(batch: dict[str, Any]) -> dict[str, int]:
     """Numbers of the tensors in the batch, which is empty afterwards."""
-    from skyctl.engines.vllm.inside.device_digest import digest_on_device
+    from skyctl.wire.device_digest import digest_on_device
 
     numbers = dict(zip(batch, digest_on_device(list(batch.values())), strict=True))
     batch.clear()
@@ -406,7 +406,7 @@ def _first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Pie
     """
     import torch
 
-    from skyctl.engines.vllm.inside.finite import all_finite, each_finite
+    from skyctl.wire.finite import all_finite, each_finite
 
     runs = list(_runs(pieces))
     if not runs:

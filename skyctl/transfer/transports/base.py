@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.base import Dialect, TensorHeaders
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
 from skyctl.transfer.reader import Filled
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def tensor_headers(chunk: Chunk) -> TensorHeaders:
 
 
 def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
-    """update_info of skyctl's own engine (`engines/vllm/inside/wire.py`)."""
+    """update_info of skyctl's own engine (`wire/messages.py`)."""
     headers = tensor_headers(chunk)
     return asdict(
         ChunkUpdate(
@@ -132,7 +132,7 @@ def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
 
 
 def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) -> dict[str, Any]:
-    """init_info of skyctl's own engine (`engines/vllm/inside/wire.py`)."""
+    """init_info of skyctl's own engine (`wire/messages.py`)."""
     return asdict(
         ReceiverInit(
             transport=transport,

@@ -10,9 +10,9 @@ import secrets
 from datetime import timedelta
 from typing import Any
 
-from skyctl.engines.vllm.inside.group_store import SECRET_BYTES, GroupStore
 from skyctl.transfer.carrier import CpuCarrier
 from skyctl.transfer.transports.base import Transport
+from skyctl.wire.group_store import SECRET_BYTES, GroupStore
 
 
 class GlooTransport(Transport):
@@ -81,7 +81,7 @@ class GlooCarrier(CpuCarrier):
         }
 
     def join(self) -> None:
-        from skyctl.engines.vllm.inside.gloo_group import form_group
+        from skyctl.wire.gloo_group import form_group
 
         try:
             self._group = form_group(

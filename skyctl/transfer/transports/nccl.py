@@ -15,13 +15,13 @@ from inspect import signature
 from typing import Any
 
 from skyctl.engines.base import GROUP_PREFIX, Dialect, GroupJoin, PackedBuffers
-from skyctl.engines.vllm.inside.nccl import nccl_problem, new_unique_id
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
+from skyctl.wire.nccl import nccl_problem, new_unique_id
 
 WORKER_BUFFERS = 2
 

@@ -7,20 +7,20 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from skyctl.engines.vllm.inside.wire import collect, leave
+from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 
 NONCE = "0123456789abcdef"
 OTHER = """
 import sys
-from skyctl.engines.vllm.inside.wire import leave
-leave(sys.argv[1], (1, 0), {"digest": "bb"})
+from skyctl.engines.vllm.inside.answers import keep_answer
+keep_answer(sys.argv[1], (1, 0), {"digest": "bb"})
 print("left", flush=True)
 sys.stdin.read()
 """
 
 
 def test_answers_of_other_processes_are_collected_and_go_with_them() -> None:
-    leave(NONCE, (0, 0), {"digest": "aa"})
+    keep_answer(NONCE, (0, 0), {"digest": "aa"})
     own = {"rank": [0, 0], "answer": {"digest": "aa"}}
     with subprocess.Popen(
         [sys.executable, "-c", OTHER, NONCE],
@@ -30,26 +30,26 @@ def test_answers_of_other_processes_are_collected_and_go_with_them() -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "left\n"
-        answers = sorted(collect(NONCE), key=lambda answer: answer["rank"])
+        answers = sorted(kept_answers(NONCE), key=lambda answer: answer["rank"])
         assert answers == [own, {"rank": [1, 0], "answer": {"digest": "bb"}}]
         other.communicate()
-    assert collect(NONCE) == [own]
+    assert kept_answers(NONCE) == [own]
 
 
 def test_ranks_that_read_at_the_same_time_disturb_nobody() -> None:
     """What another collector has open is closed between the look and the reading."""
-    leave(NONCE, (0, 0), "own")
+    keep_answer(NONCE, (0, 0), "own")
     done = threading.Event()
 
     def read() -> None:
         while not done.is_set():
-            collect(NONCE)
+            kept_answers(NONCE)
 
     with ThreadPoolExecutor() as pool:
         others = [pool.submit(read) for _ in range(4)]
         try:
             for _ in range(25):
-                answers = collect(NONCE)
+                answers = kept_answers(NONCE)
                 assert answers and all(one == answers[0] for one in answers)
         finally:
             done.set()

@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 RECEIVER = """
 import json, sys, zlib
 from skyctl.engines.vllm.inside.receivers import open_receiver
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 messages = (json.loads(line) for line in sys.stdin)
 receiver = open_receiver(ReceiverInit(**next(messages)), 0)
 for message in messages:

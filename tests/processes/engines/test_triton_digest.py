@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 _COMPARE = """
-from skyctl.engines.vllm.inside import triton_digest
-from skyctl.engines.vllm.inside.device_digest import digest_on_device
-from skyctl.engines.vllm.inside.wire import LANES
+from skyctl.wire import triton_digest
+from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.messages import LANES
 from tests.unit.engines.digest_cases import for_the_kernel
 
 triton_digest._RUN_WORDS = 2 * LANES

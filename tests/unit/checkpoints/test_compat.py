@@ -8,8 +8,8 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.compat import Answer, check_compatible, read_running, reference
-from skyctl.engines.vllm.inside.wire import TensorUse
 from skyctl.errors import PreflightError
+from skyctl.wire.messages import TensorUse
 from tests.unit.push.checkpoints import CONFIG, change_index, filled, tiny_tensors, write_checkpoint
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import torch
 
-from skyctl.engines.vllm.inside.wire import LANES
+from skyctl.wire.messages import LANES
 
 WORDS = 256
 Change = tuple[str, torch.Tensor]

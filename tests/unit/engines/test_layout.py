@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program, layout_digest
 from skyctl.transfer.plan import (
     ChunkPlan,
     Packing,
@@ -19,6 +18,7 @@ from skyctl.transfer.plan import (
     plan_chunks,
     program_for,
 )
+from skyctl.wire.layouts import LayoutReport, Program, layout_digest
 from tests.tiny import make_tiny_checkpoint
 from tests.unit.engines.vllm_models import vllm_model
 
@@ -123,9 +123,9 @@ def _assert_carried_over(program: Program, chunks: list[Any], made: dict[str, An
     """The program fills each parameter as it is, and the sender's numbers are theirs."""
     import torch
 
-    from skyctl.engines.vllm.inside.device_digest import digest_on_device
-    from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
     from skyctl.transfer.gpu.carrier import Numbering
+    from skyctl.wire.copies import copy_runs, octets_of
+    from skyctl.wire.device_digest import digest_on_device
 
     names = [name for name, _, _ in program.parameters]
     targets = {place: torch.zeros_like(octets_of(made[name])) for place, name in enumerate(names)}
@@ -368,7 +368,7 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
 
 
 def come_to(worker: Loader, model: Any, names: list[str]) -> dict[str, int]:
-    from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+    from skyctl.wire.device_digest import as_it_lies, digest_on_device
 
     looked_at, parameters = worker.loader.looked_at(names), dict(model.named_parameters())
     numbers = digest_on_device([as_it_lies(parameters[name]) for name in looked_at])

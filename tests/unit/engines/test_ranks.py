@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.engines.vllm.inside.wire import collect, leave
+from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 
 
 def test_a_worker_keeps_its_last_answer_only() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for nonce in ("aa", "bb", "cc"):
-        leave(nonce, (0, 0), nonce)
-    assert collect("aa") == []
-    assert [answer["answer"] for answer in collect("cc")] == ["cc"]
+        keep_answer(nonce, (0, 0), nonce)
+    assert kept_answers("aa") == []
+    assert [answer["answer"] for answer in kept_answers("cc")] == ["cc"]
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
 
 
 @pytest.mark.parametrize("nonce", ["a", "ab"])
 def test_only_answers_to_this_question_are_collected(nonce: str) -> None:
-    leave("abc", (0, 0), "other")
-    assert collect(nonce) == []
+    keep_answer("abc", (0, 0), "other")
+    assert kept_answers(nonce) == []

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch")
 
 from skyctl.engines.vllm.inside.receivers import open_receiver
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.transfer.transports.shm import ShmCarrier
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 SESSION = "ab12ab12"
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from skyctl.engines.vllm.inside.digest import _bytes, answer_rows  # noqa: E402
-from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number  # noqa: E402
+from skyctl.wire.messages import RowAnswer, RowQuestion, row_number  # noqa: E402
 from tests.unit.engines.test_digest import Packed  # noqa: E402
 
 

@@ -11,13 +11,6 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.engines.base import Refusal
-from skyctl.engines.vllm.inside.layout_wire import (
-    LayoutReport,
-    ParameterLayout,
-    Part,
-    Program,
-    layout_digest,
-)
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.push import layouts
 from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
@@ -33,6 +26,13 @@ from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.ipc import TRANSPORT as IPC
 from skyctl.transfer.transports.nccl import TRANSPORT as NCCL
+from skyctl.wire.layouts import (
+    LayoutReport,
+    ParameterLayout,
+    Part,
+    Program,
+    layout_digest,
+)
 from tests.unit.push.checkpoints import filled, write_checkpoint
 from tests.unit.push.deliveries import ReadySender, site
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.engines.vllm.inside.wire import RowAnswer, row_number
 from skyctl.push.rows import KnownRows, Mismatch, compare, read_rows
+from skyctl.wire.messages import RowAnswer, row_number
 from tests.stub import rows as stub_rows
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
 

@@ -10,13 +10,6 @@ import pytest
 
 from benchmarks.checkpoints import SHAPES, tensor_shapes
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.layout_wire import (
-    Copy,
-    LayoutReport,
-    ParameterLayout,
-    Part,
-    Program,
-)
 from skyctl.push.forecast import Measured, Subject, forecast
 from skyctl.push.worker_memory import (
     MIB,
@@ -32,6 +25,13 @@ from skyctl.transfer.plan import (
     order_for_runtime,
     plan_chunks,
     program_for,
+)
+from skyctl.wire.layouts import (
+    Copy,
+    LayoutReport,
+    ParameterLayout,
+    Part,
+    Program,
 )
 
 GIB = 1 << 30

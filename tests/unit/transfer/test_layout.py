@@ -10,14 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyctl.checkpoints.header import Tensor
-from skyctl.engines.vllm.inside.layout_wire import (
-    LAYOUT_VERSION,
-    Copy,
-    LayoutReport,
-    ParameterLayout,
-    Part,
-    Program,
-)
 from skyctl.transfer.plan import (
     ChunkPlan,
     NotInLayout,
@@ -26,6 +18,14 @@ from skyctl.transfer.plan import (
     order_for_runtime,
     plan_chunks,
     program_for,
+)
+from skyctl.wire.layouts import (
+    LAYOUT_VERSION,
+    Copy,
+    LayoutReport,
+    ParameterLayout,
+    Part,
+    Program,
 )
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.request import PushFleet
 from skyctl.push.worker_memory import worker_bytes
@@ -16,6 +15,7 @@ from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.nccl import NcclTransport
+from skyctl.wire.layouts import Copy, Program
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
 

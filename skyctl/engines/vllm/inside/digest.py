@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device, plain_tensors
-from skyctl.engines.vllm.inside.finite import all_finite
-from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
-from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number
+from skyctl.wire.copies import octets_of
+from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
+from skyctl.wire.finite import all_finite
+from skyctl.wire.messages import RowAnswer, RowQuestion, row_number
 
 _EXACT_WIDTH = 512
 _SPAN = 512

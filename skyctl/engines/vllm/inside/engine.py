@@ -30,9 +30,9 @@ from skyctl.engines.vllm.inside.experts import (
     tied_layers,
     update_problem,
 )
-from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.receivers import Receiver, open_receiver
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.copies import octets_of
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 _SHOWN = 3
 pack_after_updates()  # a server can have this engine without the worker extension

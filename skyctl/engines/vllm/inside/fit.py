@@ -12,7 +12,7 @@ from typing import Any
 
 from skyctl.engines.vllm.inside.experts import tied_layers
 from skyctl.engines.vllm.inside.placement import Trace, tracing
-from skyctl.engines.vllm.inside.wire import RowQuestion, TensorUse
+from skyctl.wire.messages import RowQuestion, TensorUse
 
 
 def configurations(

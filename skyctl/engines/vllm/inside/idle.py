@@ -17,7 +17,7 @@ import os
 import time
 from typing import Any
 
-from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
+from skyctl.wire.messages import SPIN_VARIABLE
 
 _PARAMETER = "busy_loop_s"
 _BETWEEN_LOOKS_S = 50e-6

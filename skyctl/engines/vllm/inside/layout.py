@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from skyctl.engines.vllm.inside.layout_process import unprocessed
-from skyctl.engines.vllm.inside.layout_wire import ParameterLayout, Part
+from skyctl.wire.layouts import ParameterLayout, Part
 
 UNQUANTIZED = (
     "NoneType",

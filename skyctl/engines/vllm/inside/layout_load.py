@@ -18,10 +18,10 @@ import torch
 
 from skyctl.engines.vllm.inside import layout_process
 from skyctl.engines.vllm.inside.completeness import half_open
-from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device, plain_tensors
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
-from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of, paired_runs
-from skyctl.engines.vllm.inside.layout_wire import (
+from skyctl.wire.copies import copy_runs, octets_of, paired_runs
+from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
+from skyctl.wire.layouts import (
     Copy,
     LayoutReport,
     ParameterLayout,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.layout import UNQUANTIZED
-from skyctl.engines.vllm.inside.wire import RowQuestion
+from skyctl.wire.messages import RowQuestion
 
 
 class NotComparable(Exception):

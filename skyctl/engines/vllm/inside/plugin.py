@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from skyctl.engines.vllm.inside.adapters import serve_adapters
 from skyctl.engines.vllm.inside.idle import spin_less
-from skyctl.engines.vllm.inside.wire import BACKEND
+from skyctl.wire.messages import BACKEND
 
 
 def register() -> None:

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 from skyctl.engines.vllm.inside.experts import (
     pack_after_updates,
     repack_tied_layers,
     update_problem,
 )
-from skyctl.engines.vllm.inside.layout_wire import Program
-from skyctl.engines.vllm.inside.nccl import leave_group, nccl_problem, nccl_settings
-from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion, collect, leave
+from skyctl.wire.layouts import Program
+from skyctl.wire.messages import DIGEST_VERSION, RowQuestion
+from skyctl.wire.nccl import leave_group, nccl_problem, nccl_settings
 
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.layout_load import LayoutLoader
@@ -83,7 +84,7 @@ class SkyctlWorkerExtension:
         }
 
     def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
-        """Call another of these methods and keep its answer for `skyctl_answers` (`wire.py`).
+        """Call another of these methods and keep its answer for `skyctl_answers` (`answers.py`).
         Raises RuntimeError: it failed; the message names this worker's rank.
         """
         parallel = self.vllm_config.parallel_config
@@ -94,11 +95,11 @@ class SkyctlWorkerExtension:
             answer = getattr(self, method)(**kwargs)
         except Exception as error:
             raise RuntimeError(f"data-parallel rank {rank[0]}: {method}: {error}") from error
-        leave(nonce, rank, answer)
+        keep_answer(nonce, rank, answer)
 
     def skyctl_answers(self, nonce: str) -> list[dict[str, Any]]:
         """What the workers of all data-parallel ranks left under `nonce`."""
-        return collect(nonce)
+        return kept_answers(nonce)
 
     def skyctl_repack_tied(self) -> None:
         """Complete a `reload_weights`; see `experts.py`.

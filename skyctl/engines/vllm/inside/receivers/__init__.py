@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 if TYPE_CHECKING:
     import torch

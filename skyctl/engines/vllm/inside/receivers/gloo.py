@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from skyctl.engines.vllm.inside.gloo_group import form_group
-from skyctl.engines.vllm.inside.group_store import GroupStoreClient
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.gloo_group import form_group
+from skyctl.wire.group_store import GroupStoreClient
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 
 class GlooReceiver:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 
 class ShmReceiver:

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from skyctl.engines.vllm.inside.gloo_group import form_group
-from skyctl.engines.vllm.inside.group_store import GroupStore
 from skyctl.engines.vllm.inside.receivers import open_receiver
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.transfer.transports import gloo
+from skyctl.wire.gloo_group import form_group
+from skyctl.wire.group_store import GroupStore
+from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 SESSION = "0123456789abcdef"
 OPTIONS = {

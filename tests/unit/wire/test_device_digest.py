@@ -8,10 +8,10 @@ from itertools import chain, combinations, product
 import pytest
 import torch
 
-from skyctl.engines.vllm.inside import device_digest
-from skyctl.engines.vllm.inside.device_digest import digest_on_device
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.transfer.gpu.carrier import Numbering
+from skyctl.wire import device_digest
+from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.layouts import Copy, Program
 from tests.unit.engines.digest_cases import changes, contents, flipped_everywhere, sign_bits
 
 Numbers = Callable[[Sequence[torch.Tensor]], list[int]]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyctl.engines.vllm.inside import group_store
-from skyctl.engines.vllm.inside.group_store import GroupStore, GroupStoreClient
+from skyctl.wire import group_store
+from skyctl.wire.group_store import GroupStore, GroupStoreClient
 
 SECRET = bytes(range(32))
 ADDRESS = "127.0.0.1"

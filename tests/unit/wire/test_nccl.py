@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyctl.engines.vllm.inside.nccl import leave_group, nccl_settings
+from skyctl.wire.nccl import leave_group, nccl_settings
 
 
 def test_a_group_is_destroyed_once() -> None:

@@ -27,8 +27,8 @@ from importlib.util import find_spec
 
 import torch
 
-from skyctl.engines.vllm.inside.layout_copy import octets_of
-from skyctl.engines.vllm.inside.wire import GOLDEN, LANES, MIX
+from skyctl.wire.copies import octets_of
+from skyctl.wire.messages import GOLDEN, LANES, MIX
 
 _BLOCK_WORDS = 2048 * LANES  # 32 MiB: what is computed from a block stays in the GPU's cache
 _WORD = 8
@@ -48,7 +48,7 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     plain = [i for i, tensor in enumerate(tensors) if _has_kernel and _is_plain(tensor)]
     if plain:
-        from skyctl.engines.vllm.inside.triton_digest import sum_words
+        from skyctl.wire.triton_digest import sum_words
 
         sums[plain] = sum_words([tensors[i] for i in plain])
     if others := sorted(set(range(len(tensors))) - set(plain)):

@@ -1,35 +1,22 @@
-"""The messages between a push and the engine inside vLLM: JSON bodies as dataclasses, no torch.
+"""The messages between a push and a server's workers: JSON bodies as dataclasses, no torch.
 
-`ReceiverInit` travels as init_info of /init_weight_transfer_engine, once per push and server;
-`ChunkUpdate` as update_info of /update_weights, once per chunk, the same for every server.
-`RowQuestion` and `RowAnswer` are arguments and results of /collective_rpc.
-
-That calls a method on all data-parallel ranks, waits for all of them, and answers with the results
-of the first (vLLM 0.32, `v1/engine/core_client.py`, `DPLBAsyncMPClient.call_utility_async`). So a
-question to all takes two calls: in the first, each worker leaves its answer in anonymous memory
-that is named by the caller's nonce; in the second, the first rank collects what all others left, as
-/proc/<pid>/fd/<n>. Nothing is written to a file system, and nothing outlives the workers. Ranks on
-other machines are not seen.
+`ReceiverInit` opens a push, once per push and server; `ChunkUpdate` describes a chunk, the same for
+every server. `RowQuestion` and `RowAnswer` are arguments and results of `WorkerMethod.DIGEST`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from array import array
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 SPIN_VARIABLE = "SKYCTL_SPIN_S"
-"""Seconds that processes of a CPU server wait for each other before they sleep; read by
-`engines/vllm/inside/idle.py`, set by the fleet plan."""
+"""Seconds that processes of a CPU server wait for each other before they sleep; set by the fleet
+plan, read in the server."""
 BACKEND = "skyctl"
 """Name of the weight-transfer backend that servers are started with."""
 
@@ -41,8 +28,6 @@ signed number, and a multiplier of splitmix64.
 """
 
 _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
-_ANSWER = "skyctl-answer-"
-_held: list[int] = []  # the descriptor of this worker's last answer
 
 
 @dataclass
@@ -50,7 +35,7 @@ class ReceiverInit:
     """How one server's workers reach the sender.
 
     Attributes:
-        transport: mechanism, the name of a module in `inside/receivers`.
+        transport: the mechanism, by the name of its receiver's module.
         session: hexadecimal name of this push; shared memory carries it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
@@ -65,7 +50,7 @@ class ReceiverInit:
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport.isidentifier():
-            raise ValueError(f"transport {self.transport!r} is no name")
+            raise ValueError(f"transport {self.transport!r} is not a name")
         if not isinstance(self.session, str) or not _SESSION.match(self.session):
             raise ValueError("session must be 8 to 64 hexadecimal digits")
         if not isinstance(self.slot_bytes, int) or self.slot_bytes < 1:
@@ -196,36 +181,3 @@ def row_number(data: bytes, dtype: str) -> int:
         words = array(code, data)
         data = array(code, [word if word & mask else 0 for word in words]).tobytes()
     return crc32(data)
-
-
-def leave(nonce: str, rank: tuple[int, int], answer: Any) -> None:
-    """Keep this worker's answer until the next one. `rank`: in data parallelism, then within it."""
-    while _held:
-        os.close(_held.pop())
-    descriptor = os.memfd_create(f"{_ANSWER}{nonce}", os.MFD_CLOEXEC)
-    _held.append(descriptor)
-    os.write(descriptor, json.dumps({"rank": rank, "answer": answer}).encode())
-
-
-def collect(nonce: str) -> list[dict[str, Any]]:
-    """What this server's workers left under `nonce`: `rank` and `answer` of each, in any order.
-    One may be there twice: every rank collects at the same time, and has open what it reads.
-    """
-    found = []
-    for path in _memories(f"/memfd:{_ANSWER}{nonce} "):
-        with suppress(OSError):  # another rank has read it, and closed it again
-            found.append(json.loads(path.read_bytes()))
-    return found
-
-
-def _memories(name: str) -> Iterator[Path]:
-    """Memory of this name that processes of this session hold; vLLM's are all in one."""
-    session = os.getsid(0)
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if os.getsid(int(process.name)) != session:
-                continue
-            for descriptor in (process / "fd").iterdir():
-                with suppress(OSError):  # closed meanwhile
-                    if str(descriptor.readlink()).startswith(name):
-                        yield descriptor

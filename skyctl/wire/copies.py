@@ -10,7 +10,7 @@ from math import gcd
 
 import torch
 
-from skyctl.engines.vllm.inside.layout_wire import Copy
+from skyctl.wire.layouts import Copy
 
 _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

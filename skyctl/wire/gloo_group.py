@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from skyctl.engines.vllm.inside.group_store import GroupStore, GroupStoreClient, proof_of
+from skyctl.wire.group_store import GroupStore, GroupStoreClient, proof_of
 
 Store = GroupStore | GroupStoreClient
 

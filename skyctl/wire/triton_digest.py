@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from skyctl.engines.vllm.inside.wire import GOLDEN, LANES, MIX
+from skyctl.wire.messages import GOLDEN, LANES, MIX
 
 _RUN_WORDS = 512 * LANES
 

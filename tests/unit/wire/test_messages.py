@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.vllm.inside.wire import (
+from skyctl.wire.messages import (
     ChunkUpdate,
     ReceiverInit,
     RowQuestion,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.engines.vllm.inside.wire import DIGEST_VERSION
+from skyctl.wire.messages import DIGEST_VERSION
 
 LAYOUT_VERSION = f"3.{DIGEST_VERSION}"
 """Version of this format, and of the numbers by which parameters are compared with what was sent. A
@@ -75,11 +75,11 @@ class ParameterLayout:
         """Inverse of `to_wire`; a row of another form raises TypeError or ValueError."""
         name, dtype, shape, parts, zeros, reason, processed = row
         read = tuple(
-            Part(str(tensor), tuple(map(int, of)), *map(int, numbers))
-            for tensor, of, *numbers in parts
+            Part(str(tensor), tuple(map(int, sizes)), *map(int, numbers))
+            for tensor, sizes, *numbers in parts
         )
-        of = tuple(map(int, shape))
-        return cls(str(name), str(dtype), of, read, int(zeros), str(reason), bool(processed))
+        own = tuple(map(int, shape))
+        return cls(str(name), str(dtype), own, read, int(zeros), str(reason), bool(processed))
 
 
 def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
@@ -169,8 +169,8 @@ class LayoutReport:
     def from_wire(cls, data: Mapping[str, Any]) -> LayoutReport:
         """Inverse of `to_wire`; another version comes back as a report with a `reason`."""
         if data["version"] != LAYOUT_VERSION:
-            why = f"it speaks version {data['version']} of layouts, not {LAYOUT_VERSION}"
-            return cls(int(data["rank"]), reason=why)
+            reason = f"it speaks version {data['version']} of layouts, not {LAYOUT_VERSION}"
+            return cls(int(data["rank"]), reason=reason)
         return cls(
             int(data["rank"]),
             str(data["layout"]),

@@ -1,0 +1,28 @@
+"""The methods of skyctl's worker extension, by the names that servers call them by."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class WorkerMethod(StrEnum):
+    """Called over a server's control routes (`Server.collective_rpc`, `ask_workers`)."""
+
+    STARTED_WITH = "skyctl_started_with"
+    UPDATE_PROBLEM = "skyctl_update_problem"
+    NCCL = "skyctl_nccl"
+    KEEP_ANSWER = "skyctl_leave_answer"
+    KEPT_ANSWERS = "skyctl_answers"
+    FIT = "skyctl_fit"
+    ADAPTER_FIT = "skyctl_adapter_fit"
+    DIGEST = "skyctl_weight_digest"
+    REPACK_TIED = "skyctl_repack_tied"
+    LEAVE_GROUP = "skyctl_leave_group"
+    FREE_CACHED = "skyctl_free_cached"
+    LAYOUT = "skyctl_layout"
+    LAYOUT_OPEN = "skyctl_layout_open"
+    LAYOUT_LOAD = "skyctl_layout_load"
+    LAYOUT_RECEIVE = "skyctl_layout_receive"
+    LAYOUT_PROCESS = "skyctl_layout_process"
+    LAYOUT_PROVEN = "skyctl_layout_trust"
+    LAYOUT_CLOSE = "skyctl_layout_close"
