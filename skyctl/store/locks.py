@@ -356,6 +356,10 @@ def _by_process(pid: int) -> Holder:
         process = psutil.Process(pid)
         words = process.cmdline()
         names = [Path(words[0]).name, *words[1:]] if words else [process.name()]
-        return Holder(" ".join(names)[:200], pid, process.create_time())
+        # as `skyctl` or `python -m skyctl` starts one: a full disk may have left no record
+        is_command = words[1:2] == ["-m"] and words[2:3] in (["skyctl"], ["skyctl.supervisor"])
+        is_command = is_command or [Path(word).name for word in words[1:2]] == ["skyctl"]
+        what = " ".join(names)[:200]
+        return Holder(what, pid, process.create_time(), create_time(pid) or 0.0, is_command)
     except psutil.Error:
         return Holder("another process", pid, time.time())

@@ -38,6 +38,7 @@ class Process:
         self.context = copy_context()
         self.context.run(PROCESS.set, self)
         self.on_death: list[Callable[[], None]] = []
+        self.on_stop: list[Callable[[], None]] = []
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -152,6 +153,8 @@ class Kernel:
         if not process.dead:
             self.tell(f"{process} is stopped")
             process.stopped = True
+            for hear in process.on_stop:
+                hear()
 
     def resume(self, process: Process) -> None:
         """SIGCONT."""
@@ -166,6 +169,20 @@ class Kernel:
         process = PROCESS.get()
         self.kill(process, why)
         raise Killed
+
+    def locks(self, process: Process) -> bool:
+        """Whether it keeps others out."""
+        return any(flock.process is process for flock in self.flocks.values())
+
+    def is_stopped(self, pid: int) -> bool:
+        return self.alive(pid) and self.processes[pid].stopped
+
+    def end_stopped(self, pid: int) -> bool:
+        """SIGKILL, if it is stopped; whether it was."""
+        if not self.is_stopped(pid):
+            return False
+        self.kill(self.processes[pid], "is stopped, and killed for it")
+        return True
 
     def find(self, identity: ProcessIdentity) -> Process | None:
         """The live process that this identity means."""

@@ -181,7 +181,13 @@ def _locking_pids(found: os.stat_result) -> set[int]:
 
 
 def _by_process(pid: int) -> Holder:
-    return Holder("a process", pid, EPOCH + _now())
+    return Holder("a process", pid, EPOCH + _now(), float(pid), is_command=True)
+
+
+def _stopped_supervisor(_: FleetPaths) -> int:
+    processes = here().kernel.processes.values()
+    found = [p.pid for p in processes if p.label == "supervisor" and not p.dead and p.stopped]
+    return found[0] if found else 0
 
 
 def dropped_by_children() -> set[int]:
@@ -216,6 +222,10 @@ SEAMS: dict[str, Any] = {
     "skyctl.store.locks._locking_pids": _locking_pids,
     "skyctl.store.locks._by_process": _by_process,
     "skyctl.store.locks.create_private_file": _create_private_file,
+    "skyctl.store.locks.create_time": lambda pid: float(pid),
+    "skyctl.store.locks.end_stopped": lambda pid, still: here().kernel.end_stopped(pid),
+    "skyctl.store.locks.is_command": lambda: True,
+    "skyctl.store.locks.is_stopped": lambda pid: here().kernel.is_stopped(pid),
     "skyctl.store.locks.Locks.own_of_directory": _OwnLocks(),
     "skyctl.core.arbiter.own_command": lambda: "a command",
     "skyctl.store.identity.ProcessIdentity.process": _process,
@@ -236,6 +246,9 @@ SEAMS: dict[str, Any] = {
 
 _LATER = {
     "skyctl.supervisor.client.KeptConnections": SimTransport,
+    "skyctl.supervisor.client.stopped_supervisor": _stopped_supervisor,
+    "skyctl.service.revive.stopped_supervisor": _stopped_supervisor,
+    "skyctl.service.revive.end_stopped": lambda pid, still: here().kernel.end_stopped(pid),
     "skyctl.supervisor.client.own_command": lambda: "a command",
     "skyctl.supervisor.daemon.create_private_file": _create_private_file,
     "skyctl.supervisor.daemon.os": _OS,

@@ -369,7 +369,8 @@ class SupervisedWorld(World):
 
     def _at_work(self) -> bool:
         supervisor = self.supervisor
-        if supervisor is None or self.supervising is None or self.supervising.dead:
+        process = self.supervising
+        if supervisor is None or process is None or process.dead or process.stopped:
             return False
         operation, router = supervisor.operation, supervisor.router
         if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):

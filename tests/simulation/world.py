@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from skyctl.core.guardian import STOPPED_S
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Control, Recover, Resume, Wake
 from skyctl.errors import SkyctlError
@@ -35,6 +36,7 @@ KINDS = ("attached", "supervised")
 
 _BEGINNING_S = 120.0
 _PATIENCE_S = 300.0
+_BEFORE_RECOVERY = ("commands", "guardians")
 _QUIET_S = 20.0
 _FREEZING, _THAWING = ("/pause", "/sleep"), ("/resume", "/wake_up")
 
@@ -236,7 +238,15 @@ class World:
             if "kill-guardian" in self.faults and self.chaos and self.dice.random() < 0.5:
                 people.doom(self, process)
 
+        def stopped() -> None:
+            self.loop.call_later(STOPPED_S, look, context=guardian.context)
+
+        def look() -> None:  # goes on, or was stopped again meanwhile: the real one counts looks
+            if not (released[0] or guardian.dead):
+                self.kernel.end_stopped(pusher.pid)
+
         pusher.on_death.append(died)
+        pusher.on_stop.append(stopped)
 
     def _ref_of(self, fleet: str) -> Callable[[], FleetRef]:
         """The fleet of this name, as its file is when it is looked at."""
@@ -436,13 +446,16 @@ class World:
 
     def _until_quiet(self, what: str) -> None:
         def quiet() -> bool:
-            return all(process.dead for process in self.commands) and not self._at_work()
+            ended = all(process.dead or process.stopped for process in self.commands)
+            return ended and not self._at_work()
 
         self.loop.run_until(self.loop.now + _PATIENCE_S, quiet)
         if self._at_work():
             self.violate(f"hangs: the supervisor is at work for ever ({what})")
         for process in self.commands:
-            if not process.dead:
+            # one that is stopped does not end by itself: recovery ends it where it keeps others out
+            waits = process.stopped and (what in _BEFORE_RECOVERY or not self.kernel.locks(process))
+            if not process.dead and not waits:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")
 
