@@ -14,7 +14,7 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.push.sites import ENGINE_TIMEOUT_S
+from skyctl.push.servers import ENGINE_TIMEOUT_S
 from skyctl.store.in_doubt import InDoubt
 from skyctl.store.state import FleetWeights, ServerRow
 

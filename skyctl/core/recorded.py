@@ -74,10 +74,10 @@ class RecordedFleet(FleetService):
 
     async def forget_version(self, asked: Forget) -> int:
         from skyctl.checkpoints.keeping import delete_copy
-        from skyctl.push.versions import meant
+        from skyctl.push.versions import full_version
 
         versions = await self.kept_versions()
-        version = meant(asked.version, (one.kept.version for one in versions))
+        version = full_version(asked.version, (one.kept.version for one in versions))
         found = [one for one in versions if one.kept.version == version]
         if not found:
             names = ", ".join(one.kept.version for one in versions) or "none"

@@ -63,11 +63,11 @@ class Expectation(_Strict):
             try:
                 _pattern(value)
             except SchemaError as error:
-                why = str(error).splitlines()[-1].removeprefix("error: ").strip()
-                raise ValueError(f"no regular expression: {why}") from error
+                reason = str(error).splitlines()[-1].removeprefix("error: ").strip()
+                raise ValueError(f"no regular expression: {reason}") from error
         return value
 
-    def said(self) -> dict[str, Any]:
+    def conditions(self) -> dict[str, Any]:
         """Only the conditions that were given."""
         return self.model_dump(exclude_none=True)
 
@@ -114,10 +114,10 @@ class Canary(_Strict):
         prompt = self.prompts[number]
         if prompt.name:
             return prompt.name
-        what = (
+        content = (
             prompt.prompt or prompt.prompt_token_ids or (prompt.messages or [{}])[-1].get("content")
         )
-        return f"#{number + 1} {_short(what)}"
+        return f"#{number + 1} {_short(content)}"
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """One prompt on one server. `problem` is the condition that failed, "" if all hold."""
+    """One prompt on one server."""
 
     server: str
+    """Its name."""
     prompt: str
+    """The name of the prompt."""
     ok: bool
+    """All conditions hold."""
     expected: dict[str, Any]
+    """The conditions."""
     got: dict[str, Any]
+    """The answer."""
     problem: str = ""
+    """The condition that failed; "" if all hold."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,19 +160,19 @@ def read_canary(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             if len(data := file.read(_LARGEST_BYTES + 1)) > _LARGEST_BYTES:
                 raise ValueError("larger than 16 MiB")
-        found = yaml.safe_load(data.decode())
+        canary = yaml.safe_load(data.decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"--canary {path}: {' '.join(str(error).split())}") from error
-    prompts = {"prompts": found} if isinstance(found, list) else found
+    prompts = {"prompts": canary} if isinstance(canary, list) else canary
     return parse_canary(prompts, str(path)).model_dump(mode="json", exclude_none=True)
 
 
 def parse_canary(data: Any, where: str = "canary") -> Canary:
     """Raises UsageError unless `data` is a mapping as described at the top of this file."""
     try:
-        found = Canary.model_validate(data)
-        json.dumps(found.model_dump(), ensure_ascii=False, allow_nan=False, default=str).encode()
-        return found
+        canary = Canary.model_validate(data)
+        json.dumps(canary.model_dump(), ensure_ascii=False, allow_nan=False, default=str).encode()
+        return canary
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -196,10 +202,10 @@ def read_answer(data: Any, *, chat: bool) -> Answer:
         raise ValueError(f"it answered {data!r:.100}") from error
 
 
-def _logprobs(found: Mapping[str, Any], *, chat: bool) -> list[float | None]:
+def _logprobs(logprobs: Mapping[str, Any], *, chat: bool) -> list[float | None]:
     if chat:
-        return [token.get("logprob") for token in found.get("content") or ()]
-    return list(found.get("token_logprobs") or ())
+        return [token.get("logprob") for token in logprobs.get("content") or ()]
+    return list(logprobs.get("token_logprobs") or ())
 
 
 def judge(server: str, name: str, expect: Expectation, answer: Answer) -> CanaryResult:
@@ -209,33 +215,33 @@ def judge(server: str, name: str, expect: Expectation, answer: Answer) -> Canary
     if lowest is not None and math.isfinite(lowest):
         got["min_logprob"] = lowest
     problems = _problems(expect, answer, lowest)
-    return CanaryResult(server, name, not problems, expect.said(), got, "; ".join(problems))
+    return CanaryResult(server, name, not problems, expect.conditions(), got, "; ".join(problems))
 
 
 def _problems(expect: Expectation, answer: Answer, lowest: float | None) -> list[str]:
-    found = []
+    problems = []
     if not answer.logprobs:
-        found.append("it told no log probabilities")
+        problems.append("it told no log probabilities")
     elif any(
         value is None or not math.isfinite(value) or value <= _NO_LOGPROB
         for value in answer.logprobs
     ):
-        found.append("a log probability is not finite")
+        problems.append("a log probability is not finite")
     if expect.token_ids is not None and tuple(expect.token_ids) != answer.token_ids:
-        found.append(f"expected tokens {expect.token_ids}, got {list(answer.token_ids)}")
+        problems.append(f"expected tokens {expect.token_ids}, got {list(answer.token_ids)}")
     if expect.text is not None and expect.text != answer.text:
-        found.append(f"expected the text {_short(expect.text)}, got {_short(answer.text)}")
+        problems.append(f"expected the text {_short(expect.text)}, got {_short(answer.text)}")
     if expect.contains is not None and expect.contains not in answer.text:
-        found.append(f"expected {_short(expect.contains)} in it, got {_short(answer.text)}")
+        problems.append(f"expected {_short(expect.contains)} in it, got {_short(answer.text)}")
     if expect.regex is not None:
         try:
             _pattern(expect.regex).validate_python(answer.text)
         except ValidationError:
-            found.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
+            problems.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
     least = expect.min_logprob
     if least is not None and lowest is not None and not lowest >= least:
-        found.append(f"expected log probabilities from {least:g}, got {lowest:.4g}")
-    return found
+        problems.append(f"expected log probabilities from {least:g}, got {lowest:.4g}")
+    return problems
 
 
 def _pattern(regex: str) -> TypeAdapter[str]:

@@ -23,7 +23,7 @@ from skyctl.push.server_facts import (
     refuse_dummy,
     refuse_update_problems,
 )
-from skyctl.push.sites import Site, Weights, ask_all
+from skyctl.push.servers import Before, Did, Holds, PushedServer, ask_all
 from skyctl.push.source import Source, read_source
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.way import Plan, Question, Way
@@ -45,7 +45,7 @@ class Checked:
     """What the way is going to do."""
     facts: tuple[ServerFacts, ...]
     """What each server reported of itself, in the fleet's order."""
-    sites: tuple[Site, ...]
+    servers: tuple[PushedServer, ...]
     """The record of each server; what it holds changes from here on."""
     notes: tuple[str, ...]
     """Lines the operator should read."""
@@ -104,16 +104,16 @@ async def check(
     unread = not way.reads_every_byte and request.scan_nan is None and not request.dry_run
     if source.trainer is None and (request.scan_nan or unread):
         await asyncio.to_thread(refuse_not_finite, source.files)
-    sites = _records(fleet, facts, client, colocated=colocated)
+    servers = _records(fleet, facts, client, colocated=colocated)
     if source.checkpoint is not None:
-        notes += await check_fit(request, source.checkpoint, fleet, facts, sites)
-    way, plan = await way.plan(question, sites)
+        notes += await check_fit(request, source.checkpoint, fleet, facts, servers)
+    way, plan = await way.plan(question, servers)
     notes += plan.notes
     if request.verify and not request.dry_run:
-        notes += await digest_before(sites, facts, timeout_s=fleet.update_timeout_s)
+        notes += await digest_before(servers, facts, timeout_s=fleet.update_timeout_s)
     if way.layout_only_by_loader:
         await asyncio.to_thread(lambda: source.rows)
-    return Checked(request, source, way, plan, facts, sites, tuple(notes))
+    return Checked(request, source, way, plan, facts, servers, tuple(notes))
 
 
 async def _read(
@@ -180,33 +180,31 @@ def _records(
     client: ControlClient,
     *,
     colocated: bool,
-) -> tuple[Site, ...]:
-    sites = []
-    for server, fact in zip(fleet.servers, facts, strict=True):
-        vllm = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
-        vllm.known_ranks = fact.ranks  # they are not asked for again while it is frozen
+) -> tuple[PushedServer, ...]:
+    servers = []
+    for given, fact in zip(fleet.servers, facts, strict=True):
+        control = engines.server(client, given.target, timeout_s=fleet.control_timeout_s)
+        control.known_ranks = fact.ranks  # they are not asked for again while it is frozen
         # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
-        asleep = colocated and (fact.asleep or server.sleep_level > 0)
-        site = Site(
-            server=server,
-            vllm=vllm,
+        asleep = colocated and (fact.asleep or given.sleep_level > 0)
+        before = Before(
             dialect=fact.dialect,
             world_size=fact.world_size,
-            was_paused=fact.paused and not server.thaw,
-            old_version=fact.weight_version,
-            engine="+".join(part for part in (fact.vllm_version, server.arguments) if part),
-            kv_lease_s=fact.kv_lease_s,
-            weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
-            open=server.thaw,  # a push broke off there: its session may be open
-            frozen=server.thaw and not asleep,  # undoing this push thaws it as well
+            paused=fact.paused and not given.thaw,
             asleep=asleep,
+            version=fact.weight_version,
+            engine="+".join(part for part in (fact.vllm_version, given.arguments) if part),
+            kv_lease_s=fact.kv_lease_s,
         )
-        sites.append(site)
-    return tuple(sites)
+        # where a push broke off, its session may be open, and undoing this push thaws it as well
+        did = Did(open=given.thaw, frozen=given.thaw and not asleep)
+        holds = Holds.UNKNOWN if given.half_updated else Holds.OLD
+        servers.append(PushedServer(given, control, before, holds, did))
+    return tuple(servers)
 
 
 async def digest_before(
-    sites: Sequence[Site], facts: Sequence[ServerFacts], *, timeout_s: float
+    servers: Sequence[PushedServer], facts: Sequence[ServerFacts], *, timeout_s: float
 ) -> list[str]:
     """Fill `digest_before` of servers without a digest on record; returns notes about it.
 
@@ -217,26 +215,31 @@ async def digest_before(
         PreflightError: a server could not be verified after the push either.
     """
     unknown = [
-        site
-        for site, fact in zip(sites, facts, strict=True)
-        if not (fact.asleep or site.asleep or site.server.weights_awake or site.server.sleep_level)
-        and not site.server.weights_digest
-        and site.weights is Weights.OLD
+        server
+        for server, fact in zip(servers, facts, strict=True)
+        if not (
+            fact.asleep
+            or server.before.asleep
+            or server.given.weights_awake
+            or server.given.sleep_level
+        )
+        and not server.given.weights_digest
+        and server.holds is Holds.OLD
     ]
 
-    async def ask(site: Site) -> PreflightError | None:
+    async def ask(server: PushedServer) -> PreflightError | None:
         """Why its weights can never be verified; None if they can."""
         try:
-            report = await weights_digest(site.vllm, timeout_s=timeout_s)
+            report = await weights_digest(server.control, timeout_s=timeout_s)
         except CannotDigest as error:
             return PreflightError(error.message, hint=error.hint)
-        if report.compared is None and can_compare(site.target):
+        if report.compared is None and can_compare(server.target):
             return PreflightError(
-                f"{site.name} cannot be compared with the checkpoint: its workers lack skyctl's "
+                f"{server.name} cannot be compared with the checkpoint: its workers lack skyctl's "
                 "extension",
                 hint=HOW_TO_DIGEST,
             )
-        site.digest_before = report.digest
+        server.proof.digest_before = report.digest
         return None
 
     outcomes = await ask_all(unknown, ask, timeout_s=timeout_s)

@@ -20,7 +20,7 @@ from skyctl.push.phases import Delivered, Verified
 from skyctl.push.request import PushResult
 from skyctl.push.result import conclude
 from skyctl.push.run import Run
-from skyctl.push.sites import Site, Weights, alive, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
 from skyctl.states import PushStage, PushState
 from skyctl.store.expected import BrokenReload
@@ -32,51 +32,51 @@ async def verify(run: Run, delivered: Delivered) -> Verified:
     """
     checked = delivered.checked
     with run.stage(PushStage.VERIFY):
-        loaded = alive([site for site in checked.sites if site.weights is Weights.NEW])
+        loaded = alive([server for server in checked.servers if server.holds is Holds.NEW])
         timeout_s = run.fleet.update_timeout_s
         comparing = functools.partial(_compare, run, checked)
-        await each(loaded, comparing, timeout_s=timeout_s * 2, what="verify")
+        await each(loaded, comparing, timeout_s=timeout_s * 2, call_name="verify")
         _agree(run, checked, loaded, delivered.content_digest)
         reached("push.verify.done")
     return Verified(checked, delivered.delivery, delivered.label)
 
 
-async def _compare(run: Run, checked: Checked, site: Site) -> None:
+async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
     """Compare what one server holds with the source. Raises ServerError."""
     source, timeout_s = checked.source, run.fleet.update_timeout_s
     # both must end before this does: a pause that outlives its push would freeze the server
     meanwhile = asyncio.gather(
-        _refuse_thawed(site), site.vllm.reset_caches(), return_exceptions=True
+        _refuse_thawed(server), server.control.reset_caches(), return_exceptions=True
     )
     try:
-        if not (run.request.verify or site.copied):
+        if not (run.request.verify or server.proof.copied):
             return
         report = await weights_digest(
-            site.vllm,
+            server.control,
             timeout_s=timeout_s,
-            rows=() if site.copied else source.rows,  # every byte is compared then
-            numbered=numbered(site),
+            rows=() if server.proof.copied else source.rows,  # every byte is compared then
+            numbered=numbered(server),
             finite=source.trainer is not None,
         )
     finally:
         errors = [error for error in await meanwhile if isinstance(error, BaseException)]
         if errors:
             raise errors[0]
-    site.digest, site.compared = report.digest, report.compared
-    if site.expected:
-        note = await settle_parameters(site, report.numbers, source.whole, timeout_s=timeout_s)
+    server.proof.digest, server.proof.compared = report.digest, report.compared
+    if server.proof.expected:
+        note = await settle_parameters(server, report.numbers, source.whole, timeout_s=timeout_s)
         if note:
             run.note(note)
-    if run.request.weights_digest not in (None, site.digest):
+    if run.request.weights_digest not in (None, server.proof.digest):
         raise ServerError(
-            f"{site.name} does not hold what was announced (digest {site.digest}, "
+            f"{server.name} does not hold what was announced (digest {server.proof.digest}, "
             f"announced {run.request.weights_digest})"
         )
     if source.checkpoint is not None:
-        _require_comparison(site)
+        _require_comparison(server)
 
 
-def _agree(run: Run, checked: Checked, loaded: Sequence[Site], content_digest: str) -> None:
+def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_digest: str) -> None:
     """Fail servers that hold something other than they should, by earlier digests and by the
     others'; learn what they hold.
     """
@@ -91,78 +91,86 @@ def _agree(run: Run, checked: Checked, loaded: Sequence[Site], content_digest: s
         run.learned.digests += agreed(loaded, names)
 
 
-async def _refuse_thawed(site: Site) -> None:
+async def _refuse_thawed(server: PushedServer) -> None:
     """Freeze a server again that was thawed while it was loaded; what it answered meanwhile is
     unknown.
     """
     try:
-        await require_paused(site)
+        await require_paused(server)
     except ServerError:
-        await site.vllm.pause("abort", clear_cache=False)
+        await server.control.pause("abort", clear_cache=False)
         raise
 
 
-def _require_change(sites: Sequence[Site]) -> None:
+def _require_change(servers: Sequence[PushedServer]) -> None:
     """Fail servers that hold what they held before: they were sent nothing."""
-    for site in sites:
-        before = site.server.weights_digest or site.digest_before
-        if site.digest and site.digest == before and not site.server.half_updated:
-            site.failure = (
+    for server in servers:
+        before = server.given.weights_digest or server.proof.digest_before
+        if server.proof.digest and server.proof.digest == before and not server.given.half_updated:
+            server.failure = (
                 "verify: the trainer sent nothing: the weights are what they were "
                 f"(digest {before}); one that sends the same again announces their digest"
             )
 
 
-def _require_comparison(site: Site) -> None:
-    if site.compared is None:
-        if not can_compare(site.target):
+def _require_comparison(server: PushedServer) -> None:
+    if server.proof.compared is None:
+        if not can_compare(server.target):
             return  # its checksums are compared with the others' and with those of earlier loads
         raise ServerError(
-            f"{site.name} cannot be compared with the checkpoint, its workers lack skyctl's "
+            f"{server.name} cannot be compared with the checkpoint, its workers lack skyctl's "
             f"extension; {HOW_TO_DIGEST}"
         )
-    if not site.compared.tensors:
+    if not server.proof.compared.tensors:
         raise ServerError(
-            f"{site.name}: no tensor could be compared with the checkpoint "
-            f"({site.compared.why_not or 'nothing was asked for'}); to do without: --no-verify"
+            f"{server.name}: no tensor could be compared with the checkpoint "
+            f"({server.proof.compared.why_not or 'nothing was asked for'}); "
+            "to do without: --no-verify"
         )
 
 
-def _enforce(run: Run, checked: Checked, sites: Sequence[Site], names: Sequence[str]) -> None:
+def _enforce(
+    run: Run, checked: Checked, servers: Sequence[PushedServer], names: Sequence[str]
+) -> None:
     """Fail servers whose digest is not the one that the same weights had before, or only note it if
     the request allows that.
     """
-    known = (*run.learned.digests, *run.fleet.expected.digests)
-    unseen = [one for one in sites if one.compared is None and not expected_of(one, known, names)]
+    digests = (*run.learned.digests, *run.fleet.expected.digests)
+    unseen = [
+        server.name
+        for server in servers
+        if server.proof.compared is None and not expected_of(server, digests, names)
+    ]
     if names and unseen:
-        servers = ", ".join(site.name for site in unseen)
-        run.note(f"{servers}: nothing was compared with the checkpoint's bytes")
-    for site, one in unexpected(sites, known, names):
-        by_launch = one.origin == "launch"
+        run.note(f"{', '.join(unseen)}: nothing was compared with the checkpoint's bytes")
+    for server, expected in unexpected(servers, digests, names):
+        by_launch = expected.origin == "launch"
         when = "when vLLM loaded it" if by_launch else "when it was pushed before"
-        said = (
-            f"its weights are not what this checkpoint came to {when} (digest {site.digest}, "
-            f"expected {one.digest})"
+        message = (
+            f"its weights are not what this checkpoint came to {when} "
+            f"(digest {server.proof.digest}, expected {expected.digest})"
         )
         if run.request.allow_unproven_reload:
-            run.note(f"{site.name}: {said}")
+            run.note(f"{server.name}: {message}")
             continue
-        site.failure = f"verify: {said}"
+        server.failure = f"verify: {message}"
         if by_launch:
-            site.failure += f": vLLM {checked.engine} does not reload this model as it loads it"
+            server.failure += f": vLLM {checked.engine} does not reload this model as it loads it"
             files = checked.source.files
             run.learned.broken = BrokenReload(files.layout_digest, checked.engine, files.name)
 
 
-def _outvote(sites: Sequence[Site]) -> None:
+def _outvote(servers: Sequence[PushedServer]) -> None:
     """Fail servers whose digest differs from that of the majority in the same arrangement."""
-    for group in comparable(sites, lambda site: site.digest):
-        digests = [site.digest for site in group]
+    for group in comparable(servers, lambda server: server.proof.digest):
+        digests = [server.proof.digest for server in group]
         most = max(set(digests), key=digests.count)
         sure = digests.count(most) * 2 > len(digests)
-        for site in group:
-            if not (sure and site.digest == most):
-                site.failure = f"verify: its weights differ from the others' (digest {site.digest})"
+        for server in group:
+            if not (sure and server.proof.digest == most):
+                server.failure = (
+                    f"verify: its weights differ from the others' (digest {server.proof.digest})"
+                )
 
 
 async def publish(run: Run, verified: Verified) -> PushResult:
@@ -171,16 +179,16 @@ async def publish(run: Run, verified: Verified) -> PushResult:
     Raises:
         PushError: a server is not at the new version and thawed.
     """
-    sites = verified.checked.sites
+    servers = verified.checked.servers
     with run.stage(PushStage.RESUME):
         _record_verified(run, verified)
-        await _label(run, sites, verified.label)
+        await _label(run, servers, verified.label)
         reached("push.resume.call")
-        await sleeping.wake_all(run, sites)
+        await sleeping.wake_all(run, servers)
         await resume(
-            run, [site for site in sites if site.weights in (Weights.OLD, Weights.VERIFIED)]
+            run, [server for server in servers if server.holds in (Holds.OLD, Holds.VERIFIED)]
         )
-        await sleeping.sleep_after(run, sites)
+        await sleeping.sleep_after(run, servers)
         reached("push.resume.done")
     return conclude(run, verified)
 
@@ -188,7 +196,7 @@ async def publish(run: Run, verified: Verified) -> PushResult:
 def _record_verified(run: Run, verified: Verified) -> None:
     """From here on, whoever finds this push dead commits it: only the thaw is left."""
     checked = verified.checked
-    loaded = alive([site for site in checked.sites if site.weights is Weights.NEW])
+    loaded = alive([server for server in checked.servers if server.holds is Holds.NEW])
     run.observer.fact(
         "verified",
         {
@@ -198,21 +206,21 @@ def _record_verified(run: Run, verified: Verified) -> None:
             "content_digest": verified.content_digest,
             "transport": checked.way.name,
             "whole": not run.request.rolling,
-            "servers": {site.name: site.digest for site in loaded},
+            "servers": {server.name: server.proof.digest for server in loaded},
         },
     )
 
 
-async def _label(run: Run, sites: Sequence[Site], label: str) -> None:
+async def _label(run: Run, servers: Sequence[PushedServer], label: str) -> None:
     """Label the servers that hold the new weights with their version; then they may serve."""
 
-    async def call(site: Site) -> None:
-        await require_paused(site)  # a process that was restarted meanwhile holds something else
-        await site.vllm.set_weight_version(label)
-        site.version = label
-        site.weights = Weights.VERIFIED
-        run.observer.server(site.name, PushState.UPDATED, label)
+    async def call(server: PushedServer) -> None:
+        await require_paused(server)  # a process that was restarted meanwhile holds something else
+        await server.control.set_weight_version(label)
+        server.version = label
+        server.holds = Holds.VERIFIED
+        run.observer.server(server.name, PushState.UPDATED, label)
 
-    loaded = alive([site for site in sites if site.weights is Weights.NEW])
-    await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
+    loaded = alive([server for server in servers if server.holds is Holds.NEW])
+    await each(loaded, call, timeout_s=run.fleet.control_timeout_s, call_name="publish the version")
     reached("push.published")

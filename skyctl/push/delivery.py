@@ -11,14 +11,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.launch.base import Node
+from skyctl.push.collective import in_one_group
 from skyctl.push.content import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.relay import OneReader
 from skyctl.push.request import PushFleet
-from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
+from skyctl.push.servers import (
+    Holds,
+    PushedServer,
+    alive,
+    each,
+    open_session,
+    require_paused,
+    scrub,
+)
 from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
 from skyctl.transfer.plan import Chunk, ChunkPlan
@@ -39,11 +47,11 @@ _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of sec
 _GRACE_S = 5.0  # a server's own deadline should expire before ours, so that its reason arrives
 
 
-def group_of(sites: Sequence[Site]) -> str:
+def group_of(servers: Sequence[PushedServer]) -> str:
     """Identifies a collective of exactly these processes; "" when it is unknown whether they are
     still the same.
     """
-    processes = [[site.name, site.server.instance] for site in sites]
+    processes = [[server.name, server.given.instance] for server in servers]
     return json.dumps(processes) if all(instance for _, instance in processes) else ""
 
 
@@ -91,7 +99,9 @@ class ChunkDelivery(Delivery):
         self._nccl_settings = nccl_settings
         self._stage = stage
         self._programs = dict(programs or {})
-        self._distinct = list(dict.fromkeys(p for of in self._programs.values() for p in of))
+        self._distinct = list(
+            dict.fromkeys(program for ranks in self._programs.values() for program in ranks)
+        )
         self._parameters: list[dict[str, int]] = [{} for _ in self._distinct]
         self._lease: Lease | None = None
         self._delivered = False
@@ -114,7 +124,7 @@ class ChunkDelivery(Delivery):
         """Digest over names, types, shapes and the crc32 of every tensor; independent of chunks."""
         return content_digest(self._checkpoint.tensors, self._checksums)
 
-    async def warm(self, sites: Sequence[Site]) -> None:
+    async def warm(self, servers: Sequence[PushedServer]) -> None:
         """Have the pool hold a sender that has started as far as it can without a checkpoint, if
         the transport keeps senders. Raises SenderFailed.
         """
@@ -123,28 +133,30 @@ class ChunkDelivery(Delivery):
         sender = await self._senders.warm(
             self._fleet.python,
             self._transport.name,
-            self._options(sites),
+            self._options(servers),
             secrets.token_hex(8),
             nccl_settings=self._nccl_settings,
         )
         await sender.warmed(timeout_s=_STARTUP_TIMEOUT_S)
 
-    async def open(self, sites: Sequence[Site]) -> None:
-        offsets, world_size = rank_offsets([site.world_size for site in sites])
-        self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
-        self._numbers = {site.name: number for number, site in enumerate(sites)}
-        self._senders = self._senders.on(self._node_of_sender(sites))
+    async def open(self, servers: Sequence[PushedServer]) -> None:
+        offsets, world_size = rank_offsets([server.before.world_size for server in servers])
+        self._offsets = {
+            server.name: offset for server, offset in zip(servers, offsets, strict=True)
+        }
+        self._numbers = {server.name: number for number, server in enumerate(servers)}
+        self._senders = self._senders.on(self._node_of_sender(servers))
         opened = None
         while opened is None:
             lease = self._lease = await self._senders.take(
                 self._fleet.python,
                 self._transport.name,
-                self._options(sites),
+                self._options(servers),
                 secrets.token_hex(8),
-                group=group_of(sites) if self._transport.collective else None,
+                group=group_of(servers) if self._transport.collective else None,
                 nccl_settings=self._nccl_settings,
             )
-            opened = await self._opened_by(lease, sites)
+            opened = await self._opened_by(lease, servers)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
@@ -154,31 +166,31 @@ class ChunkDelivery(Delivery):
             await self.one_reader.join(lease, opened, timeout_s=self._fleet.rendezvous_timeout_s)
         chunks = len(self._plan.chunks)
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
-        await self._get_ready(sites, lease, opened, slots)
+        await self._get_ready(servers, lease, opened, slots)
         if self._stage_rate is not None:
             await lease.sender.lift_pace()
 
-    def _node_of_sender(self, sites: Sequence[Site]) -> Node | None:
-        return self._sender_node if self._sender_gpu >= 0 else sites[0].server.node
+    def _node_of_sender(self, servers: Sequence[PushedServer]) -> Node | None:
+        return self._sender_node if self._sender_gpu >= 0 else servers[0].given.node
 
-    def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
+    def _options(self, servers: Sequence[PushedServer]) -> dict[str, Any]:
         """Options that the sender's carrier is opened with."""
-        node = self._node_of_sender(sites)
+        node = self._node_of_sender(servers)
         return self._transport.sender_options(
-            world_size=rank_offsets([site.world_size for site in sites])[1],
-            server_gpus=[site.server.gpus for site in sites],
+            world_size=rank_offsets([server.before.world_size for server in servers])[1],
+            server_gpus=[server.given.gpus for server in servers],
             sender_gpu=self._sender_gpu,
             rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
             update_timeout_s=self._fleet.update_timeout_s,
             address=node.address if node is not None else HOST,
-            across=any(site.server.node is not None for site in sites),
+            across=any(server.given.node is not None for server in servers),
         )
 
-    async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:
+    async def _opened_by(self, lease: Lease, servers: Sequence[PushedServer]) -> Opened | None:
         """Open the push in a sender and return its report; None if a pooled sender turned out to be
         unusable, so that another is needed.
         """
-        if any(site.frozen or site.weights is Weights.UNKNOWN for site in sites):
+        if any(server.did.frozen or server.holds is Holds.UNKNOWN for server in servers):
             self._stage_rate = None  # no server generates beside it
         try:
             await lease.sender.open(
@@ -188,9 +200,9 @@ class ChunkDelivery(Delivery):
                 plan=self._plan,
                 slots=slots_of(self._stage, len(self._plan.chunks)),
                 ring_only=self._stage == "stream",
-                reserve_bytes=self._reserve_bytes(sites, lease),
+                reserve_bytes=self._reserve_bytes(servers, lease),
                 scan=self._scan,
-                carrier=self._options(sites) if lease.fresh else None,
+                carrier=self._options(servers) if lease.fresh else None,
                 programs=self._distinct,
                 shown=self._shows,
                 exports=self._exports,
@@ -205,7 +217,7 @@ class ChunkDelivery(Delivery):
             await self._senders.release(lease, keep=False)
             return None
 
-    def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
+    def _reserve_bytes(self, servers: Sequence[PushedServer], lease: Lease) -> int:
         """Bytes that will be taken beside the sender's slots on their GPUs.
 
         Servers take nothing if the last push of this sender filled them in the same way: they kept
@@ -216,20 +228,20 @@ class ChunkDelivery(Delivery):
             numbering += NCCL_GROUP_BYTES
         if not self._transport.shares_gpus:
             return numbering
-        filling = self._filling(sites)
+        filling = self._filling(servers)
         kept = bool(filling) and lease.filled == filling
-        return (0 if kept else self._worker_bytes(sites)) + numbering
+        return (0 if kept else self._worker_bytes(servers)) + numbering
 
-    def _worker_bytes(self, sites: Sequence[Site]) -> int:
-        gpus = [site.server.gpus for site in sites]
+    def _worker_bytes(self, servers: Sequence[PushedServer]) -> int:
+        gpus = [server.given.gpus for server in servers]
         return bytes_beside(self._transport.name, self._plan, gpus)
 
-    def _filling(self, sites: Sequence[Site]) -> str:
-        group = group_of(sites)
+    def _filling(self, servers: Sequence[PushedServer]) -> str:
+        group = group_of(servers)
         return json.dumps([group, self._plan.slot_bytes]) if group else ""
 
     async def _get_ready(
-        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+        self, servers: Sequence[PushedServer], lease: Lease, opened: Opened, slots: int
     ) -> None:
         """The rest of `open`, while the sender reads into its slots."""
         await self._read_ahead(lease, slots)
@@ -257,53 +269,55 @@ class ChunkDelivery(Delivery):
         timeout_s = self._fleet.update_timeout_s + paced_s
         return await lease.sender.filled(chunk.index, timeout_s=timeout_s)
 
-    async def init(self, sites: Sequence[Site]) -> None:
+    async def init(self, servers: Sequence[PushedServer]) -> None:
         lease, session = self._opened()
         timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
-        group = group_of(sites)
+        group = group_of(servers)
         if group and lease.group == group:
             self._joined_before = True
             return  # the group of the last push still stands: it has exactly the same processes
         if self._transport.collective and lease.sender.failure is not None:
             # servers would wait for it, some longer than we do
-            self._all_failed(sites, lease.sender.failure)
+            self._all_failed(servers, lease.sender.failure)
             return
 
         lease.joined = self._transport.collective
 
-        async def call(site: Site) -> None:
+        async def call(server: PushedServer) -> None:
             if self._transport.leaves_group:
-                await site.vllm.extension_rpc(WorkerMethod.LEAVE_GROUP, timeout_s=timeout_s)
+                await server.control.extension_rpc(WorkerMethod.LEAVE_GROUP, timeout_s=timeout_s)
             info = self._transport.init_info(
-                session, rank_offset=self._offsets[site.name], dialect=site.spoken
+                session, rank_offset=self._offsets[server.name], dialect=server.dialect
             )
-            await site.vllm.init_weight_transfer(info, timeout_s=timeout_s)
+            await server.control.init_weight_transfer(info, timeout_s=timeout_s)
 
         await self._all_at_once(
-            sites,
+            servers,
             call,
             lambda: lease.sender.join(timeout_s=timeout_s),
             timeout_s=timeout_s,
-            what="init",
+            call_name="init",
         )
         lease.group = group
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         failure = self._opened()[0].sender.failure
         if failure is not None and not scrubbing:
-            self._all_failed(sites, failure)  # nothing has been sent: it can still be undone
+            self._all_failed(servers, failure)  # nothing has been sent: it can still be undone
 
-        async def begin(site: Site) -> None:
+        async def begin(server: PushedServer) -> None:
             # the others may have taken long: it may have restarted since it was seen frozen
-            await require_paused(site)
-            half_updated = scrubbing or site.weights is Weights.UNKNOWN
-            await (scrub if half_updated else open_session)(site)
+            await require_paused(server)
+            half_updated = scrubbing or server.holds is Holds.UNKNOWN
+            await (scrub if half_updated else open_session)(server)
 
         # a scrub is up to five calls
         timeout_s = self._fleet.control_timeout_s * 5
-        await each(alive(sites), begin, timeout_s=timeout_s, what="start")
+        await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None:
         lease = self._opened()[0]
         clock = asyncio.get_running_loop().time
         if self._joined_before or not self._transport.collective:  # forming a group takes seconds
@@ -311,19 +325,19 @@ class ChunkDelivery(Delivery):
         try:
             if self._at_once:
                 began = clock()
-                await self._update_at_once(sites, on_progress)
-                if alive(sites):
+                await self._update_at_once(servers, on_progress)
+                if alive(servers):
                     lease.loaded(self._plan.total_bytes, clock() - began)
             else:
-                await self._update_by_chunk(sites, on_progress)
+                await self._update_by_chunk(servers, on_progress)
         except SenderFailed as error:
-            self._all_failed(sites, error)
-        self._tell_numbers(alive(sites))
-        self._delivered = bool(alive(sites))
-        lease.filled = self._filling(sites)
+            self._all_failed(servers, error)
+        self._tell_numbers(alive(servers))
+        self._delivered = bool(alive(servers))
+        lease.filled = self._filling(servers)
 
     async def _update_by_chunk(
-        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
         sender = self._opened()[0].sender
         timeout_s = self._fleet.update_timeout_s + _GRACE_S
@@ -335,11 +349,11 @@ class ChunkDelivery(Delivery):
             try:
                 filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
                 await self._all_at_once(
-                    sites,
-                    lambda site: self._call_load(site, chunk, filled),
+                    servers,
+                    lambda server: self._call_load(server, chunk, filled),
                     lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),
                     timeout_s=timeout_s,
-                    what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
+                    call_name=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
                 )
                 done += await self._sent(chunk, filled)
                 on_progress(done)
@@ -351,7 +365,7 @@ class ChunkDelivery(Delivery):
         try:
             for chunk in self._plan.chunks:
                 await turns.acquire()
-                if not alive(sites):
+                if not alive(servers):
                     break
                 updates.append(asyncio.create_task(update(chunk)))
             if updates:  # none when no server got this far
@@ -363,7 +377,7 @@ class ChunkDelivery(Delivery):
             task.result()  # re-raises what the task raised
 
     async def _update_at_once(
-        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
         """One update call on each server, during which the sender sends chunk after chunk."""
         sender = self._opened()[0].sender
@@ -379,11 +393,11 @@ class ChunkDelivery(Delivery):
                 on_progress(done)
 
         await self._all_at_once(
-            sites,
-            lambda site: self._call_load(site, whole, Filled(0, 0, ())),
+            servers,
+            lambda server: self._call_load(server, whole, Filled(0, 0, ())),
             send_all,
             timeout_s=self._fleet.update_timeout_s + _GRACE_S,
-            what="update",
+            call_name="update",
         )
 
     async def _sent(self, chunk: Chunk, filled: Filled) -> int:
@@ -391,42 +405,44 @@ class ChunkDelivery(Delivery):
         await self._opened()[0].sender.release(chunk.index)
         for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
             self._checksums[placed.tensor.name] = checksum
-        for known, more in zip(self._parameters, filled.extra.get("numbers", ()), strict=False):
-            known.update(more)
+        for numbers, more in zip(self._parameters, filled.extra.get("numbers", ()), strict=False):
+            numbers.update(more)
         return chunk.payload_bytes
 
-    def _tell_numbers(self, sites: Sequence[Site]) -> None:
+    def _tell_numbers(self, servers: Sequence[PushedServer]) -> None:
         """Record the numbers each worker must report, for `push/layouts.py` to compare."""
         by_program = dict(zip(self._distinct, self._parameters, strict=True))
-        for site in sites:
-            if programs := self._programs.get(site.name):
-                site.expected = [(program, by_program[program]) for program in programs]
+        for server in servers:
+            if programs := self._programs.get(server.name):
+                server.proof.expected = [(program, by_program[program]) for program in programs]
 
-    async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
+    async def _call_load(self, server: PushedServer, chunk: Chunk, filled: Filled) -> None:
         """Have one server load one chunk (all of them, in a single update)."""
         session = self._opened()[1]
         info = self._transport.update_info(
-            session, chunk, filled, server=self._numbers[site.name], dialect=site.spoken
+            session, chunk, filled, server=self._numbers[server.name], dialect=server.dialect
         )
-        site.weights = Weights.UNKNOWN
+        server.holds = Holds.UNKNOWN
         reached("push.update.call")
-        with site.spans.loading():
-            await site.vllm.update_weights(info, timeout_s=self._fleet.update_timeout_s + _GRACE_S)
+        with server.spans.loading():
+            await server.control.update_weights(
+                info, timeout_s=self._fleet.update_timeout_s + _GRACE_S
+            )
         reached("push.update.sent")
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
         timeout_s = self._fleet.update_timeout_s
 
-        async def call(site: Site) -> None:
+        async def call(server: PushedServer) -> None:
             # other dialects label weights once they are verified
-            label = version() if site.spoken.labels_at_finish else None
-            await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
-            site.open = False
-            if self._transport.leaves_group and not site.spoken.keeps_streams:
-                await site.vllm.extension_rpc(WorkerMethod.FREE_CACHED, timeout_s=timeout_s)
-            site.weights = Weights.NEW
+            label = version() if server.dialect.labels_at_finish else None
+            await server.control.finish_weight_update(label, timeout_s=timeout_s)
+            server.did.open = False
+            if self._transport.leaves_group and not server.dialect.keeps_streams:
+                await server.control.extension_rpc(WorkerMethod.FREE_CACHED, timeout_s=timeout_s)
+            server.holds = Holds.NEW
 
-        await each(alive(sites), call, timeout_s=timeout_s, what="finish")
+        await each(alive(servers), call, timeout_s=timeout_s, call_name="finish")
 
     async def close(self) -> None:
         lease, self._lease = self._lease, None
@@ -441,57 +457,31 @@ class ChunkDelivery(Delivery):
 
     async def _all_at_once(
         self,
-        sites: Sequence[Site],
-        call: Callable[[Site], Awaitable[None]],
+        servers: Sequence[PushedServer],
+        call: Callable[[PushedServer], Awaitable[None]],
         sending: Callable[[], Awaitable[None]],
         *,
         timeout_s: float,
-        what: str,
+        call_name: str,
     ) -> None:
-        """Call every live site and, in a collective, run the sender's `sending` at the same time.
-
-        A member of a collective that fails would leave the others waiting for it: the sender is
-        killed, which ends the collective for all, and every server has failed.
-        """
+        """Call every live server and, in a collective, have the sender send at the same time."""
         if not self._transport.collective:
-            await each(alive(sites), call, timeout_s=timeout_s, what=what)
+            await each(alive(servers), call, timeout_s=timeout_s, call_name=call_name)
             return
-        sender = self._opened()[0].sender
-        waiting: set[asyncio.Timeout] = set()
-
-        async def guarded(site: Site) -> None:
-            try:
-                async with asyncio.timeout(None) as patience:
-                    waiting.add(patience)
-                    await call(site)
-            except BaseException as error:
-                broken = part.exception() if part.done() and not part.cancelled() else None
-                sender.kill(f"{what}: {site.name} failed, and the group with it")
-                if not isinstance(error, TimeoutError):
-                    raise
-                why = f" ({broken})" if broken is not None else ""
-                raise ServerUnreachable(
-                    f"{site.name}: no answer after the group broke{why}"
-                ) from error
-            finally:
-                waiting.discard(patience)
-
-        def hurry(part: asyncio.Future[None]) -> None:
-            # a server that lost its group reports it soon, or not at all
-            if part.cancelled() or part.exception() is not None:
-                soon = asyncio.get_running_loop().time() + _GRACE_S
-                for patience in waiting:
-                    patience.reschedule(soon)
-
-        part = asyncio.ensure_future(sending())
-        part.add_done_callback(hurry)
-        await each(alive(sites), guarded, timeout_s=timeout_s, what=what)
         try:
-            await part
+            await in_one_group(
+                self._opened()[0].sender,
+                alive(servers),
+                call,
+                sending,
+                timeout_s=timeout_s,
+                grace_s=_GRACE_S,
+                call_name=call_name,
+            )
         except SenderFailed as error:
-            self._all_failed(sites, error)
+            self._all_failed(servers, error)
 
-    def _all_failed(self, sites: Sequence[Site], error: SenderFailed) -> None:
+    def _all_failed(self, servers: Sequence[PushedServer], error: SenderFailed) -> None:
         self.can_retry = self.can_retry and not error.final
-        for site in alive(sites):
-            site.failure = error.message
+        for server in alive(servers):
+            server.failure = error.message

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
 from skyctl.push.request import PushFleet, PushRequest
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.push.verify import UNLABELLED, arrangement_of, can_compare, comparable
 from skyctl.store.expected import ExpectedDigest, by_files
 
@@ -31,39 +31,41 @@ def refuse_broken(
     """Raise PreflightError for a model whose reload is recorded as broken in this engine version,
     unless this very checkpoint was pushed and accepted regardless.
     """
-    accepted = {one.content for one in fleet.expected.digests if one.origin == "push"}
+    accepted = {digest.content for digest in fleet.expected.digests if digest.origin == "push"}
     if request.allow_unproven_reload or accepted.intersection(names_of(checkpoint, "")):
         return
-    for known in fleet.expected.broken:
-        if (known.layout, known.engine) == (checkpoint.layout_digest, engine):
+    for broken in fleet.expected.broken:
+        if (broken.layout, broken.engine) == (checkpoint.layout_digest, engine):
             raise PreflightError(
                 f"vLLM {engine} does not reload this model as it loads it: a push of "
-                f"{known.model} left other weights than its launch",
+                f"{broken.model} left other weights than its launch",
                 hint="restart the servers on the checkpoint; or --allow-unproven-reload",
             )
 
 
-def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
+def launch_digests(servers: Sequence[PushedServer]) -> list[ExpectedDigest]:
     """Digests of servers that nobody has pushed to, as vLLM loaded them; none where they differ
     from each other.
     """
     launched = [
-        site
-        for site in sites
-        if site.server.launched_with
-        and site.digest_before
-        and site.old_version in (None, UNLABELLED)
+        server
+        for server in servers
+        if server.given.launched_with
+        and server.proof.digest_before
+        and server.before.version in (None, UNLABELLED)
     ]
     return [
-        ExpectedDigest(one.server.launched_with, one.engine, one.digest_before, "launch")
-        for group in comparable(launched, lambda site: site.digest_before)
-        if len({(site.server.launched_with, site.digest_before) for site in group}) == 1
-        for one in group
+        ExpectedDigest(
+            server.given.launched_with, server.before.engine, server.proof.digest_before, "launch"
+        )
+        for group in comparable(launched, lambda server: server.proof.digest_before)
+        if len({(server.given.launched_with, server.proof.digest_before) for server in group}) == 1
+        for server in group
     ]
 
 
 def expected_of(
-    site: Site, known: Sequence[ExpectedDigest], names: Sequence[str]
+    server: PushedServer, digests: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> ExpectedDigest | None:
     """The digest a server should have, if known. Those of pushes take precedence, because they were
     compared with the checkpoint; where the engine does not allow that, those of launches do.
@@ -71,41 +73,51 @@ def expected_of(
     Where the bytes of this push are known, other bytes are not expected to come to what an earlier
     push of the same files came to: files may have changed without a trace.
     """
-    wanted = (site.engine, arrangement_of(site.digest))
+    measured_by = (server.before.engine, arrangement_of(server.proof.digest))
     by_bytes = any(name.startswith(BY_BYTES) for name in names)
-    found = [
-        one
-        for one in known
-        if one.content in names
-        and (one.engine, one.arrangement) == wanted
-        and (one.content.startswith(BY_BYTES) or not by_bytes or one.origin == "launch")
+    candidates = [
+        digest
+        for digest in digests
+        if digest.content in names
+        and (digest.engine, digest.arrangement) == measured_by
+        and (digest.content.startswith(BY_BYTES) or not by_bytes or digest.origin == "launch")
     ]
-    first = "push" if can_compare(site.target) else "launch"
-    return next((one for one in found if one.origin == first), next(iter(found), None))
+    first = "push" if can_compare(server.target) else "launch"
+    return next(
+        (digest for digest in candidates if digest.origin == first), next(iter(candidates), None)
+    )
 
 
 def unexpected(
-    sites: Sequence[Site], known: Sequence[ExpectedDigest], names: Sequence[str]
-) -> list[tuple[Site, ExpectedDigest]]:
+    servers: Sequence[PushedServer], digests: Sequence[ExpectedDigest], names: Sequence[str]
+) -> list[tuple[PushedServer, ExpectedDigest]]:
     """Servers whose digest is not the expected one, each with the expected one."""
-    found = [(site, expected_of(site, known, names)) for site in sites]
-    return [(site, one) for site, one in found if one is not None and one.digest != site.digest]
+    pairs = [(server, expected_of(server, digests, names)) for server in servers]
+    return [
+        (server, digest)
+        for server, digest in pairs
+        if digest is not None and digest.digest != server.proof.digest
+    ]
 
 
-def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
+def agreed(servers: Sequence[PushedServer], names: Sequence[str]) -> list[ExpectedDigest]:
     """Digests to expect from now on: those on which all servers of one arrangement agree and which,
     if their engine lets skyctl see it, match the checkpoint.
     """
     return [
-        ExpectedDigest(name, engine, group[0].digest)
-        for group in comparable(sites, lambda site: site.digest)
-        if len({site.digest for site in group}) == 1
-        and all(not site.failure and _as_sent(site) for site in group)
-        for engine in sorted({site.engine for site in group})
+        ExpectedDigest(name, engine, group[0].proof.digest)
+        for group in comparable(servers, lambda server: server.proof.digest)
+        if len({server.proof.digest for server in group}) == 1
+        and all(not server.failure and _as_sent(server) for server in group)
+        for engine in sorted({server.before.engine for server in group})
         for name in names
     ]
 
 
-def _as_sent(site: Site) -> bool:
+def _as_sent(server: PushedServer) -> bool:
     """Whether it was seen to hold what was sent, as far as its engine lets skyctl see."""
-    return bool(site.compared.tensors) if site.compared else not can_compare(site.target)
+    return (
+        bool(server.proof.compared.tensors)
+        if server.proof.compared
+        else not can_compare(server.target)
+    )

@@ -23,7 +23,7 @@ from skyctl.engines.base import lacks_method
 from skyctl.errors import ServerError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.wire.messages import TensorUse
 from skyctl.wire.worker import WorkerMethod
 
@@ -37,7 +37,7 @@ async def check_fit(
     checkpoint: Checkpoint,
     fleet: PushFleet,
     facts: Sequence[ServerFacts],
-    sites: Sequence[Site],
+    servers: Sequence[PushedServer],
 ) -> list[str]:
     """Compare the checkpoint with what the servers run; returns notes.
 
@@ -53,7 +53,7 @@ async def check_fit(
     ]
     question = {"config": dict(checkpoint.config), "tensors": tensors}
     timeout_s = fleet.control_timeout_s
-    answers = await asyncio.gather(*(_ask(site, question, timeout_s) for site in sites))
+    answers = await asyncio.gather(*(_ask(server, question, timeout_s) for server in servers))
     notes = await asyncio.to_thread(
         check_compatible,
         checkpoint,
@@ -65,14 +65,16 @@ async def check_fit(
     return [*notes, note] if note else notes
 
 
-async def _ask(site: Site, question: Mapping[str, Any], timeout_s: float) -> Answer | None:
+async def _ask(
+    server: PushedServer, question: Mapping[str, Any], timeout_s: float
+) -> Answer | None:
     """None from a server without skyctl's worker extension."""
     text = json.dumps(question, sort_keys=True).encode()
-    key = site.server.instance, hashlib.blake2b(text, digest_size=16).hexdigest()
-    if site.server.instance and key in _answers:
+    key = server.given.instance, hashlib.blake2b(text, digest_size=16).hexdigest()
+    if server.given.instance and key in _answers:
         return _answers[key]
     try:
-        answers = await site.vllm.ask_workers(WorkerMethod.FIT, question, timeout_s=timeout_s)
+        answers = await server.control.ask_workers(WorkerMethod.FIT, question, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error):
             raise
@@ -80,8 +82,12 @@ async def _ask(site: Site, question: Mapping[str, Any], timeout_s: float) -> Ans
     try:
         answer = _read(answers, [name for name, *_ in question["tensors"]])
     except (LookupError, TypeError, ValueError) as error:
-        raise ServerError(f"{site.name}: its workers answered something else: {error!r}") from error
-    return remembered(_answers, key, lambda: answer, kept=_KEPT) if site.server.instance else answer
+        raise ServerError(
+            f"{server.name}: its workers answered something else: {error!r}"
+        ) from error
+    return (
+        remembered(_answers, key, lambda: answer, kept=_KEPT) if server.given.instance else answer
+    )
 
 
 def _read(answers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Answer:

@@ -55,19 +55,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way of staging. Memory in bytes, beyond what servers hold that have taken no push yet:
-    the sender's on each of its GPUs, each worker's on its own, and this machine's host memory.
-    `freeze_s` None: unknown. `chosen`: the push would stage this way; `problem`: why it cannot.
-    """
+    """One way of staging. Memory in bytes, beyond what servers hold that have taken no push yet."""
 
     stage: str
+    """gpu, host or stream."""
     chosen: bool
+    """The push would stage this way."""
     slots: int
+    """The sender's slots."""
     sender_gpu_bytes: int
+    """On each GPU of the sender, at most."""
     worker_gpu_bytes: int
+    """On each worker's GPU, beside its model."""
     host_bytes: int
+    """On this machine, at most."""
     freeze_s: float | None
+    """How long servers would be frozen; None: unknown."""
     problem: str = ""
+    """Why it is impossible; "" if it is not."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,28 +80,31 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be pushed. `chunk_bytes` are the chunks' sizes; `workers` counts the workers of
-    all servers; `worker_bytes` is what each takes on its GPU (`push/worker_memory.py`);
-    `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None if unknown.
-    `reserve_bytes` is what workers take of that where they load on the sender's GPUs;
-    `numbering_bytes` what the sender takes beside its slots. `gpus` is the number of GPUs in the
-    machine. `has_context`: a sender is alive, and its CUDA context is already excluded from what is
-    free. `copied`: servers copy the weights into their parameters instead of loading them.
-    `grouped`: an `nccl` sender broadcasts to them; otherwise it stages on their GPUs what it stages
-    as a whole.
-    """
+    """What is to be pushed, and where it has to fit."""
 
     transport: str
+    """How it travels."""
     chunk_bytes: tuple[int, ...]
+    """The chunks' sizes."""
     workers: int
+    """The workers of all servers."""
     worker_bytes: int = 0
+    """What each takes on its GPU (`push/worker_memory.py`)."""
     free_gpu_bytes: int | None = None
+    """Free on the fullest of the sender's GPUs; None if unknown."""
     reserve_bytes: int = 0
+    """What workers take of that where they load on the sender's GPUs."""
     numbering_bytes: int = 0
+    """What the sender takes beside its slots."""
     gpus: int = 0
+    """GPUs in the machine."""
     has_context: bool = False
+    """A sender is alive, and its CUDA context is already excluded from what is free."""
     copied: bool = False
+    """Servers copy the weights into their parameters instead of loading them."""
     grouped: bool = True
+    """An `nccl` sender broadcasts to them; otherwise it stages on their GPUs what it stages
+    as a whole."""
 
     def has_group(self, stage: str) -> bool:
         """Whether the sender is in a group with the servers, where its transport has one."""
@@ -135,7 +143,7 @@ def refusal(stage: str, transport: str) -> str:
     return ""
 
 
-def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]:
+def forecast(subject: Subject, requested: str, measured: Measured) -> list[Forecast]:
     """One forecast per way of staging that the transport supports; `chosen` marks the one the push
     takes.
     """
@@ -146,47 +154,47 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     if not subject.has_context:
         taken += subject.context_bytes("gpu")
     fits = free is not None and fits_whole(whole, free, taken)
-    chosen = asked
-    if asked == "auto":
+    chosen = requested
+    if requested == "auto":
         chosen = "gpu" if "gpu" in stages and fits else "stream"
-    found = []
+    forecasts = []
     for stage in stages:
         problem = ""
         if stage == "gpu" and free is not None and not fits:
             problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
             problem += f", and {format_bytes(taken)} of them are needed beside it" if taken else ""
         ring = RING
-        if stage == "stream" and asked == "auto" and free is not None and subject.copied:
+        if stage == "stream" and requested == "auto" and free is not None and subject.copied:
             ring = max(RING, int((free - taken) * SHARE_OF_FREE) // max(subject.chunk_bytes))
-        found.append(_forecast(subject, stage, stage == chosen, problem, measured, ring))
-    return found
+        forecasts.append(_forecast(subject, stage, stage == chosen, problem, measured, ring))
+    return forecasts
 
 
 def assumptions(subject: Subject, measured: Measured) -> list[str]:
     """What the figures are based on, and what is missing, in words."""
-    said = []
+    lines = []
     if measured.loads is not None and measured.fixed_s is not None:
-        said.append(
+        lines.append(
             f"servers load {format_rate(measured.loads / 1e9)} and the rest of a freeze takes "
             f"{measured.fixed_s:.3f} s, as in {measured.source}"
         )
     else:
-        said.append(
+        lines.append(
             f"no push by {subject.transport} into this fleet was measured yet: freeze not known"
         )
     if measured.reads is not None:
-        said.append(
+        lines.append(
             f"files are read at {format_rate(measured.reads / 1e9)} into host memory, measured now"
         )
     else:
-        said.append("the files are too small to tell how fast they are read")
+        lines.append("the files are too small to tell how fast they are read")
     if subject.copied:
-        said.append(
+        lines.append(
             "servers copy into their parameters; where one cannot, vLLM's loader needs more"
         )
     if subject.transport in GPU_TRANSPORTS and subject.free_gpu_bytes is None:
-        said.append("the sender's GPU was not asked for its free memory")
-    return said
+        lines.append("the sender's GPU was not asked for its free memory")
+    return lines
 
 
 def _forecast(

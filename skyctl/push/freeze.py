@@ -13,7 +13,15 @@ from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
-from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, responsive
+from skyctl.push.servers import (
+    Holds,
+    PushedServer,
+    alive,
+    close_session,
+    each,
+    require_paused,
+    responsive,
+)
 from skyctl.push.verify import weights_digest
 from skyctl.states import PushStage, PushState
 
@@ -33,29 +41,29 @@ class NotYet(Exception):
         self.abandoned = abandoned
         self.unwritable = unwritable
 
-    def reason(self, sites: Sequence[Site]) -> BaseException:
+    def reason(self, servers: Sequence[PushedServer]) -> BaseException:
         if self.abandoned:
             return Abandoned()
-        failed = [f"{site.name}: {site.failure}" for site in sites if site.failure]
+        failed = [f"{server.name}: {server.failure}" for server in servers if server.failure]
         hint = "where a server does not answer: skyctl recover; then push again"
         if self.unwritable is not None:
             failed, hint = [self.unwritable.message], self.unwritable.hint
-        left = [site.report().to_json() for site in sites]
-        in_doubt = [row["server"] for row in left if row["state"] == PushState.QUARANTINED]
+        rows = [server.report().to_json() for server in servers]
+        in_doubt = [row["server"] for row in rows if row["state"] == PushState.QUARANTINED]
         after = (
             f"{', '.join(in_doubt)} stay paused: an earlier push broke off there"
             if in_doubt
             else "the servers keep their old weights"
         )
         return PushError(
-            f"the push was undone, {after} ({failed[0]})", hint=hint, details={"servers": left}
+            f"the push was undone, {after} ({failed[0]})", hint=hint, details={"servers": rows}
         )
 
 
-def require_all(run: Run, sites: Sequence[Site]) -> None:
+def require_all(run: Run, servers: Sequence[PushedServer]) -> None:
     if run.cancel_guard.cancelled:
         raise NotYet(abandoned=True)
-    if len(alive(sites)) < len(sites):
+    if len(alive(servers)) < len(servers):
         raise NotYet
 
 
@@ -84,9 +92,9 @@ def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation
         )
 
 
-def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
+def refuse_paused(request: PushRequest, servers: Sequence[PushedServer]) -> None:
     """Raise PreflightError if a canary would release requests that somebody froze."""
-    paused = [site.name for site in sites if site.was_paused]
+    paused = [server.name for server in servers if server.before.paused]
     if request.canary is not None and paused:
         raise PreflightError(
             f"{', '.join(paused)} cannot answer canary prompts: paused or asleep before the push",
@@ -94,7 +102,7 @@ def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
         )
 
 
-async def leave(run: Run, sites: Sequence[Site]) -> None:
+async def take_out(run: Run, servers: Sequence[PushedServer]) -> None:
     """Take servers out of the router, and wait until they have no requests, unless those are to be
     aborted. A server that is not empty within the fleet's `drain_timeout_s` fails: the push is
     undone.
@@ -102,44 +110,46 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
     assert run.rotation is not None  # see refuse_impossible
     reached("push.drain.call")
     try:
-        names = [site.name for site in sites]
-        await run.rotation.leave(
+        names = [server.name for server in servers]
+        await run.rotation.take_out(
             names,
             others_serve=run.request.rolling > 0,
             closed=run.request.canary is not None,  # nobody has accepted what they will hold
         )
-        for site in sites:
-            run.observer.server(site.name, PushState.DRAINING)
+        for server in servers:
+            run.observer.server(server.name, PushState.DRAINING)
     except SkyctlError as error:
-        for site in sites:
-            site.failure = f"drain: {error.message}"
-    require_all(run, sites)
+        for server in servers:
+            server.failure = f"drain: {error.message}"
+    require_all(run, servers)
     if run.request.pause_mode == "wait":
         patience_s = run.fleet.drain_timeout_s
         await each(
-            [site for site in sites if not site.was_paused],  # frozen requests do not finish
-            lambda site: _drained(site, patience_s),
+            [
+                server for server in servers if not server.before.paused
+            ],  # frozen requests do not finish
+            lambda server: _drained(server, patience_s),
             timeout_s=patience_s + run.fleet.control_timeout_s,
-            what="drain",
+            call_name="drain",
         )
     reached("push.drain.done")
-    require_all(run, sites)
+    require_all(run, servers)
 
 
-async def _drained(site: Site, patience_s: float) -> None:
+async def _drained(server: PushedServer, patience_s: float) -> None:
     empty, deadline = 0, time.monotonic() + patience_s
     while empty < _EMPTY_POLLS:
-        left = (await site.vllm.metrics()).in_flight
-        empty = 0 if left else empty + 1
-        if left and time.monotonic() > deadline:
+        in_flight = (await server.control.metrics()).in_flight
+        empty = 0 if in_flight else empty + 1
+        if in_flight and time.monotonic() > deadline:
             raise ServerError(
-                f"{left:g} requests have not ended after {patience_s:g} s (drain_timeout_s)"
+                f"{in_flight:g} requests have not ended after {patience_s:g} s (drain_timeout_s)"
             )
         if empty < _EMPTY_POLLS:
             await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def pause(run: Run, sites: Sequence[Site]) -> None:
+async def pause(run: Run, servers: Sequence[PushedServer]) -> None:
     """Freeze every server and check that it is frozen; the freeze window begins.
 
     A server that is already paused is paused as well: whoever froze it may thaw it between the
@@ -148,49 +158,53 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     run.froze_at = run.clock()
     # recorded first: whoever reads the journal of a push that died must know which servers to thaw
     run.observer.intend(
-        {site.name: PushState.HELD if site.was_paused else PushState.PAUSING for site in sites}
+        {
+            server.name: PushState.HELD if server.before.paused else PushState.PAUSING
+            for server in servers
+        }
     )
     reached("push.pause.call")
     # prefill servers first: they answer once the decode servers, which still run, have fetched the
     # KV that waits for them
-    awake = [site for site in sites if not site.asleep]
-    prefill = [site for site in awake if site.kv_lease_s]
+    awake = [server for server in servers if not server.before.asleep]
+    prefill = [server for server in awake if server.before.kv_lease_s]
     if prefill:
-        names = ", ".join(site.name for site in prefill)
+        names = ", ".join(server.name for server in prefill)
         run.note(f"{names} paused first, so that decode servers fetch the KV that waits there")
         await _pause(run, prefill)
-        require_all(run, sites)
-    await _pause(run, [site for site in awake if not site.kv_lease_s])
-    require_all(run, sites)
+        require_all(run, servers)
+    await _pause(run, [server for server in awake if not server.before.kv_lease_s])
+    require_all(run, servers)
 
 
-async def _pause(run: Run, sites: Sequence[Site]) -> None:
+async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
     mode = run.request.pause_mode
     # mode "wait" lets running requests finish first
     timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
-    timeout_s += max((site.kv_lease_s for site in sites), default=0.0)
+    timeout_s += max((server.before.kv_lease_s for server in servers), default=0.0)
 
-    async def call(site: Site) -> None:
-        if not site.was_paused:
-            site.frozen = True  # set before the call: if its answer is lost, it may be paused
-        await site.vllm.pause(
-            "keep" if site.was_paused else mode, clear_cache=False, timeout_s=timeout_s
+    async def call(server: PushedServer) -> None:
+        if not server.before.paused:
+            server.did.frozen = True  # set before the call: if its answer is lost, it may be paused
+        await server.control.pause(
+            "keep" if server.before.paused else mode, clear_cache=False, timeout_s=timeout_s
         )
-        await require_paused(site)
-        site.spans.frozen_at = site.spans.clock()
-        if site.frozen:
-            run.observer.server(site.name, PushState.PAUSED)
+        await require_paused(server)
+        server.spans.frozen_at = server.spans.clock()
+        if server.did.frozen:
+            run.observer.server(server.name, PushState.PAUSED)
 
-    outcomes = await each(sites, call, timeout_s=timeout_s, what="pause")
-    for site, outcome in zip(sites, outcomes, strict=True):
-        if site.kv_lease_s and outcome.status is OutcomeStatus.TIMEOUT:
-            site.failure += (
+    outcomes = await each(servers, call, timeout_s=timeout_s, call_name="pause")
+    for server, outcome in zip(servers, outcomes, strict=True):
+        if server.before.kv_lease_s and outcome.status is OutcomeStatus.TIMEOUT:
+            server.failure += (
                 ": its requests keep KV that no decode server has fetched, for longer than their "
-                f"lease of {site.kv_lease_s:g} s; end them, or look whether decode servers run"
+                f"lease of {server.before.kv_lease_s:g} s; end them, or check that decode servers "
+                "run"
             )
 
 
-async def roll_back(run: Run, sites: Sequence[Site]) -> None:
+async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
     """Nothing was sent: close what was opened, and resume at their old weights the servers we
     froze.
 
@@ -199,83 +213,88 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
     timeout_s = run.fleet.control_timeout_s
 
     with run.stage(PushStage.RECOVER):
-        failed = [site for site in sites if site.failure]
+        failed = [server for server in servers if server.failure]
         answering = await responsive(failed, control_timeout_s=timeout_s)
-        able = alive(sites) + answering
+        able = alive(servers) + answering
         await each(
-            [site for site in able if site.open], close_session, timeout_s=timeout_s, what="close"
+            [server for server in able if server.did.open],
+            close_session,
+            timeout_s=timeout_s,
+            call_name="close",
         )
-        for site in sites:
-            if site.open:  # not closed: its layers are empty
-                site.weights = Weights.UNKNOWN
-        await _label_verified(run, [site for site in able if site.weights is Weights.OLD])
-        await resume(run, [site for site in able if site.weights is Weights.OLD])
-        for site in sites:
-            if site.weights is Weights.UNKNOWN:
-                site.failure = site.failure or "an earlier push broke off and left it half updated"
-                run.observer.server(site.name, PushState.QUARANTINED, site.failure)
+        for server in servers:
+            if server.did.open:  # not closed: its layers are empty
+                server.holds = Holds.UNKNOWN
+        await _label_verified(run, [server for server in able if server.holds is Holds.OLD])
+        await resume(run, [server for server in able if server.holds is Holds.OLD])
+        for server in servers:
+            if server.holds is Holds.UNKNOWN:
+                server.failure = (
+                    server.failure or "an earlier push broke off and left it half updated"
+                )
+                run.observer.server(server.name, PushState.QUARANTINED, server.failure)
 
 
-async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
+async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
     """Label weights that an earlier push verified but died before labelling: thawed without the
     label, the server would serve them under the previous one.
     """
 
-    async def call(site: Site) -> None:
-        label, site.weights = site.server.verified_as, Weights.UNKNOWN  # until it is done
-        found = await weights_digest(site.vllm, timeout_s=run.fleet.update_timeout_s)
-        if found.digest != site.server.weights_digest:
-            raise ServerError(f"{site.name}: it does not hold {label} (digest {found.digest})")
-        await site.vllm.set_weight_version(label)
-        site.weights, site.old_version = Weights.OLD, label
+    async def call(server: PushedServer) -> None:
+        label, server.holds = server.given.verified_as, Holds.UNKNOWN  # until it is done
+        report = await weights_digest(server.control, timeout_s=run.fleet.update_timeout_s)
+        if report.digest != server.given.weights_digest:
+            raise ServerError(f"{server.name}: it does not hold {label} (digest {report.digest})")
+        await server.control.set_weight_version(label)
+        server.holds, server.version = Holds.OLD, label
 
-    verified = [site for site in sites if site.server.verified_as]
-    await each(verified, call, timeout_s=run.fleet.update_timeout_s, what="label")
+    verified = [server for server in servers if server.given.verified_as]
+    await each(verified, call, timeout_s=run.fleet.update_timeout_s, call_name="label")
 
 
-async def resume(run: Run, sites: Sequence[Site]) -> None:
+async def resume(run: Run, servers: Sequence[PushedServer]) -> None:
     """Thaw the servers we froze; the freeze window ends. A resume that fails is retried once."""
     timeout_s = run.fleet.control_timeout_s
-    frozen = [site for site in sites if site.frozen]
-    for site in sites:
-        if site.was_paused:
-            run.observer.server(site.name, PushState.KEPT, "stays paused")
-        elif not site.frozen:
-            run.observer.server(site.name, PushState.READY)
+    frozen = [server for server in servers if server.did.frozen]
+    for server in servers:
+        if server.before.paused and not server.did.resumed:
+            run.observer.server(server.name, PushState.KEPT, "stays paused")
+        elif not server.did.frozen:
+            run.observer.server(server.name, PushState.READY)
 
-    async def call(site: Site) -> None:
+    async def call(server: PushedServer) -> None:
         try:
-            await site.vllm.resume()
+            await server.control.resume()
         except SkyctlError:
-            await site.vllm.resume()
-        site.resumed = True
-        site.spans.thawed_at = site.spans.clock()
+            await server.control.resume()
+        server.did.resumed = True
+        server.spans.thawed_at = server.spans.clock()
         # its freeze ends here; it becomes `ready`, and is routed to, once all are resumed
-        run.observer.server(site.name, PushState.RESUMED, site.failure)
+        run.observer.server(server.name, PushState.RESUMED, server.failure)
 
-    await each(frozen, call, timeout_s=timeout_s * 2, what="resume")
+    await each(frozen, call, timeout_s=timeout_s * 2, call_name="resume")
     run.thawed_at = run.clock()
-    for site in frozen:
+    for server in frozen:
         run.observer.server(
-            site.name, PushState.READY if site.resumed else PushState.PAUSED, site.failure
+            server.name, PushState.READY if server.did.resumed else PushState.PAUSED, server.failure
         )
 
 
-async def rejoin(run: Run, sites: Sequence[Site]) -> None:
+async def rejoin(run: Run, servers: Sequence[PushedServer]) -> None:
     """Return servers to the router, whatever became of them; those that must not be routed to are
     quarantined by now.
     """
     if run.rotation is not None and run.request.leaves_router:
-        await run.rotation.rejoin([site.name for site in sites])
+        await run.rotation.rejoin([server.name for server in servers])
 
 
-async def abort_stragglers(site: Site) -> None:
+async def abort_stragglers(server: PushedServer) -> None:
     """Abort requests that reached a server past the router, before it generates again.
 
     Raises:
         ServerError: it does not answer.
     """
-    if (await site.vllm.metrics()).in_flight:
-        await site.vllm.pause("abort", clear_cache=False)
-        if (await site.vllm.metrics()).in_flight:
-            raise ServerError(f"{site.name}: requests arrive past the router")
+    if (await server.control.metrics()).in_flight:
+        await server.control.pause("abort", clear_cache=False)
+        if (await server.control.metrics()).in_flight:
+            raise ServerError(f"{server.name}: requests arrive past the router")

@@ -23,7 +23,7 @@ from skyctl.engines.base import lacks_method
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
-from skyctl.push.sites import Site, Weights
+from skyctl.push.servers import Holds, PushedServer
 from skyctl.push.verify import can_compare
 from skyctl.transfer.plan import (
     ChunkPlan,
@@ -101,29 +101,33 @@ class LayoutChoice:
 
 
 async def choose_layout(
-    wanted: Layout, transport: str, sites: Sequence[Site], checkpoint: Checkpoint
+    requested: Layout, transport: str, servers: Sequence[PushedServer], checkpoint: Checkpoint
 ) -> LayoutChoice:
     """Settle the layout of a push.
 
     Raises:
         PreflightError: `wanted` is "runtime", and it cannot be used.
     """
-    could = transport in _TRANSPORTS and all(can_compare(site.target) for site in sites)
-    if wanted == "checkpoint" or (wanted == "auto" and not could):
+    could = transport in _TRANSPORTS and all(can_compare(server.target) for server in servers)
+    if requested == "checkpoint" or (requested == "auto" and not could):
         return LayoutChoice()
     try:
-        workers = await _ask(transport, sites)
+        workers = await _ask(transport, servers)
         reports = [report for of_server in workers.values() for report in of_server]
         await asyncio.to_thread(_check, reports, checkpoint)
-        if transport != "ipc" and (found := _processed(reports)):
-            raise NotInLayout(f"{found} is processed, ahead of a freeze only with ipc")
-    except NotInLayout as why:
-        return _refused(wanted, LayoutChoice(), why.reason)
-    unproven = [name for name, of in workers.items() if any(r.layout not in r.proven for r in of)]
+        if transport != "ipc" and (processed := _processed(reports)):
+            raise NotInLayout(f"{processed} is processed, ahead of a freeze only with ipc")
+    except NotInLayout as refusal:
+        return _refused(requested, LayoutChoice(), refusal.reason)
+    unproven = [
+        name
+        for name, ranks in workers.items()
+        if any(report.layout not in report.proven for report in ranks)
+    ]
     if unproven:
         proves = "a rehearsal" if _processed(reports) else "this push"
         reason = f"not proven yet on {', '.join(unproven)}; {proves} proves it, if it holds"
-        return _refused(wanted, LayoutChoice(workers=workers), reason)
+        return _refused(requested, LayoutChoice(workers=workers), reason)
     return LayoutChoice("runtime", workers)
 
 
@@ -134,8 +138,8 @@ def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
         check_layouts(reports, checkpoint.tensors)
         return True
 
-    told = tuple((report.layout, report.ignored, report.reason) for report in reports)
-    remembered(_checked, (told, checkpoint.headers), check)
+    reported = tuple((report.layout, report.ignored, report.reason) for report in reports)
+    remembered(_checked, (reported, checkpoint.headers), check)
 
 
 def _processed(reports: Sequence[LayoutReport]) -> str:
@@ -143,54 +147,58 @@ def _processed(reports: Sequence[LayoutReport]) -> str:
     return next((p.name for report in reports for p in report.parameters if p.processed), "")
 
 
-def _refused(wanted: Layout, choice: LayoutChoice, why: str) -> LayoutChoice:
-    if wanted == "runtime":
+def _refused(requested: Layout, choice: LayoutChoice, reason: str) -> LayoutChoice:
+    if requested == "runtime":
         raise PreflightError(
-            f"--layout runtime: {why}", hint="push with --layout auto: it is used where it can be"
+            f"--layout runtime: {reason}",
+            hint="push with --layout auto: it is used where it can be",
         )
-    return replace(choice, note=f"by vLLM's loader, not in the runtime's layout: {why}")
+    return replace(choice, note=f"by vLLM's loader, not in the runtime's layout: {reason}")
 
 
-async def _ask(transport: str, sites: Sequence[Site]) -> dict[str, tuple[LayoutReport, ...]]:
+async def _ask(
+    transport: str, servers: Sequence[PushedServer]
+) -> dict[str, tuple[LayoutReport, ...]]:
     """Every worker's report, by server and rank."""
     if transport not in _TRANSPORTS:
         raise NotInLayout(f"transport {transport} has no such way")
-    for site in sites:
-        if site.asleep or site.server.weights_awake:
-            raise NotInLayout(f"{site.name} sleeps")
+    for server in servers:
+        if server.before.asleep or server.given.weights_awake:
+            raise NotInLayout(f"{server.name} sleeps")
     # ask them even after a push that broke off: a worker that is asked releases what the old sender
     # had shown it
-    found = await asyncio.gather(*map(_ask_one, sites), return_exceptions=True)
-    for site in sites:
-        if site.weights is not Weights.OLD:
-            raise NotInLayout(f"an earlier push broke off in {site.name}")
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    told = [one for one in found if not isinstance(one, BaseException)]
-    return dict(zip([site.name for site in sites], told, strict=True))
+    answers = await asyncio.gather(*map(_ask_one, servers), return_exceptions=True)
+    for server in servers:
+        if server.holds is not Holds.OLD:
+            raise NotInLayout(f"an earlier push broke off in {server.name}")
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    reports = [answer for answer in answers if not isinstance(answer, BaseException)]
+    return dict(zip([server.name for server in servers], reports, strict=True))
 
 
-async def _ask_one(site: Site) -> tuple[LayoutReport, ...]:
-    known = dict(_spelt_out)  # other answers may push these out meanwhile
+async def _ask_one(server: PushedServer) -> tuple[LayoutReport, ...]:
+    spelt_out = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
-        answers = await site.vllm.ask_workers(WorkerMethod.LAYOUT, {"known": list(known)})
-        reports = tuple(_spelled(LayoutReport.from_wire(answer), known) for answer in answers)
+        answers = await server.control.ask_workers(WorkerMethod.LAYOUT, {"known": list(spelt_out)})
+        reports = tuple(_spelled(LayoutReport.from_wire(answer), spelt_out) for answer in answers)
     except ServerError as error:
         if lacks_method(error):
-            raise NotInLayout(f"the workers of {site.name} do not know layouts") from error
-        raise NotInLayout(f"{site.name} does not tell its layout: {error.message}") from error
+            raise NotInLayout(f"the workers of {server.name} do not know layouts") from error
+        raise NotInLayout(f"{server.name} does not tell its layout: {error.message}") from error
     except (TypeError, ValueError, LookupError) as error:
-        raise NotInLayout(f"{site.name} tells a layout that is not understood") from error
-    if [report.rank for report in reports] != list(range(site.world_size)):
+        raise NotInLayout(f"{server.name} tells a layout that is not understood") from error
+    if [report.rank for report in reports] != list(range(server.before.world_size)):
         raise NotInLayout(
-            f"{len(reports)} of {site.world_size} workers of {site.name} tell their layout"
+            f"{len(reports)} of {server.before.world_size} workers of {server.name} tell their "
+            "layout"
         )
     return reports
 
 
 def _spelled(
-    report: LayoutReport, known: Mapping[str, tuple[ParameterLayout, ...]]
+    report: LayoutReport, spelt_out: Mapping[str, tuple[ParameterLayout, ...]]
 ) -> LayoutReport:
     if report.parameters:
         _spelt_out.pop(report.layout, None)
@@ -200,16 +208,16 @@ def _spelled(
         return report
     if report.reason:
         return report
-    return replace(report, parameters=known[report.layout])
+    return replace(report, parameters=spelt_out[report.layout])
 
 
-def numbered(site: Site) -> list[list[str]]:
+def numbered(server: PushedServer) -> list[list[str]]:
     """Names of the parameters whose numbers are expected, by rank; [] if none are."""
-    return [[name for name, _, _ in program.parameters] for program, _ in site.expected]
+    return [[name for name, _, _ in program.parameters] for program, _ in server.proof.expected]
 
 
 async def settle_parameters(
-    site: Site,
+    server: PushedServer,
     answered: Mapping[int, Mapping[str, int]],
     whole: Compared,
     *,
@@ -232,22 +240,23 @@ async def settle_parameters(
     """
     wrong = [
         name
-        for rank, (program, expected) in enumerate(site.expected)
+        for rank, (program, expected) in enumerate(server.proof.expected)
         for name, _, _ in program.parameters
         if name not in expected or answered.get(rank, {}).get(name) != expected[name]
     ]
-    if wrong and site.copied:
+    if wrong and server.proof.copied:
         raise ServerError(
-            f"{site.name}: {wrong[0]} is not what was sent ({len(wrong)} parameters differ)"
+            f"{server.name}: {wrong[0]} is not what was sent ({len(wrong)} parameters differ)"
         )
     if wrong:
         return (
-            f"{site.name}: vLLM's loader fills {wrong[0]} in a way that is not known "
+            f"{server.name}: vLLM's loader fills {wrong[0]} in a way that is not known "
             f"({len(wrong)} such parameters); pushes go on by it"
         )
-    if not site.copied:
-        layouts = [program.layout for program, _ in site.expected]
-        proven = {"layouts": layouts}
-        await site.vllm.ask_workers(WorkerMethod.LAYOUT_PROVEN, proven, timeout_s=timeout_s)
-    site.compared = whole
+    if not server.proof.copied:
+        layouts = [program.layout for program, _ in server.proof.expected]
+        await server.control.ask_workers(
+            WorkerMethod.LAYOUT_PROVEN, {"layouts": layouts}, timeout_s=timeout_s
+        )
+    server.proof.compared = whole
     return ""

@@ -59,31 +59,36 @@ async def free_gpu(servers: Sequence[PushServer]) -> tuple[Node | None, int]:
     nodes = [*dict.fromkeys(server.node for server in servers if server.node), None]
     if nodes[0] is not None and nodes[0].ray is not None:
         return nodes[0].with_a_gpu, 0
-    found = dict(zip(nodes, await asyncio.gather(*map(_gpus_of, nodes)), strict=True))
+    gpus_by_node = dict(zip(nodes, await asyncio.gather(*map(_gpus_of, nodes)), strict=True))
     used = {(server.node, gpu) for server in servers for gpu in server.gpus}
-    free = [(node, gpu) for node, gpus in found.items() for gpu in gpus if (node, gpu) not in used]
+    free = [
+        (node, gpu)
+        for node, gpus in gpus_by_node.items()
+        for gpu in gpus
+        if (node, gpu) not in used
+    ]
     if not free:
-        why = "all are taken" if any(found.values()) else "nvidia-smi names none"
+        reason = "all are taken" if any(gpus_by_node.values()) else "nvidia-smi names none"
         raise PreflightError(
-            f"transport nccl needs a GPU that no server uses, and {why}",
+            f"transport nccl needs a GPU that no server uses, and {reason}",
             hint="use `weight_transfer: {transport: ipc}` in the fleet file",
         )
     return free[0]
 
 
-_known: dict[Node | None, tuple[int, ...]] = {}
+_gpus_by_node: dict[Node | None, tuple[int, ...]] = {}
 """GPUs by machine, None for this one: asking takes longer than the rest of the preflight."""
 
 
 async def _gpus_of(node: Node | None) -> tuple[int, ...]:
     """The GPUs that a machine lets us use."""
-    if not _known.get(node):  # a driver that did not answer is asked again
+    if not _gpus_by_node.get(node):  # a driver that did not answer is asked again
         if node is None:
-            _known[node] = await asyncio.to_thread(_gpus_of_this_machine)
+            _gpus_by_node[node] = await asyncio.to_thread(_gpus_of_this_machine)
         else:
             answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
-            _known[node] = tuple(gpu["index"] for gpu in answer["gpus"])
-    return _known[node]
+            _gpus_by_node[node] = tuple(gpu["index"] for gpu in answer["gpus"])
+    return _gpus_by_node[node]
 
 
 def _gpus_of_this_machine() -> tuple[int, ...]:
@@ -144,9 +149,11 @@ async def subject_of(
     """
     on_gpus, shares = transport.name in GPU_TRANSPORTS, transport.shares_gpus
     copied, spare_bytes = layout.name == "runtime", layout.spare_bytes
-    programs = {p.layout: p for of in layout.programs.values() for p in of}.values()
-    here = not any(server.node for server in fleet.servers)  # other machines' GPUs are not seen
-    free = await asyncio.to_thread(free_gpu_memory) if on_gpus and here else {}
+    programs = {p.layout: p for ranks in layout.programs.values() for p in ranks}.values()
+    on_this_machine = not any(
+        server.node for server in fleet.servers
+    )  # other machines' GPUs are not seen
+    free = await asyncio.to_thread(free_gpu_memory) if on_gpus and on_this_machine else {}
     gpus = [server.gpus for server in fleet.servers]
     reserve = 0
     if shares and copied:
@@ -181,5 +188,5 @@ async def forecast_push(
         measured_before(fleet.pushes, subject.transport),
         reads=await asyncio.to_thread(measure_reading, checkpoint),
     )
-    found = forecast(subject, request.stage, measured)
-    return tuple(found), tuple(assumptions(subject, measured))
+    forecasts = forecast(subject, request.stage, measured)
+    return tuple(forecasts), tuple(assumptions(subject, measured))

@@ -14,7 +14,7 @@ from typing import Any
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.relay import one_reader
-from skyctl.push.sites import Site, alive
+from skyctl.push.servers import PushedServer, alive
 from skyctl.push.way import Delivery
 
 
@@ -39,27 +39,29 @@ class MachinesDelivery(Delivery):
     @property
     def content_digest(self) -> str:
         """Of a machine that has read it all."""
-        found = (part.content_digest for part in self._parts.values())
-        return next((digest for digest in found if digest), "")
+        digests = (part.content_digest for part in self._parts.values())
+        return next((digest for digest in digests if digest), "")
 
-    async def open(self, sites: Sequence[Site]) -> None:
-        parts = [part for part, _ in self._by_machine(sites)]
+    async def open(self, servers: Sequence[PushedServer]) -> None:
+        parts = [part for part, _ in self._by_machine(servers)]
         if self._one_reader and len(parts) > 1:
             for part, joining in zip(parts, one_reader(len(parts)), strict=True):
                 part.one_reader = joining
-        await self._together(sites, lambda part, those: part.open(those))
+        await self._together(servers, lambda part, those: part.open(those))
 
-    async def init(self, sites: Sequence[Site]) -> None:
-        await self._together(sites, lambda part, those: part.init(those))
+    async def init(self, servers: Sequence[PushedServer]) -> None:
+        await self._together(servers, lambda part, those: part.init(those))
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        await self._together(sites, lambda part, those: part.start(those, scrubbing=scrubbing))
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
+        await self._together(servers, lambda part, those: part.start(those, scrubbing=scrubbing))
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
-        done = {those[0].server.node: 0 for _, those in self._by_machine(sites)}
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None:
+        done = {those[0].given.node: 0 for _, those in self._by_machine(servers)}
 
-        async def update(part: ChunkDelivery, those: Sequence[Site]) -> None:
-            node = those[0].server.node
+        async def update(part: ChunkDelivery, those: Sequence[PushedServer]) -> None:
+            node = those[0].given.node
 
             def progress(done_bytes: int) -> None:
                 done[node] = done_bytes
@@ -69,40 +71,44 @@ class MachinesDelivery(Delivery):
             if not alive(those):
                 del done[node]
 
-        await self._together(sites, update)
+        await self._together(servers, update)
         read = {
-            those[0].server.node: part.content_digest
-            for part, those in self._by_machine(sites)
+            those[0].given.node: part.content_digest
+            for part, those in self._by_machine(servers)
             if alive(those)
         }
         self._differs = len(set(read.values())) > 1
         if self._differs:  # whose bytes are the right ones, nobody can tell
             machines = ", ".join(sorted(node.target if node else "this machine" for node in read))
-            why = f"the checkpoint's bytes are not the same on every machine ({machines})"
-            for site in alive(sites):
-                site.failure = why
+            reason = f"the checkpoint's bytes are not the same on every machine ({machines})"
+            for server in alive(servers):
+                server.failure = reason
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
-        await self._together(sites, lambda part, those: part.finish(those, version))
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
+        await self._together(servers, lambda part, those: part.finish(those, version))
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self._parts.values()))
 
-    def _by_machine(self, sites: Sequence[Site]) -> list[tuple[ChunkDelivery, list[Site]]]:
-        found = [
-            (part, [site for site in sites if site.server.node == node])
+    def _by_machine(
+        self, servers: Sequence[PushedServer]
+    ) -> list[tuple[ChunkDelivery, list[PushedServer]]]:
+        servers_of = [
+            (part, [server for server in servers if server.given.node == node])
             for node, part in self._parts.items()
         ]
-        return [(part, those) for part, those in found if those]
+        return [(part, those) for part, those in servers_of if those]
 
     async def _together(
         self,
-        sites: Sequence[Site],
-        work: Callable[[ChunkDelivery, list[Site]], Coroutine[Any, Any, None]],
+        servers: Sequence[PushedServer],
+        work: Callable[[ChunkDelivery, list[PushedServer]], Coroutine[Any, Any, None]],
     ) -> None:
         """The same on each machine that has any of these servers. An error of one ends it on the
         others."""
-        tasks = [asyncio.create_task(work(part, those)) for part, those in self._by_machine(sites)]
+        tasks = [
+            asyncio.create_task(work(part, those)) for part, those in self._by_machine(servers)
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:

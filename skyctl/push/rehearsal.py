@@ -29,7 +29,7 @@ from skyctl.push.machine_facts import free_for_sender
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.sender_way import SenderWay
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.push.verify import weights_digest
 from skyctl.push.worker_memory import numbering_bytes
 from skyctl.transfer.sender_client import Opened
@@ -47,7 +47,7 @@ async def rehearse(
     client: ControlClient,
     senders: SenderPool,
     asking: Callable[[], AbstractContextManager[None]],
-) -> tuple[Site, ...]:
+) -> tuple[PushedServer, ...]:
     """Prepare a push of what the servers hold, and stop there; `senders` holds a warm sender
     afterwards, if the transport keeps one and there is room for it. Engines are asked only within
     `asking`: not while the sender starts and reads.
@@ -62,52 +62,59 @@ async def rehearse(
         checked = await check(request, fleet, client=client, idle=senders.idle)
     way = checked.way
     if not isinstance(way, SenderWay) or not way.transport.resident:
-        return checked.sites
+        return checked.servers
     if any(server.node for server in fleet.servers):
-        return checked.sites
+        return checked.servers
     context = 0 if senders.idle else SENDER_CONTEXT[way.name]
     free = await asyncio.to_thread(free_gpu_memory)
-    known = free_for_sender(fleet.servers, way.place.gpu, free) or 0
-    room = int(known * _SHARE_OF_FREE) - context
+    free_bytes = free_for_sender(fleet.servers, way.place.gpu, free) or 0
+    room = int(free_bytes * _SHARE_OF_FREE) - context
     if room < 0:
         _LOG.warning("the first push begins cold: too little GPU memory is free for a sender")
-        return checked.sites
+        return checked.servers
+    delivery = _rehearsed(way, senders)
+    await delivery.warm(checked.servers)
+    if way.layout.programs and way.layout.name != "runtime" and delivery.takes <= room:
+        with asking() if way.layout.spare_bytes else nullcontext():
+            try:  # to find out what each parameter must hold by its server's layout
+                await delivery.open(checked.servers)
+            finally:
+                await _to_its_end(delivery.close())
+        with asking():
+            await _compare(checked, fleet)
+    return checked.servers
+
+
+def _rehearsed(way: SenderWay, senders: SenderPool) -> _Processing | _Numbering:
+    """A delivery that ends before the freeze."""
     spare_bytes = way.layout.spare_bytes
     read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
-    delivery = read(
+    return read(
         way.transport,
         way.source.files,
         way.chunks,
-        fleet,
+        way.fleet,
         senders=senders,
         sender_gpu=way.place.gpu,
         nccl_settings=way.place.nccl_settings,
         stage="gpu" if spare_bytes else "stream",
         programs=way.layout.programs,
         scan=False,
-        stage_rate=fleet.stage_rate,
+        stage_rate=way.fleet.stage_rate,
     )
-    await delivery.warm(checked.sites)
-    if way.layout.programs and way.layout.name != "runtime" and delivery.takes <= room:
-        with asking() if spare_bytes else nullcontext():
-            try:  # to find out what each parameter must hold by its server's layout
-                await delivery.open(checked.sites)
-            finally:
-                await _to_its_end(delivery.close())
-        with asking():
-            await _compare(checked, fleet)
-    return checked.sites
 
 
 async def _compare(checked: Checked, fleet: PushFleet) -> None:
     """Compare what servers hold with what their layout makes of the checkpoint."""
 
-    async def compare(site: Site) -> None:
+    async def compare(server: PushedServer) -> None:
         timeout_s = fleet.update_timeout_s
-        found = await weights_digest(site.vllm, timeout_s=timeout_s, numbered=numbered(site))
-        await settle_parameters(site, found.numbers, checked.source.whole, timeout_s=timeout_s)
+        report = await weights_digest(
+            server.control, timeout_s=timeout_s, numbered=numbered(server)
+        )
+        await settle_parameters(server, report.numbers, checked.source.whole, timeout_s=timeout_s)
 
-    await asyncio.gather(*map(compare, checked.sites))
+    await asyncio.gather(*map(compare, checked.servers))
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
@@ -132,12 +139,12 @@ class _Numbering(ChunkDelivery):
         return 2 * self._plan.slot_bytes + numbering_bytes(self._distinct)
 
     async def _get_ready(
-        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+        self, servers: Sequence[PushedServer], lease: Lease, opened: Opened, slots: int
     ) -> None:
         for chunk in self._plan.chunks:
             filled = await self._staged(lease, chunk)
             await self._sent(chunk, filled)
-        self._tell_numbers(sites)
+        self._tell_numbers(servers)
 
 
 class _Processing(RuntimeDelivery):
@@ -152,9 +159,9 @@ class _Processing(RuntimeDelivery):
         return self._plan.total_bytes + numbering_bytes(self._distinct) + self._spare_bytes
 
     async def _get_ready(
-        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+        self, servers: Sequence[PushedServer], lease: Lease, opened: Opened, slots: int
     ) -> None:
-        await super()._get_ready(sites, lease, opened, slots)
+        await super()._get_ready(servers, lease, opened, slots)
         for chunk in self._plan.chunks:
             await self._sent(chunk, self._filled[chunk.index])
-        self._tell_numbers(sites)
+        self._tell_numbers(servers)

@@ -22,16 +22,22 @@ class _Group:
     """What the senders of one push know of each other."""
 
     world_size: int
+    """How many senders it has."""
     leases: list[Lease] = field(default_factory=list)
+    """Those that have come so far."""
     all_there: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once all have come."""
     name: str = ""
+    """Names the group; that of the last push if it still stands."""
     stands: bool = False
+    """All were in one group in the last push: none has to be formed."""
     unique_id: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    """NCCL's id of the group, from the sender of rank 0."""
 
     def add(self, lease: Lease) -> None:
         self.leases.append(lease)
         if len(self.leases) == self.world_size:
-            names = {one.relay for one in self.leases}
+            names = {member.relay for member in self.leases}
             self.stands = len(names) == 1 and "" not in names
             self.name = names.pop() if self.stands else secrets.token_hex(8)
             self.all_there.set()

@@ -31,49 +31,58 @@ def usual_mode(*, leaves_router: bool) -> PauseMode:
 
 @dataclass(frozen=True)
 class PushRequest:
-    """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
-
-    `weight_version` None derives one from the checkpoint's digest. `traceparent` is the caller's
-    W3C trace context. `scan_nan` refuses NaN and infinity: True scans all weights before a server
-    is touched, False none, None those that the sender reads on its way. `allow_unproven_reload`
-    accepts weights whose digests are not the expected ones. `allow_config` are keys of config.json
-    in which the checkpoint may differ from what the servers run, "*" for all. `expected_digest` is
-    the checkpoint's identity_digest when it was pushed before: one that has changed since is
-    refused, unless its content is still `expected_content` (`push/versions.py`).
-    `canary` is what `push/canary.py` reads from a canary file. `keep`: the fleet makes its own
-    copy, and keeps it. `rolling` is how many servers are updated at a time while the others serve,
-    0 for all. `colocated`: sleeping servers are woken for it. `sleep_after` is the level to sleep
-    at afterwards, 0: none. `stage` is where the checkpoint is before servers are frozen
-    (`push/forecast.py`), `layout` how it gets into their parameters (`push/layouts.py`).
-    `stage_rate`: bytes per second at which the sender reads at most while servers are not frozen;
-    None takes the fleet's.
-    `weights_digest` is the digest that servers must have, if the caller knows it. With transport
-    `store.state.TRAINER` a trainer sends the weights itself, and `checkpoint` is "" unless it has
-    also written them to disk (`push/trainer.py`).
-    """
+    """What is to be pushed, and how."""
 
     checkpoint: str
+    """Its directory; "" with transport `store.state.TRAINER`, unless the trainer has also
+    written its weights to disk."""
     transport: str = "auto"
+    """How weights travel; "auto" takes the fleet file's, or what the servers can do."""
     chunk_size: int | None = None
+    """Bytes per chunk; None takes the fleet's."""
     weight_version: str | None = None
+    """The label of the new weights; None derives one from the checkpoint's digest."""
     pause_mode: PauseMode = "keep"
+    """What becomes of running requests."""
     verify: bool = True
+    """Compare what servers hold afterwards with the checkpoint and with each other."""
     dry_run: bool = False
+    """Check everything, and touch nothing."""
     scan_nan: bool | None = None
+    """Refuse NaN and infinity: True scans all weights before a server is touched, False
+    none, None those that skyctl reads on their way."""
     allow_unproven_reload: bool = False
+    """Accept weights whose digests are not the expected ones."""
     allow_config: tuple[str, ...] = ()
+    """Keys of config.json in which the checkpoint may differ from what the servers run, "*"
+    for all."""
     expected_digest: str | None = None
+    """The checkpoint's `identity_digest` when it was pushed before: one that has changed
+    since is refused."""
     traceparent: str | None = None
+    """The caller's W3C trace context."""
     canary: dict[str, Any] | None = None
+    """Prompts that the new weights must answer as expected (`push/canary.py`); None: no trial."""
     keep: bool = False
+    """The fleet makes its own copy of the checkpoint, and keeps it."""
     rolling: int = 0
+    """How many servers are updated at a time while the others serve; 0: all at once."""
     colocated: bool = False
+    """Sleeping servers are woken for it."""
     sleep_after: int = 0
+    """The level at which servers sleep afterwards; 0: none."""
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
+    """Where the checkpoint is before servers are frozen (`push/forecast.py`)."""
     layout: Layout = "auto"
+    """How it gets into their parameters (`push/layouts.py`)."""
     stage_rate: int | None = None
+    """Bytes per second that the sender reads at most while servers are not frozen; None
+    takes the fleet's."""
     weights_digest: str | None = None
+    """The digest that servers must have afterwards; None: the caller does not know it."""
     expected_content: str | None = None
+    """Its content digest when it was pushed before: files that have changed since pass if
+    they still have it."""
     written: str = ""
     """The checkpoint as the user wrote it, if that was a link or a hub id."""
 
@@ -94,38 +103,45 @@ class PushRequest:
 
 @dataclass(frozen=True)
 class PushServer:
-    """One server of a push. `backend` is the weight-transfer backend it was started with, "" for
-    none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
-    x data parallel). `instance` identifies the running process: while it is the same, a group that
-    the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
-    broke off there, so it is scrubbed first; `thaw`: that push froze it, so this one resumes it.
-    `verified_as` is the label that its present weights get before that, "" if they need none.
-    `weights_awake`: it sleeps, except for its weights, which were woken. `sleep_level` is its level
-    of sleep as recorded; `paused`: somebody wants it paused when it wakes. `weights_digest` is the
-    recorded digest of its weights, "" if there is none; `launched_with` names the content it was
-    started with (`push/expected.py`), "" if that is not certain or something has been pushed since;
-    `arguments` identifies the arguments it was started with, "" if unknown. `node` is the machine
-    that a launcher placed it on, None for this one and for servers that something else started;
-    `machines` is how many it runs on.
-    """
+    """One server of a push, as the fleet knows it."""
 
     target: ServerTarget
+    """Its name, URL and engine."""
     backend: str = ""
+    """The weight-transfer backend it was started with; "" for none or unknown."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """What its workers run on."""
     gpus: tuple[int, ...] = ()
+    """Physical indices of its GPUs."""
     world_size: int = 1
+    """Its workers: tensor x pipeline x data parallel."""
     instance: str = ""
+    """Identifies the running process: while it is the same, a group that the server joined
+    still stands; "" when unknown, never assumed."""
     half_updated: bool = False
+    """An earlier push broke off there: it is scrubbed first."""
     thaw: bool = False
+    """An earlier push froze it: this one resumes it."""
     verified_as: str = ""
+    """The label that its present weights get before it is resumed; "" if they need none."""
     weights_awake: bool = False
+    """It sleeps, except for its weights, which were woken."""
     sleep_level: int = 0
+    """Its level of sleep, as recorded."""
     paused: bool = False
+    """It is to be paused when it wakes."""
     weights_digest: str = ""
+    """The recorded digest of its weights; "" if there is none."""
     launched_with: str = ""
+    """Names the content it was started with (`push/expected.py`); "" if that is not certain,
+    or something has been pushed since."""
     arguments: str = ""
+    """Identifies the arguments it was started with; "" if unknown."""
     node: Node | None = None
+    """The machine that a launcher placed it on; None for this one, and for servers that
+    skyctl did not start."""
     machines: int = 1
+    """How many machines it runs on."""
 
     @property
     def name(self) -> str:
@@ -140,34 +156,40 @@ def _nothing_expected() -> Expectations:
 
 @dataclass(frozen=True)
 class PushFleet:
-    """The servers of a push and the bounds it keeps.
-
-    `model_path` is the directory or hub id of the checkpoint the servers run now, None when
-    unknown. `transport` is the fleet file's, used when the request says "auto". `python` is the
-    interpreter that runs the sender process (it needs torch); "" is this one. `committed` are the
-    weights that the fleet serves, and returns to when a push is refused; None if unknown. `pushes`
-    are the fleet's latest, newest first. `expected` are the digests that servers must have.
-    `stage_rate` is None for no
-    bound. `one_reader`: of the senders on several machines one reads, and the others receive from
-    it. `trainer` sends the weights of a push that skyctl has no sender for.
-    """
+    """The servers of a push, what is known of their weights, and the bounds it keeps."""
 
     name: str
+    """The name of the fleet."""
     servers: tuple[PushServer, ...]
+    """All servers of the push."""
     model_path: str | None = None
+    """Directory or hub id of the checkpoint that the servers run now; None when unknown."""
     chunk_size: int = 256 * 1024 * 1024
+    """Bytes per chunk, unless the request says."""
     rendezvous_timeout_s: float = 30.0
+    """How long a group may take to form."""
     update_timeout_s: float = 120.0
+    """How long a call may take that loads weights."""
     control_timeout_s: float = 30.0
+    """How long any other call may take."""
     python: str = ""
+    """The interpreter that runs the sender process (it needs torch); "" is this one."""
     transport: str = "auto"
+    """What the fleet file says; it is used when the request says "auto"."""
     stage_rate: int | None = None
+    """Bytes per second that are read at most while servers serve; None: no bound."""
     one_reader: bool = False
+    """Of the senders on several machines one reads, and the others receive from it."""
     drain_timeout_s: float = 30.0
+    """How long requests may take to end in a server that left the router."""
     pushes: tuple[PushRecord, ...] = ()
+    """The fleet's latest pushes, newest first."""
     committed: FleetWeights | None = None
+    """The weights that the fleet serves, and returns to when a push is refused; None if unknown."""
     expected: Expectations = field(default_factory=_nothing_expected)
+    """The digests that servers must have."""
     trainer: Trainer | None = None
+    """Sends the weights of a push for which skyctl has no sender."""
 
 
 class PushObserver:
@@ -212,24 +234,24 @@ class CarefulObserver(PushObserver):
         self.failures: list[Exception] = []
 
     def stage(self, name: str) -> None:
-        self._tell(lambda observer: observer.stage(name))
+        self._pass_on(lambda observer: observer.stage(name))
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._tell(lambda observer: observer.progress(done_bytes, total_bytes))
+        self._pass_on(lambda observer: observer.progress(done_bytes, total_bytes))
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._tell(lambda observer: observer.server(name, state, detail))
+        self._pass_on(lambda observer: observer.server(name, state, detail))
 
     def intend(self, states: Mapping[str, str]) -> None:
-        self._tell(lambda observer: observer.intend(states))
+        self._pass_on(lambda observer: observer.intend(states))
 
     def note(self, message: str) -> None:
-        self._tell(lambda observer: observer.note(message))
+        self._pass_on(lambda observer: observer.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._tell(lambda observer: observer.fact(kind, data))
+        self._pass_on(lambda observer: observer.fact(kind, data))
 
-    def _tell(self, call: Callable[[PushObserver], None]) -> None:
+    def _pass_on(self, call: Callable[[PushObserver], None]) -> None:
         for observer in self._observers:
             try:
                 call(observer)
@@ -241,26 +263,30 @@ class CarefulObserver(PushObserver):
 
 @dataclass(frozen=True)
 class ServerPush:
-    """How a push left one server. `state` is ready, paused, asleep or quarantined (paused, do not
-    route).
-
-    `version` is the weight version it holds; None is unknown (it may be half-updated).
-    `sleep_level` is None if the push did not change it; `weights_awake`: it sleeps, but its weights
-    do not. Seconds: `freeze_s` from its own pause to its own resume (None unless it was both frozen
-    and resumed), `load_s` in calls that load, `wait_s` between these.
-    """
+    """How a push left one server. Times in seconds."""
 
     server: str
+    """Its name."""
     ok: bool
+    """It serves as it should, at the new version or at the one before."""
     state: str
+    """A `PushState`: ready, paused, asleep or quarantined (paused, and not to be routed to)."""
     version: str | None = None
+    """The weight version it holds; None: unknown, it may be half updated."""
     weights_digest: str = ""
+    """The digest of its verified weights; "" if it was not verified."""
     detail: str = ""
+    """What went wrong there."""
     sleep_level: int | None = None
+    """Its level of sleep; None if the push did not change it."""
     weights_awake: bool = False
+    """It sleeps, but its weights do not."""
     freeze_s: float | None = None
+    """From its own pause to its own resume; None unless it was both frozen and resumed."""
     load_s: float = 0.0
+    """In calls that load."""
     wait_s: float = 0.0
+    """Between these."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -268,37 +294,46 @@ class ServerPush:
 
 @dataclass(frozen=True)
 class PushResult:
-    """The result of a push. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
-
-    `checkpoint` is "" for weights that a trainer sent itself and that are in no file.
-    `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
-    `content_digest` covers every byte that was sent ("" for transports that send none, and for a
-    dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
-    has one CanaryResult mapping per server and prompt. `compared` is how much of the checkpoint
-    every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None if nothing
-    was compared. `layout_share` is the share of the weights, 0 to 1, that servers copied into their
-    parameters; vLLM's loader took the rest. `learned` is what was found out
-    for later pushes; it is not part of the JSON. `plan` is filled by a dry run only.
-    """
+    """The result of a push. Sizes in bytes, times in seconds."""
 
     version: str
+    """The label of the new weights."""
     checkpoint: str
+    """Its directory; "" for weights that are in no file."""
     checkpoint_digest: str
+    """The cheap identity of the checkpoint: headers and sizes."""
     transport: str
+    """How the weights travelled."""
     total_bytes: int
+    """The size of the weights."""
     chunks: int
+    """Chunks that were sent; 0 where servers read by themselves."""
     seconds: float
+    """All of it."""
     gb_per_s: float
+    """10^9 bytes per second while weights were loaded."""
     freeze_window_s: float
+    """From the first pause sent to the last resume answered."""
     stages: dict[str, float]
+    """Seconds of each `PushStage`."""
     servers: list[ServerPush]
+    """How each server was left."""
     content_digest: str = ""
+    """Covers every byte that was sent; "" for transports that send none, and for a dry run."""
     canary: list[dict[str, Any]] = field(default_factory=list)
+    """One CanaryResult mapping per server and prompt."""
     notes: list[str] = field(default_factory=list)
+    """Lines the operator should read."""
     compared: dict[str, int] | None = None
+    """How much of the checkpoint every server was seen to hold: {"tensors", "of_tensors",
+    "bytes", "of_bytes"}; None if nothing was compared."""
     layout_share: float = 0.0
+    """The share of the weights, 0 to 1, that servers copied into their parameters; vLLM's
+    loader took the others."""
     learned: dict[str, Any] | None = None
+    """What was found out for later pushes; not part of the JSON."""
     plan: dict[str, Any] | None = None
+    """What would be done; of a dry run only."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""

@@ -9,27 +9,27 @@ from skyctl.push.check import Checked
 from skyctl.push.phases import Delivered
 from skyctl.push.request import PushResult
 from skyctl.push.run import Run
-from skyctl.push.sites import Site, Weights
+from skyctl.push.servers import Holds, PushedServer
 from skyctl.states import PushStage, PushState
 from skyctl.units import count_of
 
 
-def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
+def cut_short(run: Run, servers: Sequence[PushedServer], error: BaseException) -> BaseException:
     """The error to raise when a push ends midway; says which servers must not be resumed.
 
     An error that already says how each server was left stays as it is.
     """
     if isinstance(error, PushError) and "servers" in error.details:
         return error
-    in_doubt = [site for site in sites if site.weights in (Weights.UNKNOWN, Weights.NEW)]
-    for site in in_doubt:
-        site.failure = site.failure or f"the push was interrupted ({error!r})"
-        run.observer.server(site.name, PushState.QUARANTINED, site.failure)
+    in_doubt = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
+    for server in in_doubt:
+        server.failure = server.failure or f"the push was interrupted ({error!r})"
+        run.observer.server(server.name, PushState.QUARANTINED, server.failure)
     if isinstance(error, SkyctlError) or not isinstance(error, Exception):
         return error
     return PushError(
         f"the push broke off: {error!r}",
-        details={"servers": [site.report().to_json() for site in sites]},
+        details={"servers": [server.report().to_json() for server in servers]},
     )
 
 
@@ -74,12 +74,12 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
         gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
         freeze_window_s=frozen_s,
         stages=dict(run.stages),
-        servers=[site.report() for site in checked.sites],
+        servers=[server.report() for server in checked.servers],
         content_digest=content_digest,
         canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
         compared=_compared(checked),
-        layout_share=sum(site.copied for site in checked.sites) / len(checked.sites),
+        layout_share=sum(server.proof.copied for server in checked.servers) / len(checked.servers),
         learned=run.learned.to_json(),
         plan=checked.to_json() if dry else None,
     )
@@ -87,7 +87,11 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
 
 def _compared(checked: Checked) -> dict[str, int] | None:
     """How much of the checkpoint every verified server was seen to hold: the least of them."""
-    seen = [s.compared for s in checked.sites if s.compared and s.weights is Weights.VERIFIED]
+    seen = [
+        server.proof.compared
+        for server in checked.servers
+        if server.proof.compared and server.holds is Holds.VERIFIED
+    ]
     if not (seen and checked.source.path):
         return None
     least = min(seen, key=lambda compared: compared.bytes)

@@ -1,4 +1,11 @@
-"""A push into a few servers at a time, while the others serve."""
+"""A push into a few servers at a time, while the others serve.
+
+    check all ─► [drain, push, verify, canary, rejoin] ─► [ … ] ─► the fleet's version
+                  └─ fails: this part is undone, the roll stops; those before it stay new
+
+Requests are served throughout, by two versions: that is inherent. The fleet keeps its old version
+until the last server has the new one.
+"""
 
 from __future__ import annotations
 
@@ -28,39 +35,26 @@ async def push_rolling(
 ) -> PushResult:
     """Bring a checkpoint into `request.rolling` servers at a time; returns the sum of all parts.
 
-        check all ─► [leave, drain, push, verify, canary, rejoin] ─► [ … ] ─► the fleet's version
-                      └─ fails: this part is undone, the roll stops; those before it stay new
-
-    Requests are served throughout, by two versions: that is inherent. The fleet keeps its old
-    version until the last server has the new one.
-
     `on_part` is called with each part that succeeded. A cancellation stops the roll after the part
     that is under way, or before it if it has sent nothing yet.
 
-    Raises:
-        As `push`. `details["servers"]` of a PushError has all servers, those of parts not begun at
-        the version that they have.
+    Raises as `push`; `details["servers"]` of a PushError has all servers.
     """
     began = time.perf_counter()
     _refuse_roll(request, fleet)
-    checked = await push(
-        replace(request, dry_run=True),
-        fleet,
-        client=client,
-        observer=observer if request.dry_run else PushObserver(),
-        rotation=rotation,
-    )
+    dry, watching = replace(request, dry_run=True), observer if request.dry_run else PushObserver()
+    checked = await push(dry, fleet, client=client, observer=watching, rotation=rotation)
     if request.dry_run:
         return checked
     # every part gets what was checked
-    asked = replace(request, expected_digest=checked.checkpoint_digest)
+    part_request = replace(request, expected_digest=checked.checkpoint_digest)
     expected = fleet.expected
     parts: list[PushResult] = []
     for first in range(0, len(fleet.servers), request.rolling):
         servers = fleet.servers[first : first + request.rolling]
         try:
             result = await push(
-                asked,
+                part_request,
                 replace(fleet, servers=servers, expected=expected),
                 client=client,
                 observer=observer,
@@ -72,15 +66,15 @@ async def push_rolling(
         parts.append(result)
         on_part(result)
         expected = expected.with_learned((result.learned or {}).get("digests", ()))
-        asked = replace(asked, weight_version=result.version)
-        task = asyncio.current_task()
-        if (
-            task is not None
-            and task.cancelling()
-            and len(parts) * request.rolling < len(fleet.servers)
-        ):
+        part_request = replace(part_request, weight_version=result.version)
+        if _cancelling() and len(parts) * request.rolling < len(fleet.servers):
             raise asyncio.CancelledError
     return _sum_of_parts(parts, time.perf_counter() - began)
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _refuse_roll(request: PushRequest, fleet: PushFleet) -> None:
@@ -104,11 +98,11 @@ def _roll_stopped(
     checked: PushResult,
 ) -> SkyctlError:
     """The error of the failed part, with all servers and a hint for them."""
-    told: dict[str, dict[str, Any]] = {row.server: row.to_json() for row in checked.servers}
+    rows: dict[str, dict[str, Any]] = {row.server: row.to_json() for row in checked.servers}
     for part in parts:
-        told |= {row.server: row.to_json() for row in part.servers}
-    told |= {row["server"]: row for row in error.details.get("servers", [])}
-    error.details = {**error.details, "servers": list(told.values())}
+        rows |= {row.server: row.to_json() for row in part.servers}
+    rows |= {row["server"]: row for row in error.details.get("servers", [])}
+    error.details = {**error.details, "servers": list(rows.values())}
     if not parts:
         return error
     # a part's version is not the fleet's: only all parts are

@@ -126,11 +126,13 @@ def read_rows(checkpoint: Checkpoint) -> tuple[KnownRows, ...]:
     by_shard: dict[int, list[RowQuestion]] = {}
     for question in questions:
         by_shard.setdefault(tensors[question.name].shard, []).append(question)
-    found: list[KnownRows] = []
-    for shard, asked in by_shard.items():
+    rows: list[KnownRows] = []
+    for shard, of_shard in by_shard.items():
         with Path(checkpoint.shards[shard].path).open("rb") as file:
-            found += [_read(file.fileno(), tensors[one.name], one) for one in asked]
-    return tuple(found)
+            rows += [
+                _read(file.fileno(), tensors[question.name], question) for question in of_shard
+            ]
+    return tuple(rows)
 
 
 def _read(descriptor: int, tensor: Tensor, question: RowQuestion) -> KnownRows:
@@ -148,7 +150,7 @@ class Mismatch(Exception):
     """A worker holds something other than the checkpoint, or nobody holds a part of it."""
 
 
-def compare(known: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) -> Compared:
+def compare(rows: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) -> Compared:
     """What the workers of one model (all ranks of one data-parallel replica) prove by their rows.
 
     Raises:
@@ -159,35 +161,35 @@ def compare(known: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) ->
     reasons: Counter[str] = Counter()
     wrong: list[str] = []
     answers = [[RowAnswer(**row) for row in worker.get("rows", ())] for worker in workers]
-    if any(len(rows) != len(known) for rows in answers):
+    if any(len(answer) != len(rows) for answer in answers):
         raise ValueError("a worker left questions out")
-    for number, one in enumerate(known):
-        told = [rows[number] for rows in answers]
-        name = one.question.name
-        if any(answer.name != name for answer in told):
+    for number, expected in enumerate(rows):
+        of_workers = [answer[number] for answer in answers]
+        name = expected.question.name
+        if any(answer.name != name for answer in of_workers):
             raise ValueError(f"a worker answered about another tensor than {name}")
-        problem, reason = _judge(one, told)
+        problem, reason = _judge(expected, of_workers)
         if problem:
             wrong.append(f"{name}: {problem}")
         elif reason:
             reasons[reason] += 1
         else:
-            tensors, compared = tensors + 1, compared + one.nbytes
+            tensors, compared = tensors + 1, compared + expected.nbytes
     if wrong:
-        more = f" ({len(wrong)} of {len(known)} tensors asked for)" if len(wrong) > 1 else ""
+        more = f" ({len(wrong)} of {len(rows)} tensors asked for)" if len(wrong) > 1 else ""
         raise Mismatch(wrong[0] + more)
     return Compared(tensors, compared, dict(reasons))
 
 
-def _judge(known: KnownRows, answers: Iterable[RowAnswer]) -> tuple[str, str]:
+def _judge(rows: KnownRows, answers: Iterable[RowAnswer]) -> tuple[str, str]:
     """What is wrong with a tensor, and why it could not be compared; both "" if it is as sent."""
-    question = known.question
+    question = rows.question
     missing = {row: set(range(question.begin, question.end)) for row in question.rows}
     reason = ""
     for answer in answers:
         reason = reason or answer.reason
         for row, begin, end, number in answer.pieces:
-            expected = _number(known, row, begin, end, answer.dtype)
+            expected = _number(rows, row, begin, end, answer.dtype)
             if expected is None:
                 reason = reason or f"{question.dtype} is not comparable with {answer.dtype}"
             elif expected != number:
@@ -199,12 +201,12 @@ def _judge(known: KnownRows, answers: Iterable[RowAnswer]) -> tuple[str, str]:
     return ("" if row_of is None else f"no worker holds row {row_of}"), ""
 
 
-def _number(known: KnownRows, row: int, begin: int, end: int, dtype: str) -> int | None:
+def _number(rows: KnownRows, row: int, begin: int, end: int, dtype: str) -> int | None:
     """`row_number` of these columns in the checkpoint, as `dtype`; None if rounding to that type is
     not defined here.
     """
-    question = known.question
-    data = known.data[row]
+    question = rows.question
+    data = rows.data[row]
     size = len(data) // (question.end - question.begin)
     if not question.begin <= begin < end <= question.end:
         raise ValueError(f"{question.name}: columns {begin} to {end} were not asked for")

@@ -55,7 +55,7 @@ class CancelGuard:
 class Rotation(Protocol):
     """Controls which servers receive users' requests, for a push."""
 
-    async def leave(
+    async def take_out(
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
     ) -> None:
         """Return once the router sends these servers nothing. `closed`: they also refuse users who
@@ -69,23 +69,38 @@ class Rotation(Protocol):
 
 @dataclass
 class Run:
-    """One push under way: its request, its observer and its stopwatch."""
+    """One push under way: what was asked for, what it works with, and its stopwatch."""
 
     request: PushRequest
+    """What is to be pushed, and how."""
     fleet: PushFleet
+    """The servers, and the bounds to keep."""
     client: ControlClient
+    """Calls the servers."""
     observer: CarefulObserver
+    """Is told of everything as it happens."""
     clock: Callable[[], float]
+    """Seconds, as a stopwatch counts them."""
     cancel_guard: CancelGuard
+    """Knows whether the push was cancelled."""
     senders: SenderPool
+    """Sender processes that outlive a push."""
     rotation: Rotation | None = None
+    """Takes servers out of the router; None: there is none."""
     began: float = 0.0
+    """When it began, by `clock`."""
     froze_at: float | None = None
+    """When the first pause was sent; None: not yet."""
     thawed_at: float = 0.0
+    """When the last resume was answered."""
     stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each stage so far."""
     notes: list[str] = field(default_factory=list)
+    """Lines the operator should read."""
     canary: list[CanaryResult] = field(default_factory=list)
+    """Answers to canary prompts."""
     learned: Learned = field(default_factory=Learned)
+    """What was found out for later pushes."""
 
     @contextmanager
     def stage(self, name: str, *, announced: bool = False) -> Iterator[None]:

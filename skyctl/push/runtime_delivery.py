@@ -15,7 +15,7 @@ from typing import Any
 from skyctl.errors import PreflightError
 from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.sites import Site, Weights, alive, ask_all, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, ask_all, each, require_paused
 from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
@@ -52,7 +52,9 @@ class RuntimeDelivery(ChunkDelivery):
         super().__init__(*arguments, **named)
         self._spare_bytes = spare_bytes
         self._filled: dict[int, Filled] = {}
-        self._told: dict[str, Site] = {}  # servers that may have mapped the sender's memory
+        self._mapping: dict[
+            str, PushedServer
+        ] = {}  # servers that may have mapped the sender's memory
         self._slots: Mapping[str, Any] | None = None  # what servers map; None: broadcast
 
     @property
@@ -60,7 +62,7 @@ class RuntimeDelivery(ChunkDelivery):
         return self._slots is None
 
     async def _get_ready(
-        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+        self, servers: Sequence[PushedServer], lease: Lease, opened: Opened, slots: int
     ) -> None:
         """Have servers map the slots while they are filled: mapping takes longer than copying out
         of them.
@@ -70,7 +72,7 @@ class RuntimeDelivery(ChunkDelivery):
             slots = len(self._slots["offsets"])
         elif not opened.staged_whole:
             raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
-        telling = asyncio.create_task(self._ask(sites, WorkerMethod.LAYOUT_OPEN, self._opening))
+        telling = asyncio.create_task(self._ask(servers, WorkerMethod.LAYOUT_OPEN, self._opening))
         try:
             if self._spare_bytes:
                 await telling
@@ -80,31 +82,34 @@ class RuntimeDelivery(ChunkDelivery):
             telling.cancel()
             await asyncio.wait([telling])
 
-    def _opening(self, site: Site) -> dict[str, Any]:
-        self._told[site.name] = site
-        programs = [program.to_wire() for program in self._programs[site.name]]
+    def _opening(self, server: PushedServer) -> dict[str, Any]:
+        self._mapping[server.name] = server
+        programs = [program.to_wire() for program in self._programs[server.name]]
         if self._slots is None:
             return {"programs": programs, "buffer_bytes": self._plan.slot_bytes}
-        payload = self._slots["handles"][self._numbers[site.name]]
+        payload = self._slots["handles"][self._numbers[server.name]]
         return {"programs": programs, "payload": payload, "offsets": self._slots["offsets"]}
 
-    def _processing(self, chunk: int, site: Site) -> dict[str, Any]:
+    def _processing(self, chunk: int, server: PushedServer) -> dict[str, Any]:
         return {"chunk": chunk, "keep": self._keeps}
 
     async def _ask(
-        self, sites: Sequence[Site], method: str, arguments: Callable[[Site], dict[str, Any]]
+        self,
+        servers: Sequence[PushedServer],
+        method: str,
+        arguments: Callable[[PushedServer], dict[str, Any]],
     ) -> None:
         """Have all servers get ready, or none. Raises CannotCopy."""
         await each(
-            sites,
-            lambda site: site.vllm.ask_workers(method, arguments(site)),
+            servers,
+            lambda server: server.control.ask_workers(method, arguments(server)),
             timeout_s=self._fleet.control_timeout_s,
-            what="layout",
+            call_name="layout",
         )
-        if failed := [site for site in sites if site.failure]:
+        if failed := [server for server in servers if server.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
-            for site in sites:
-                site.failure = ""  # nothing has happened to it
+            for server in servers:
+                server.failure = ""  # nothing has happened to it
             raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
@@ -114,47 +119,49 @@ class RuntimeDelivery(ChunkDelivery):
             if self._slots is not None:
                 self._filled[chunk.index] = filled
             if self._spare_bytes:  # chunk by chunk: between them, engines go on with their requests
-                told = list(self._told.values())
+                mapping = list(self._mapping.values())
                 await self._ask(
-                    told, WorkerMethod.LAYOUT_PROCESS, partial(self._processing, chunk.index)
+                    mapping, WorkerMethod.LAYOUT_PROCESS, partial(self._processing, chunk.index)
                 )
         self._read_ahead_until = asyncio.get_running_loop().time()
 
-    async def init(self, sites: Sequence[Site]) -> None:
+    async def init(self, servers: Sequence[PushedServer]) -> None:
         if self._slots is None:
-            await super().init(sites)
+            await super().init(servers)
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         """There is no session to open. Without its sender nothing can be copied: this can still be
         undone.
         """
         failure = self._opened()[0].sender.failure
         if failure is not None:
-            self._all_failed(sites, failure)
+            self._all_failed(servers, failure)
         timeout_s = self._fleet.control_timeout_s
-        await each(alive(sites), require_paused, timeout_s=timeout_s, what="start")
+        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
-        for site in sites:
-            site.copied = True
-        await super().update(sites, on_progress)
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None:
+        for server in servers:
+            server.proof.copied = True
+        await super().update(servers, on_progress)
 
     async def _update_by_chunk(
-        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
         """Load what is staged in one call, then chunk after chunk as the slots are refilled."""
         sender = self._opened()[0].sender
         chunks, done = self._plan.chunks, 0
         ready = list(chunks[: len(self._filled)])
-        while ready and alive(sites):
+        while ready and alive(servers):
             following = ready[-1].index + 1
             indices = [chunk.index for chunk in ready]
             arguments = {"chunks": indices, "last": following == len(chunks)}
             await each(
-                alive(sites),
+                alive(servers),
                 partial(self._rpc, method=WorkerMethod.LAYOUT_LOAD, arguments=arguments),
                 timeout_s=self._fleet.update_timeout_s,
-                what="update",
+                call_name="update",
             )
             for chunk in ready:
                 done += await self._sent(chunk, self._filled.pop(chunk.index))
@@ -165,45 +172,49 @@ class RuntimeDelivery(ChunkDelivery):
                     chunk.index, timeout_s=self._fleet.update_timeout_s
                 )
 
-    async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
+    async def _call_load(self, server: PushedServer, chunk: Chunk, filled: Filled) -> None:
         sizes = [chunk.size for chunk in self._plan.chunks]
-        await self._rpc(site, WorkerMethod.LAYOUT_RECEIVE, {"sizes": sizes})
+        await self._rpc(server, WorkerMethod.LAYOUT_RECEIVE, {"sizes": sizes})
 
-    async def _rpc(self, site: Site, method: str, arguments: Mapping[str, Any]) -> None:
-        site.weights = Weights.UNKNOWN
+    async def _rpc(self, server: PushedServer, method: str, arguments: Mapping[str, Any]) -> None:
+        server.holds = Holds.UNKNOWN
         reached("push.update.call")
-        with site.spans.loading():
-            await site.vllm.collective_rpc(
+        with server.spans.loading():
+            await server.control.collective_rpc(
                 method, kwargs=arguments, timeout_s=self._fleet.update_timeout_s
             )
         reached("push.update.sent")
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
         """There is nothing to close: the calls that copied have ended."""
-        for site in alive(sites):
-            site.weights = Weights.NEW
+        for server in alive(servers):
+            server.holds = Holds.NEW
 
     async def close(self) -> None:
         """Also release servers that were told what to copy and have not copied it all."""
-        told, self._told = self._told, {}
-        left = [site for site in told.values() if site.weights < Weights.NEW]
+        mapping, self._mapping = self._mapping, {}
+        incomplete = [server for server in mapping.values() if server.holds < Holds.NEW]
         timeout_s = _CLOSE_TIMEOUT_S
         await ask_all(
-            left,
-            lambda site: site.vllm.collective_rpc(WorkerMethod.LAYOUT_CLOSE, timeout_s=timeout_s),
+            incomplete,
+            lambda server: server.control.collective_rpc(
+                WorkerMethod.LAYOUT_CLOSE, timeout_s=timeout_s
+            ),
             timeout_s=timeout_s,
         )
         if self._spare_bytes:
             await ask_all(
-                list(told.values()),
-                lambda site: site.vllm.extension_rpc(WorkerMethod.FREE_CACHED, timeout_s=timeout_s),
+                list(mapping.values()),
+                lambda server: server.control.extension_rpc(
+                    WorkerMethod.FREE_CACHED, timeout_s=timeout_s
+                ),
                 timeout_s=timeout_s,
             )
         await super().close()
 
-    def _worker_bytes(self, sites: Sequence[Site]) -> int:
+    def _worker_bytes(self, servers: Sequence[PushedServer]) -> int:
         """Chunks are copied straight out of the sender's memory: they take none in the workers."""
-        return self._spare_bytes * workers_on_fullest([site.server.gpus for site in sites])
+        return self._spare_bytes * workers_on_fullest([server.given.gpus for server in servers])
 
-    def _filling(self, sites: Sequence[Site]) -> str:
-        return "" if self._spare_bytes else super()._filling(sites)  # freed after the push
+    def _filling(self, servers: Sequence[PushedServer]) -> str:
+        return "" if self._spare_bytes else super()._filling(servers)  # freed after the push

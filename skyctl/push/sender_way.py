@@ -25,7 +25,7 @@ from skyctl.push.server_facts import (
     refuse_shared_gpus,
     refuse_without_nccl,
 )
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.push.source import Source
 from skyctl.push.way import Delivery, Plan, Question, sizes_of
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
@@ -85,7 +85,9 @@ class SenderWay:
     def layout_only_by_loader(self) -> bool:
         return self.layout.name == "checkpoint"  # of copied weights every byte is compared
 
-    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[SenderWay, Plan]:
+    async def plan(
+        self, question: Question, servers: Sequence[PushedServer]
+    ) -> tuple[SenderWay, Plan]:
         request, fleet, files = self.request, self.fleet, self.source.files
         layout = await choose_layout(request.layout, self.name, servers, files)
         chunks = self._cut(layout)

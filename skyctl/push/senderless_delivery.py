@@ -16,7 +16,15 @@ from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
-from skyctl.push.sites import Site, Weights, alive, close_session, each, require_paused, scrub
+from skyctl.push.servers import (
+    Holds,
+    PushedServer,
+    alive,
+    close_session,
+    each,
+    require_paused,
+    scrub,
+)
 from skyctl.push.source import Source
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest
@@ -45,7 +53,9 @@ class DiskWay:
     reads_every_byte = False
     layout_only_by_loader = True
 
-    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[DiskWay, Plan]:
+    async def plan(
+        self, question: Question, servers: Sequence[PushedServer]
+    ) -> tuple[DiskWay, Plan]:
         chunk_size = question.request.chunk_size or self.fleet.chunk_size
         # nothing is sent in chunks: the sizes tell how large the largest tensor is
         return self, Plan(sizes=sizes_of(plan_chunks(self.source.files.tensors, chunk_size)))
@@ -64,43 +74,45 @@ class DiskDelivery(Delivery):
         self._control_timeout_s = fleet.control_timeout_s
         self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
 
-    async def open(self, sites: Sequence[Site]) -> None:
+    async def open(self, servers: Sequence[PushedServer]) -> None:
         self._check_unchanged()
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        async def begin(site: Site) -> None:
-            await require_paused(site)
-            if site.weights is Weights.UNKNOWN:  # a trainer that died has left its session open
-                await close_session(site)
-            await site.vllm.prepare_reload()
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
+        async def begin(server: PushedServer) -> None:
+            await require_paused(server)
+            if server.holds is Holds.UNKNOWN:  # a trainer that died has left its session open
+                await close_session(server)
+            await server.control.prepare_reload()
 
-        await each(alive(sites), begin, timeout_s=self._control_timeout_s * 2, what="start")
+        await each(alive(servers), begin, timeout_s=self._control_timeout_s * 2, call_name="start")
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None:
         path = str(self._checkpoint.path)
 
-        async def call(site: Site) -> None:
-            site.weights = Weights.UNKNOWN
+        async def call(server: PushedServer) -> None:
+            server.holds = Holds.UNKNOWN
             try:
-                with site.spans.loading():
-                    await site.vllm.reload_weights(path, timeout_s=self._timeout_s)
+                with server.spans.loading():
+                    await server.control.reload_weights(path, timeout_s=self._timeout_s)
             except ServerError as error:
                 if error.refusal != Refusal.CANNOT_RELOAD:
                     raise
-                site.weights = Weights.OLD
+                server.holds = Holds.OLD
                 raise ServerError(f"{error.message}, or push with another transport") from error
 
-        await each(alive(sites), call, timeout_s=self._timeout_s, what="reload")
+        await each(alive(servers), call, timeout_s=self._timeout_s, call_name="reload")
         try:
             self._check_unchanged()
         except PreflightError as error:
-            for site in alive(sites):
-                site.failure = error.message
+            for server in alive(servers):
+                server.failure = error.message
         on_progress(self._checkpoint.total_bytes)
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
-        for site in alive(sites):
-            site.weights = Weights.NEW
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
+        for server in alive(servers):
+            server.holds = Holds.NEW
 
     def _check_unchanged(self) -> None:
         """Servers read by name: the files must be the ones that were checked, before and after."""
@@ -165,7 +177,9 @@ class TrainerWay:
     reads_every_byte = False
     layout_only_by_loader = True
 
-    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[TrainerWay, Plan]:
+    async def plan(
+        self, question: Question, servers: Sequence[PushedServer]
+    ) -> tuple[TrainerWay, Plan]:
         in_no_file = question.source.checkpoint is None and question.request.verify
         note = "no checkpoint of these weights: servers are compared with each other alone"
         return self, Plan(notes=(note,) if in_no_file else ())
@@ -186,68 +200,70 @@ class TrainerDelivery(Delivery):
         self._senders = senders
         self._leaves_group = False
 
-    async def open(self, sites: Sequence[Site]) -> None:
+    async def open(self, servers: Sequence[PushedServer]) -> None:
         self._leaves_group = self._senders.idle is not None
         await self._senders.close()  # workers leave the pooled sender's group for the trainer's
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         """The trainer's engine opens its sessions itself: none of an earlier push may be open."""
 
-        async def clear(site: Site) -> None:
-            await require_paused(site)
+        async def clear(server: PushedServer) -> None:
+            await require_paused(server)
             if self._leaves_group:
-                await site.vllm.extension_rpc(WorkerMethod.LEAVE_GROUP)
-            if site.weights is Weights.UNKNOWN or site.open:
-                await scrub(site)
-                await close_session(site)
+                await server.control.extension_rpc(WorkerMethod.LEAVE_GROUP)
+            if server.holds is Holds.UNKNOWN or server.did.open:
+                await scrub(server)
+                await close_session(server)
 
         timeout_s = self._fleet.control_timeout_s * 7
-        await each(sites, clear, timeout_s=timeout_s, what="start")
-        _fail(sites, self._trainer.failure)  # nothing has been sent: it can still be undone
+        await each(servers, clear, timeout_s=timeout_s, call_name="start")
+        _fail(servers, self._trainer.failure)  # nothing has been sent: it can still be undone
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
-        before = {site.name: site.weights for site in sites}
-        for site in sites:
-            site.weights = Weights.UNKNOWN
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None:
+        before = {server.name: server.holds for server in servers}
+        for server in servers:
+            server.holds = Holds.UNKNOWN
         reached("push.update.call")
         failure = await self._trainer.send(self._targets)
         reached("push.update.done")
         if failure and self._trainer.has_spoken:
-            old = [site for site in sites if before[site.name] is Weights.OLD]
+            old = [server for server in servers if before[server.name] is Holds.OLD]
             timeout_s = self._fleet.update_timeout_s
-            await each(old, self._keep_if_untouched, timeout_s=timeout_s * 2, what="update")
-        _fail(sites, failure)
+            await each(old, self._keep_if_untouched, timeout_s=timeout_s * 2, call_name="update")
+        _fail(servers, failure)
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
-        async def call(site: Site) -> None:
-            label = version() if site.spoken.labels_at_finish else None
-            await self._close(site, label)
-            site.weights = Weights.NEW
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
+        async def call(server: PushedServer) -> None:
+            label = version() if server.dialect.labels_at_finish else None
+            await self._close(server, label)
+            server.holds = Holds.NEW
 
         timeout_s = self._fleet.update_timeout_s
-        await each(alive(sites), call, timeout_s=timeout_s * 2, what="finish")
+        await each(alive(servers), call, timeout_s=timeout_s * 2, call_name="finish")
 
-    async def _close(self, site: Site, label: str | None = None) -> None:
+    async def _close(self, server: PushedServer, label: str | None = None) -> None:
         """Finish the session that the trainer's engine left open, if any."""
         timeout_s = self._fleet.update_timeout_s
         try:
-            await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
+            await server.control.finish_weight_update(label, timeout_s=timeout_s)
         except ServerError as error:
             if error.refusal != Refusal.NO_SESSION:
                 raise
             if label is not None:  # only the end of a session can label the weights
-                await site.vllm.start_weight_update(timeout_s=timeout_s)
-                await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
+                await server.control.start_weight_update(timeout_s=timeout_s)
+                await server.control.finish_weight_update(label, timeout_s=timeout_s)
 
-    async def _keep_if_untouched(self, site: Site) -> None:
+    async def _keep_if_untouched(self, server: PushedServer) -> None:
         """A trainer that failed before it sent anything leaves the previous weights in place."""
-        before = site.server.weights_digest or site.digest_before
-        await self._close(site)
-        found = await weights_digest(site.vllm, timeout_s=self._fleet.update_timeout_s)
-        if before and found.digest == before:
-            site.weights = Weights.OLD
+        before = server.given.weights_digest or server.proof.digest_before
+        await self._close(server)
+        report = await weights_digest(server.control, timeout_s=self._fleet.update_timeout_s)
+        if before and report.digest == before:
+            server.holds = Holds.OLD
 
 
-def _fail(sites: Sequence[Site], failure: str) -> None:
-    for site in sites:
-        site.failure = site.failure or failure
+def _fail(servers: Sequence[PushedServer], failure: str) -> None:
+    for server in servers:
+        server.failure = server.failure or failure

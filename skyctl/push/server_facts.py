@@ -26,23 +26,27 @@ _FEW_CHANNELS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFacts:
-    """What one server reported of itself that cannot change while its process lives. Empty strings
-    where it does not say.
-
-    `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
-    NCCL's variables in its workers, None if it does not report them. `update_problem` is why its
-    model must not be updated. `kv_lease_s`: see `StartedWith`.
-    """
+    """What one server reported of itself that cannot change while its process lives. Empty
+    strings where it does not say."""
 
     backend: str
+    """The weight-transfer backend it was started with."""
     vllm_version: str
+    """Its engine's version."""
     ranks: tuple[int, int]
+    """The workers of all data-parallel ranks, and those of one."""
     model: str = ""
+    """The directory or hub id it was started with."""
     load_format: str = ""
+    """How it loaded the weights."""
     nccl_problem: str = ""
+    """Why it cannot use NCCL."""
     nccl_settings: Mapping[str, str] | None = None
+    """NCCL's variables in its workers; None if it does not report them."""
     update_problem: str = ""
+    """Why its model must not be updated."""
     kv_lease_s: float = 0.0
+    """See `StartedWith`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +54,19 @@ class ServerFacts(ProcessFacts):
     """All that one server reported of itself."""
 
     name: str
+    """Its name."""
     url: str
+    """Its URL."""
     dialect: Dialect | None
+    """How tensors are announced to it; None for engines that only reload."""
     paused: bool
+    """It is paused."""
     asleep: bool
+    """It is asleep."""
     weight_version: str | None
+    """The label of its weights."""
     title: str = "vLLM"
+    """Its engine's name."""
 
     @property
     def world_size(self) -> int:
@@ -119,9 +130,9 @@ same processes repeatedly, and the configuration alone costs vLLM longer than al
 
 
 async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessFacts:
-    known = _makes.get((pushed.instance, relays))
-    if known is not None:
-        return known
+    made_before = _makes.get((pushed.instance, relays))
+    if made_before is not None:
+        return made_before
     ranks = await server.ranks()  # the questions to its workers need these
     version, started, update_problem = await gather(
         server.version(), server.started_with(), _update_problem(server)
@@ -168,9 +179,9 @@ async def _nccl(server: Server) -> tuple[str, Mapping[str, str] | None]:
         if not error.status:
             raise
         return "", None  # started without skyctl's worker extension
-    told = [answer for answer in answers if isinstance(answer, dict)]
-    problem = next((str(answer["problem"]) for answer in told if answer.get("problem")), "")
-    settings = told[0].get("settings") if told else None  # all workers share one environment
+    reports = [answer for answer in answers if isinstance(answer, dict)]
+    problem = next((str(answer["problem"]) for answer in reports if answer.get("problem")), "")
+    settings = reports[0].get("settings") if reports else None  # all workers share one environment
     if not isinstance(settings, dict):
         return problem, None
     return problem, {str(key): str(value) for key, value in settings.items()}
@@ -255,10 +266,10 @@ def common_nccl_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
     Raises:
         PreflightError: servers differ, so their group would hang.
     """
-    told = [(f.name, shared(f.nccl_settings)) for f in facts if f.nccl_settings is not None]
-    if not told:
+    reported = [(f.name, shared(f.nccl_settings)) for f in facts if f.nccl_settings is not None]
+    if not reported:
         return None
-    (first, settings), *others = told
+    (first, settings), *others = reported
     for name, theirs in others:
         if theirs != settings:
             variable = min(dict(theirs.items() ^ settings.items()))

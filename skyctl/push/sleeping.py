@@ -21,7 +21,7 @@ from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
-from skyctl.push.sites import Site, Weights, alive, each, responsive
+from skyctl.push.servers import Holds, PushedServer, alive, each, responsive
 from skyctl.states import PushState
 
 DISCARDED = 2
@@ -39,46 +39,46 @@ def refuse_impossible(request: PushRequest) -> None:
         )
 
 
-async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
+async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
     """Make room for the new weights in every sleeping server."""
-    asleep = [site for site in sites if site.asleep]
+    asleep = [server for server in servers if server.before.asleep]
     if not asleep:
         run.note("no server was asleep: --colocated made no difference")
 
-    async def call(site: Site) -> None:
-        if not site.server.weights_awake:
+    async def call(server: PushedServer) -> None:
+        if not server.given.weights_awake:
             # before the call: if its answer is lost, or we die, they may be awake
-            site.woken = True
-            run.observer.server(site.name, PushState.WAKING)
+            server.did.woken = True
+            run.observer.server(server.name, PushState.WAKING)
         # also if they are recorded as awake, which a supervisor's death can make wrong; vLLM
         # ignores a second wake
-        await _patient(run, site).wake(["weights"])
+        await _patient(run, server).wake(["weights"])
 
-    await each(asleep, call, timeout_s=run.fleet.update_timeout_s, what="wake the weights")
+    await each(asleep, call, timeout_s=run.fleet.update_timeout_s, call_name="wake the weights")
     reached("push.woken")
-    require_all(run, sites)
+    require_all(run, servers)
 
 
-async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
+async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     """Nothing was sent: free the memory that was taken, where possible."""
-    woken = [site for site in sites if site.woken and site.weights is Weights.OLD]
-    for site in woken:
-        if site.server.sleep_level == DISCARDED:
-            site.failure = site.failure or "its weights are awake, and empty: push again"
-    left = [site for site in woken if site.server.sleep_level != DISCARDED]
-    failed = [site for site in left if site.failure]
+    woken = [server for server in servers if server.did.woken and server.holds is Holds.OLD]
+    for server in woken:
+        if server.given.sleep_level == DISCARDED:
+            server.failure = server.failure or "its weights are awake, and empty: push again"
+    sleepers = [server for server in woken if server.given.sleep_level != DISCARDED]
+    failed = [server for server in sleepers if server.failure]
     answering = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
 
-    async def call(site: Site) -> None:
-        level = max(1, site.server.sleep_level)
-        await back_to_sleep(_patient(run, site), level)
-        site.slept, site.woken = level, False
+    async def call(server: PushedServer) -> None:
+        level = max(1, server.given.sleep_level)
+        await back_to_sleep(_patient(run, server), level)
+        server.did.slept, server.did.woken = level, False
 
-    able = alive(left) + answering
-    await each(able, call, timeout_s=2 * run.fleet.update_timeout_s, what="sleep again")
-    for site in woken:
-        if not site.woken or site.server.sleep_level == DISCARDED:
-            run.observer.server(site.name, PushState.ASLEEP, site.failure)
+    able = alive(sleepers) + answering
+    await each(able, call, timeout_s=2 * run.fleet.update_timeout_s, call_name="sleep again")
+    for server in woken:
+        if not server.did.woken or server.given.sleep_level == DISCARDED:
+            run.observer.server(server.name, PushState.ASLEEP, server.failure)
 
 
 async def back_to_sleep(server: Server, level: int) -> None:
@@ -87,24 +87,28 @@ async def back_to_sleep(server: Server, level: int) -> None:
     await server.sleep(level, "abort")
 
 
-async def wake_all(run: Run, sites: Sequence[Site]) -> None:
+async def wake_all(run: Run, servers: Sequence[PushedServer]) -> None:
     """The new weights are verified: wake the rest of each sleeping server, which resumes it."""
 
-    async def call(site: Site) -> None:
-        if not await _patient(run, site).wake(["kv_cache"]):
-            raise ServerError(f"{site.name}: it says that it is still asleep")
-        site.slept, site.woken = 0, False
-        if site.server.paused:  # it fell asleep while paused by somebody
-            await site.vllm.pause("keep", clear_cache=False)
+    async def call(server: PushedServer) -> None:
+        if not await _patient(run, server).wake(["kv_cache"]):
+            raise ServerError(f"{server.name}: it says that it is still asleep")
+        server.did.slept, server.did.woken = 0, False
+        if server.given.paused:  # it fell asleep while paused by somebody
+            await server.control.pause("keep", clear_cache=False)
         else:
-            site.was_paused, site.resumed = False, True
+            server.did.resumed = True
 
-    asleep = [site for site in alive(sites) if site.asleep and site.weights is Weights.VERIFIED]
-    await each(asleep, call, timeout_s=2 * run.fleet.update_timeout_s, what="wake the cache")
+    asleep = [
+        server
+        for server in alive(servers)
+        if server.before.asleep and server.holds is Holds.VERIFIED
+    ]
+    await each(asleep, call, timeout_s=2 * run.fleet.update_timeout_s, call_name="wake the cache")
     reached("push.awake")
 
 
-async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
+async def sleep_after(run: Run, servers: Sequence[PushedServer]) -> None:
     """Free the servers' memory again, for whatever shares it with them."""
     level = run.request.sleep_after
     if not level:
@@ -112,14 +116,14 @@ async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
     if level == DISCARDED:
         run.note("a level-2 sleep discards the weights that were just pushed: push before waking")
 
-    async def call(site: Site) -> None:
-        await _patient(run, site).sleep(level, "abort")
-        site.slept = level
+    async def call(server: PushedServer) -> None:
+        await _patient(run, server).sleep(level, "abort")
+        server.did.slept = level
 
-    able = [site for site in alive(sites) if site.weights is Weights.VERIFIED]
-    await each(able, call, timeout_s=run.fleet.update_timeout_s, what="sleep")
+    able = [server for server in alive(servers) if server.holds is Holds.VERIFIED]
+    await each(able, call, timeout_s=run.fleet.update_timeout_s, call_name="sleep")
 
 
-def _patient(run: Run, site: Site) -> Server:
+def _patient(run: Run, server: PushedServer) -> Server:
     """Its control routes, with the deadline of an update."""
-    return engines.server(run.client, site.target, timeout_s=run.fleet.update_timeout_s)
+    return engines.server(run.client, server.target, timeout_s=run.fleet.update_timeout_s)

@@ -71,8 +71,8 @@ class TracedPush(PushObserver):
 
     def finish(self, result: PushResult) -> None:
         """The push succeeded."""
-        found = result.to_json()
-        self._push.set_attributes({f"skyctl.{key}": found[key] for key in _RESULT_KEYS})
+        data = result.to_json()
+        self._push.set_attributes({f"skyctl.{key}": data[key] for key in _RESULT_KEYS})
 
     def end(self, error: BaseException | None) -> None:
         """End every span, recording the error if there is one."""

@@ -31,21 +31,25 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class SendTarget:
-    """One server, for a trainer that sends by itself.
-
-    Its `workers` take the ranks from `rank_offset` up in a group of `world_size`, in which the
-    sender has rank 0. `init_info` is the body of the server's init call, in the dialect of its
-    `version`; None for a backend that only the trainer's own engine can open.
-    """
+    """One server, for a trainer that sends by itself, as rank 0 of a group."""
 
     server: str
+    """Its name."""
     url: str
+    """Its URL."""
     version: str
+    """Its engine's version."""
     backend: str
+    """The weight-transfer backend it was started with."""
     rank_offset: int
+    """The rank of its first worker."""
     workers: int
+    """How many ranks it takes."""
     world_size: int
+    """The sender and the workers of all servers."""
     init_info: dict[str, Any] | None = None
+    """The body of its init call, in the dialect of its `version`; None for a backend that
+    only the trainer's own engine can open."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +108,7 @@ class Trainer:
             return f"the trainer (pid {self.process.pid}) died"
         return ""
 
-    def say(self, failure: str = "") -> None:
+    def report(self, failure: str = "") -> None:
         """The trainer's report: everything is sent, or why not. Only the first counts."""
         if not self._word.done():
             self._word.set_result(failure)
@@ -114,7 +118,7 @@ class Trainer:
         try:
             await asyncio.wait({self._opened, push}, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
-            self.say("the trainer did not wait for the servers")
+            self.report("the trainer did not wait for the servers")
             raise
         return self._opened.result() if self._opened.done() else ()
 

@@ -31,20 +31,20 @@ from skyctl.push.commit import publish, verify
 from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import (
     NotYet,
-    leave,
     pause,
     refuse_impossible,
     refuse_paused,
     rejoin,
     require_all,
     roll_back,
+    take_out,
 )
 from skyctl.push.phases import Delivered, Frozen, Staged
 from skyctl.push.request import CarefulObserver, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.push.result import cut_short, result_of
 from skyctl.push.run import CancelGuard, Rotation, Run
 from skyctl.push.runtime_delivery import CannotCopy
-from skyctl.push.sites import alive, responsive
+from skyctl.push.servers import alive, responsive
 from skyctl.push.tracing import traced
 from skyctl.push.trial import accept
 from skyctl.push.way import Delivery
@@ -106,9 +106,11 @@ async def carry_out(run: Run) -> PushResult:
             await accept(run, verified, push_back=carry_out)
             return await publish(run, verified)
     except BaseException as error:
-        raise cut_short(run, checked.sites, error) from error
+        raise cut_short(run, checked.servers, error) from error
     finally:
-        await rejoin(run, checked.sites)  # those that must not be routed to are quarantined by now
+        await rejoin(
+            run, checked.servers
+        )  # those that must not be routed to are quarantined by now
 
 
 async def _check(run: Run) -> Checked:
@@ -120,15 +122,15 @@ async def _check(run: Run) -> Checked:
         reached("push.prepared")
         for note in checked.notes:
             run.note(note)
-        refuse_paused(run.request, checked.sites)
+        refuse_paused(run.request, checked.servers)
         source = checked.source
         run.observer.fact(
             "prepared", {"checkpoint": source.path, "checkpoint_digest": source.identity}
         )
-        run.learned.digests += launch_digests(checked.sites)
-        for site in checked.sites:
-            if site.digest_before:
-                run.observer.server(site.name, PushState.WEIGHED, site.digest_before)
+        run.learned.digests += launch_digests(checked.servers)
+        for server in checked.servers:
+            if server.proof.digest_before:
+                run.observer.server(server.name, PushState.WEIGHED, server.proof.digest_before)
     return checked
 
 
@@ -153,7 +155,7 @@ async def _open(run: Run, checked: Checked, delivery: Delivery) -> Delivery:
     """
     try:
         try:
-            await delivery.open(checked.sites)
+            await delivery.open(checked.servers)
             return delivery
         except (CannotCopy, SenderFailed) as why:
             copies = isinstance(why, CannotCopy) or (delivery.copies and not why.final)
@@ -163,7 +165,7 @@ async def _open(run: Run, checked: Checked, delivery: Delivery) -> Delivery:
         await delivery.close()
         second = checked.way.delivery(run.senders, by_loader=True)
         try:
-            await second.open(checked.sites)
+            await second.open(checked.servers)
         except BaseException:
             await second.close()
             raise
@@ -174,46 +176,46 @@ async def _open(run: Run, checked: Checked, delivery: Delivery) -> Delivery:
 
 async def freeze(run: Run, staging: Staged) -> Frozen:
     """Freeze the servers and open an update in each; what fails here is undone on all of them."""
-    sites, delivery = staging.checked.sites, staging.delivery
+    servers, delivery = staging.checked.servers, staging.delivery
     run.cancel_guard.enter()  # from here on a cancellation must not leave servers frozen
     try:
         if run.request.leaves_router:
             with run.stage(PushStage.DRAIN):
-                await leave(run, sites)
+                await take_out(run, servers)
         if run.request.colocated:
             with run.stage(PushStage.WAKE):
-                await sleeping.wake_weights(run, sites)
+                await sleeping.wake_weights(run, servers)
         with run.stage(PushStage.PAUSE):
-            await pause(run, sites)
+            await pause(run, servers)
             reached("push.pause.done")
         with run.stage(PushStage.INIT):
-            await delivery.init(sites)
+            await delivery.init(servers)
             reached("push.init.done")
-            require_all(run, sites)
+            require_all(run, servers)
         with run.stage(PushStage.START):
             reached("push.start.call")
-            await delivery.start(sites)
+            await delivery.start(servers)
             reached("push.start.done")
-            require_all(run, sites)
+            require_all(run, servers)
         run.observer.stage(PushStage.UPDATE)  # on record before the first byte, or nothing is sent
     except (NotYet, StateUnwritable) as stop:
-        await roll_back(run, sites)
-        await sleeping.sleep_again(run, sites)
-        raise (stop if isinstance(stop, NotYet) else NotYet(stop)).reason(sites) from None
+        await roll_back(run, servers)
+        await sleeping.sleep_again(run, servers)
+        raise (stop if isinstance(stop, NotYet) else NotYet(stop)).reason(servers) from None
     return Frozen(staging.checked, delivery)
 
 
 async def deliver(run: Run, frozen: Frozen) -> Delivered:
     """Bring the weights into the servers; those that failed get a second attempt."""
     checked, delivery = frozen.checked, frozen.delivery
-    sites = checked.sites
+    servers = checked.servers
     with run.stage(PushStage.UPDATE, announced=True):
-        await delivery.update(sites, _progress(run, checked))
+        await delivery.update(servers, _progress(run, checked))
     with run.stage(PushStage.FINISH):
         reached("push.finish.call")
-        await delivery.finish(sites, lambda: label_of(run, checked, delivery))
+        await delivery.finish(servers, lambda: label_of(run, checked, delivery))
         reached("push.finish.done")
-    failed = len(alive(sites)) < len(sites)
+    failed = len(alive(servers)) < len(servers)
     if failed or run.request.canary is not None or not delivery.frees_late:
         await delivery.close()
     if failed and delivery.can_retry:
@@ -232,8 +234,8 @@ def label_of(run: Run, checked: Checked, delivery: Delivery) -> str:
 def _progress(run: Run, checked: Checked) -> Callable[[int], None]:
     total = checked.source.whole.bytes
     run.observer.progress(0, total)
-    for site in alive(checked.sites):
-        run.observer.server(site.name, PushState.UPDATING)
+    for server in alive(checked.servers):
+        run.observer.server(server.name, PushState.UPDATING)
     return lambda done: run.observer.progress(done, total)
 
 
@@ -243,32 +245,32 @@ async def _push_again(run: Run, checked: Checked, first: Delivery) -> Delivery:
     They stay paused meanwhile. Servers that do not answer, or of whose several workers one failed,
     cannot be scrubbed: only a restart helps them. A server that is not paused was restarted.
     """
-    failed = [site for site in checked.sites if site.failure]
+    failed = [server for server in checked.servers if server.failure]
     delivery = checked.way.delivery(run.senders, by_loader=True)
     with run.stage(PushStage.RECOVER):
         run.note(
-            f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
+            f"{', '.join(server.name for server in failed)}: {failed[0].failure}; "
             "scrubbing and pushing again"
         )
         candidates = await responsive(
             failed, control_timeout_s=run.fleet.control_timeout_s, paused=True
         )
-        candidates = [site for site in candidates if site.world_size == 1]
+        candidates = [server for server in candidates if server.before.world_size == 1]
         if not candidates:
             return first
-        for site in candidates:
-            site.failure, site.copied = "", False
+        for server in candidates:
+            server.failure, server.proof.copied = "", False
         try:
             await delivery.open(candidates)
             await delivery.init(candidates)
             await delivery.start(candidates, scrubbing=True)
             await delivery.update(candidates, _progress(run, checked))
-            for site in alive(candidates) if _differ(first, delivery) else ():
-                site.failure = "its machine has read other bytes than the first attempt"
+            for server in alive(candidates) if _differ(first, delivery) else ():
+                server.failure = "its machine has read other bytes than the first attempt"
             await delivery.finish(candidates, lambda: label_of(run, checked, delivery))
         except SkyctlError as error:
-            for site in alive(candidates):
-                site.failure = error.message
+            for server in alive(candidates):
+                server.failure = error.message
         finally:
             await delivery.close()
     return delivery if delivery.content_digest and not _differ(first, delivery) else first

@@ -24,7 +24,7 @@ from skyctl.push.freeze import abort_stragglers
 from skyctl.push.phases import Verified
 from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run
-from skyctl.push.sites import Site, Weights, alive, each
+from skyctl.push.servers import Holds, PushedServer, alive, each
 from skyctl.states import PushStage, PushState
 
 Transaction = Callable[[Run], Awaitable[PushResult]]
@@ -38,89 +38,98 @@ async def accept(run: Run, verified: Verified, *, push_back: Transaction) -> Non
     """
     if run.request.canary is None:
         return
-    sites = verified.checked.sites
+    servers = verified.checked.servers
     with run.stage(PushStage.CANARY):
-        run.canary = await try_canary(run, sites)
+        run.canary = await try_canary(run, servers)
     if failed(run.canary):
-        raise await refuse_commit(run, sites, run.canary, push_back)
+        raise await refuse_commit(run, servers, run.canary, push_back)
 
 
-async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
+async def try_canary(run: Run, servers: Sequence[PushedServer]) -> list[CanaryResult]:
     """Run every prompt on every server that holds new weights, one prompt at a time on each.
 
     Servers generate only while their prompts run, and are paused again afterwards.
     """
     canary = parse_canary(run.request.canary)
-    loaded = alive([site for site in sites if site.weights is Weights.NEW])
-    results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
+    loaded = alive([server for server in servers if server.holds is Holds.NEW])
+    results: dict[str, list[CanaryResult]] = {server.name: [] for server in loaded}
 
-    async def call(site: Site) -> None:
-        run.observer.server(site.name, PushState.TRYING)
-        await abort_stragglers(site)
-        await site.vllm.resume()
+    async def call(server: PushedServer) -> None:
+        run.observer.server(server.name, PushState.TRYING)
+        await abort_stragglers(server)
+        await server.control.resume()
         reached("push.canary.call")
         try:
-            await _ask_all(site, canary, results[site.name])
+            await _ask_all(server, canary, results[server.name])
         finally:
-            await site.vllm.pause("abort", clear_cache=False)
+            await server.control.pause("abort", clear_cache=False)
 
     timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
-    await each(loaded, call, timeout_s=timeout_s, what="canary")
+    await each(loaded, call, timeout_s=timeout_s, call_name="canary")
     reached("push.canary.done")
-    for site in loaded:
-        if site.failure and not failed(results[site.name]):
+    for server in loaded:
+        if server.failure and not failed(results[server.name]):
             # it did not answer, or could not be paused again: its verdict is unknown
-            results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
-    return [result for site in loaded for result in results[site.name]]
+            results[server.name].append(
+                CanaryResult(server.name, "", False, {}, {}, server.failure)
+            )
+    return [result for server in loaded for result in results[server.name]]
 
 
-async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
-    if not (models := await site.vllm.models()):
-        raise ServerError(f"{site.name} names no model to ask")
+async def _ask_all(server: PushedServer, canary: Canary, results: list[CanaryResult]) -> None:
+    if not (models := await server.control.models()):
+        raise ServerError(f"{server.name} names no model to ask")
     model = models[0]
     for number, prompt in enumerate(canary.prompts):
         name = canary.name_of(number)
         try:
-            data = await site.vllm.complete(
+            data = await server.control.complete(
                 {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
             )
             results.append(
-                judge(site.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
+                judge(server.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
             )
         except (SkyctlError, ValueError) as error:
-            why = error.message if isinstance(error, SkyctlError) else str(error)
-            results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
+            problem = error.message if isinstance(error, SkyctlError) else str(error)
+            results.append(
+                CanaryResult(server.name, name, False, prompt.expect.conditions(), {}, problem)
+            )
             if isinstance(error, ServerUnreachable | DeadlineExceeded):
                 return  # the remaining prompts would wait as long
 
 
 async def refuse_commit(
-    run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
+    run: Run,
+    servers: Sequence[PushedServer],
+    results: Sequence[CanaryResult],
+    transaction: Transaction,
 ) -> CanaryFailed:
     """Push the committed weights back, or leave the servers paused; returns the error to raise."""
     bad = failed(results)
     first = bad[0]
     where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
-    why = f"canary: {where}: {first.problem}"
-    returned, problem = await _push_back(run, sites, transaction)
-    for site in sites:
-        if site.weights is Weights.NEW:
-            site.failure = site.failure or why
-    rows = [returned.get(site.name) or site.report() for site in sites]
-    left = [row.server for row in rows if row.state == PushState.QUARANTINED]
-    if left:
-        end = f"{', '.join(left)} quarantined"
+    reason = f"canary: {where}: {first.problem}"
+    returned, problem = await _push_back(run, servers, transaction)
+    for server in servers:
+        if server.holds is Holds.NEW:
+            server.failure = server.failure or reason
+    rows = [returned.get(server.name) or server.report() for server in servers]
+    quarantined = [row.server for row in rows if row.state == PushState.QUARANTINED]
+    if quarantined:
+        end = f"{', '.join(quarantined)} quarantined"
         end += f": the version before could not be pushed back ({problem})" if problem else ""
     else:
         end = f"{_version_before(run)} was pushed back"
     for row in rows:
         if row.state == PushState.QUARANTINED:
             run.observer.server(row.server, PushState.QUARANTINED, row.detail)
-    asked = len({result.prompt for result in results})
+    prompts = len({result.prompt for result in results})
     return CanaryFailed(
-        f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
-        f"{asked} prompts)",
-        hint="skyctl recover" if left else f"see the answers: skyctl jobs show {THIS_JOB} --json",
+        f"the new weights were not accepted, {end} ({reason}; {len(bad)} of {len(results)} "
+        f"answers, {prompts} prompts)",
+        hint="skyctl recover"
+        if quarantined
+        else f"see the answers: skyctl jobs show {THIS_JOB} --json",
         details={
             "servers": [row.to_json() for row in rows],
             "canary": [result.to_json() for result in results],
@@ -134,11 +143,11 @@ def _version_before(run: Run) -> str:
 
 
 async def _push_back(
-    run: Run, sites: Sequence[Site], transaction: Transaction
+    run: Run, servers: Sequence[PushedServer], transaction: Transaction
 ) -> tuple[dict[str, ServerPush], str]:
     """How the push of the committed weights left each server, by name; and what failed."""
     committed = run.fleet.committed
-    loaded = [site for site in sites if site.weights is Weights.NEW]
+    loaded = [server for server in servers if server.holds is Holds.NEW]
     if committed is None or committed.checkpoint is None:
         return {}, "nothing is known of it"
     run.note(f"the canary failed; {_version_before(run)} is pushed back")
@@ -146,7 +155,7 @@ async def _push_back(
         checkpoint=committed.checkpoint,
         transport=committed.transport,
         chunk_size=run.request.chunk_size,
-        weight_version=committed.version or loaded[0].old_version or "default",
+        weight_version=committed.version or loaded[0].before.version or "default",
         pause_mode="abort",
         verify=run.request.verify,
         scan_nan=False,  # they were accepted when they were pushed
@@ -156,11 +165,11 @@ async def _push_back(
         expected_content=committed.content_digest,
     )
     # half updated: what they hold was never accepted, so only a whole push may free them
-    servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
+    half_updated = tuple(replace(server.given, half_updated=True, thaw=True) for server in loaded)
     again = replace(
         run,
         request=request,
-        fleet=replace(run.fleet, servers=servers),
+        fleet=replace(run.fleet, servers=half_updated),
         cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
     )
     try:

@@ -51,18 +51,22 @@ class Record:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """One server's weights. `digest` and `version` are "" and None if it cannot say; `detail` says
-    why, how the digest was made, or what differs from the record. `compared` is how much of the
-    recorded checkpoint it was seen to hold. `as_recorded` is None if nothing is recorded.
-    """
+    """One server's weights."""
 
     server: str
+    """Its name."""
     ok: bool
+    """It could say what it holds."""
     digest: str = ""
+    """Of its weights; "" if it cannot say."""
     version: str | None = None
+    """Their label; None if it cannot say."""
     detail: str = ""
+    """Why it cannot say, how the digest was made, or what differs from the record."""
     compared: dict[str, Any] | None = None
+    """How much of the recorded checkpoint it was seen to hold."""
     as_recorded: bool | None = None
+    """It holds what is on record; None if nothing is."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,18 +117,18 @@ async def verify(
         if (await server.metrics()).sleep_level:  # its memory may be unmapped
             raise ServerError(f"{target.name} is asleep: its weights cannot be looked at")
         record = (records or {}).get(target.name)
-        found = await weights_digest(
+        weights = await weights_digest(
             server, timeout_s=timeout_s, rows=record.rows if record is not None else ()
         )
         version = await server.weight_version()
-        problem = _unlike(record, found.digest, version) if record is not None else ""
+        problem = _unlike(record, weights.digest, version) if record is not None else ""
         return WeightsReport(
             target.name,
             True,
-            found.digest,
+            weights.digest,
             version,
-            problem or found.how,
-            found.compared.to_json() if found.compared and found.compared.tensors else None,
+            problem or weights.how,
+            weights.compared.to_json() if weights.compared and weights.compared.tensors else None,
             None if record is None else not problem,
         )
 
@@ -133,9 +137,9 @@ async def verify(
         outcome.value or WeightsReport(outcome.server, False, detail=outcome.detail)
         for outcome in outcomes
     )
-    known = [report.digest for report in reports if report.digest]
-    same = all(len(set(group)) == 1 for group in comparable(known, str))
-    agree = (True if len(known) == len(reports) else None) if same else False
+    digests = [report.digest for report in reports if report.digest]
+    same = all(len(set(group)) == 1 for group in comparable(digests, str))
+    agree = (True if len(digests) == len(reports) else None) if same else False
     return Verification(reports, agree)
 
 
@@ -180,7 +184,7 @@ async def weights_digest(
         ServerError: it does not answer, answers something else, or does not hold the rows.
     """
     name = server.target.name
-    arguments: dict[str, Any] = {"rows": [asdict(one.question) for one in rows]}
+    arguments: dict[str, Any] = {"rows": [asdict(known_rows.question) for known_rows in rows]}
     if numbered:
         arguments["numbered"] = [list(names) for names in numbered]
     if finite:
@@ -192,7 +196,7 @@ async def weights_digest(
             raise
         return await _by_checksums(server, timeout_s=timeout_s)
     try:
-        found = _digest_of(answers, rows)
+        digest = _digest_of(answers, rows)
         wrong = [a["not_finite"] for a in answers if a["not_finite"]] if finite else []
     except Mismatch as error:
         raise ServerError(f"{name} does not hold what was sent: {error}") from error
@@ -203,7 +207,7 @@ async def weights_digest(
         ) from error
     if wrong:
         raise ServerError(f"{name} holds NaN or infinity in {wrong[0]}")
-    return found
+    return digest
 
 
 def can_compare(target: ServerTarget) -> bool:
@@ -245,7 +249,7 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
     suffix = "-".join(part for part in named if part)
     return WeightsDigest(
         f"{digest}{_SEPARATOR}{suffix}" if suffix else digest,
-        min(compared, key=lambda one: one.tensors),
+        min(compared, key=lambda compared: compared.tensors),
         numbers={
             int(answer["place"]): answer["numbers"] for answer in answers if answer.get("numbers")
         },

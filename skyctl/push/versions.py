@@ -35,7 +35,7 @@ def means(word: str, version: str) -> bool:
     return word in (version, version.rpartition("@")[0])
 
 
-def meant(word: str, versions: Iterable[str]) -> str:
+def full_version(word: str, versions: Iterable[str]) -> str:
     """The version that `word` means: itself, or the only `word@digest` among `versions`.
 
     A word that matches none is returned unchanged.
@@ -43,15 +43,15 @@ def meant(word: str, versions: Iterable[str]) -> str:
     Raises:
         UsageError: it may be any of several.
     """
-    known = dict.fromkeys(versions)
-    found = [version for version in known if means(word, version)]
-    if word in known or not found:
+    distinct = dict.fromkeys(versions)
+    matching = [version for version in distinct if means(word, version)]
+    if word in distinct or not matching:
         return word
-    if len(found) > 1:
+    if len(matching) > 1:
         raise UsageError(
-            f"version {word} may be any of {len(found)}", hint=f"one of: {', '.join(found)}"
+            f"version {word} may be any of {len(matching)}", hint=f"one of: {', '.join(matching)}"
         )
-    return found[0]
+    return matching[0]
 
 
 def rollback(
@@ -63,9 +63,8 @@ def rollback(
     base_digest: str | None = None,
 ) -> PushRequest:
     """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
-    newest first. A kept copy takes precedence over the directory that was pushed then. The version
-    before the first push is `base`, the directory that servers are started with, with the identity
-    that it had then.
+    newest first. A kept copy takes precedence over the directory that was pushed then. Before the
+    first push it is `base`, the directory that servers are started with, as it was then.
 
     Two rollbacks return a fleet to where it was: the version it left is then the previous one.
 
@@ -75,13 +74,13 @@ def rollback(
     """
     done = [push for push in pushes if push.ok]
     had = [push for push in done if push.checkpoint]  # what a trainer sent itself is in no file
-    known = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
+    pushed = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
     if version is not None:
-        version = meant(version, known)
+        version = full_version(version, pushed)
     current = next((_given(push) for push in pushes if _given(push)), None)
-    wanted = version or next((p.version for p in had if p.version != current), None)
-    copy = next((one for one in kept if wanted and one.version == wanted), None)
-    before = copy or next((push for push in had if push.version == wanted), None)
+    target = version or next((p.version for p in had if p.version != current), None)
+    copy = next((weights for weights in kept if target and weights.version == target), None)
+    before = copy or next((push for push in had if push.version == target), None)
     if before is not None:
         return replace(
             request,
@@ -96,17 +95,14 @@ def rollback(
     if version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",
-            hint=f"its versions: {', '.join([*known, *([BASE] if base else [])]) or 'none'}",
+            hint=f"its versions: {', '.join([*pushed, *([BASE] if base else [])]) or 'none'}",
         )
     have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
+    or_base = "; or what servers were started with: skyctl sync-weights --rollback base"
     raise NotFoundError(
         f"there is nothing to roll back to: {have}",
         hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
-        + (
-            "; or what servers were started with: skyctl sync-weights --rollback base"
-            if base
-            else ""
-        ),
+        + (or_base if base else ""),
     )
 
 

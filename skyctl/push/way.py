@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from skyctl.push.forecast import Forecast
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.push.source import Source
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease, SenderPool
@@ -89,7 +89,7 @@ class Way(Protocol):
     def layout_only_by_loader(self) -> bool:
         """Whether the engine's loader fills the parameters: rows of the files must be compared."""
 
-    async def plan(self, question: Question, servers: Sequence[Site]) -> tuple[Way, Plan]:
+    async def plan(self, question: Question, servers: Sequence[PushedServer]) -> tuple[Way, Plan]:
         """Settle what depends on what the servers hold; changes nothing.
 
         Raises:
@@ -124,19 +124,21 @@ class Delivery(Protocol):
         """Digest over every byte that servers received; "" when unknown."""
         return ""
 
-    async def open(self, sites: Sequence[Site]) -> None:
+    async def open(self, servers: Sequence[PushedServer]) -> None:
         """Do everything that can be done before a server is touched. Raises SkyctlError."""
 
-    async def init(self, sites: Sequence[Site]) -> None:
+    async def init(self, servers: Sequence[PushedServer]) -> None:
         """Form a group with the servers, where there is one."""
         return
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         """Open an update in each server that is still paused; those that run fail."""
 
-    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None: ...
+    async def update(
+        self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
+    ) -> None: ...
 
-    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None: ...
 
     async def close(self) -> None:
         """Release everything; may be called twice."""

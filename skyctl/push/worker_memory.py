@@ -56,8 +56,8 @@ def copier_bytes(
     """
     size = sum(chunk.size for chunk in plan.chunks)
     used = {gpu for gpus in server_gpus for gpu in gpus}
-    known = all(server_gpus) and used <= free.keys()
-    if known and all(fits_whole(size, free[gpu] - SENDER_CONTEXT_BYTES, 0) for gpu in used):
+    all_visible = all(server_gpus) and used <= free.keys()
+    if all_visible and all(fits_whole(size, free[gpu] - SENDER_CONTEXT_BYTES, 0) for gpu in used):
         return size + SENDER_CONTEXT_BYTES
     return broadcast_bytes(plan)
 
@@ -78,7 +78,9 @@ def numbering_bytes(programs: Iterable[Program]) -> int:
             copies.setdefault(copy.parameter, []).append(copy)
         for parts in copies.values():
             if len(parts) > 1 or parts[0].rows > 1:
-                ends = (one.target + (one.rows - 1) * one.target_pitch + one.row for one in parts)
+                ends = (
+                    part.target + (part.rows - 1) * part.target_pitch + part.row for part in parts
+                )
                 built = max(built, *ends)
     return built + max(built, BATCH_BYTES) if built else 0
 
@@ -144,10 +146,10 @@ class _Pool:
             block = _Block(-(-size // _GRANULE) * _GRANULE, segment)
             segment.append(block)
             self._segments.append(segment)
-        rest = block.size - size
-        if rest > MIB:
+        spare = block.size - size
+        if spare > MIB:
             place = block.segment.index(block)
-            block.segment.insert(place + 1, _Block(rest, block.segment))
+            block.segment.insert(place + 1, _Block(spare, block.segment))
             block.size = size
         block.holders = 1
         return block
@@ -174,6 +176,6 @@ def _pooled_bytes(plan: ChunkPlan) -> int:
             buffer.holders += 1
             if sum(size for size, _ in parts) >= sizes[module]:
                 pools[stream].take(sizes[module]).let_go()
-                for _, held in waiting.pop(module):
-                    held.let_go()
+                for _, block in waiting.pop(module):
+                    block.let_go()
     return sum(pool.reserved for pool in pools)

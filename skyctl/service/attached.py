@@ -101,7 +101,7 @@ class AttachedFleet(RecordedFleet):
 
     async def __aexit__(self, *exception: object) -> None:
         for trainer in self._trainers.values():
-            trainer.say("its connection to the fleet was closed")
+            trainer.report("its connection to the fleet was closed")
         for task in self._pushes.values():
             task.cancel()
         await asyncio.gather(*self._pushes.values(), return_exceptions=True)
@@ -181,7 +181,7 @@ class AttachedFleet(RecordedFleet):
     async def close_update(self, asked: CloseUpdate) -> None:
         close_sender(self.state, asked.job)
         if asked.job in self._trainers:
-            self._trainers.pop(asked.job).say(asked.failure)
+            self._trainers.pop(asked.job).report(asked.failure)
 
     async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.request import PushRequest

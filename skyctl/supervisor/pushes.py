@@ -131,7 +131,7 @@ class Pushes:
         """
         await self.warming.stop()
         if self.trainer is not None:
-            self.trainer.say("the fleet is taken down")
+            self.trainer.report("the fleet is taken down")
         task, patience_s = self._task, _UNDO_TIMEOUT_S
         while task is not None and not task.done():
             task.cancel()
@@ -246,7 +246,7 @@ class RouterRotation:
     def __init__(self, running: RunningFleet) -> None:
         self._running = running
 
-    async def leave(
+    async def take_out(
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
     ) -> None:
         """Take these servers out; returns once the router lists none of them. `closed`: their
@@ -383,8 +383,8 @@ class Warming:
             state.expected.learn(Learned(launch_digests(sites)).to_json())
             for site in sites:
                 now = running.replicas.get(site.name)
-                if now and now.instance == instances[site.name] and site.digest_before:
-                    now.update_row(weights_digest=site.digest_before)
+                if now and now.instance == instances[site.name] and site.proof.digest_before:
+                    now.update_row(weights_digest=site.proof.digest_before)
         state.add_event("fleet", "ready for a push")
 
 

@@ -333,7 +333,7 @@ class Supervisor(RunningFleet, SupervisorService):
         servers = await self.pushes.opened(trainer)
         if await hung_up.get()():
             close_sender(self.state, job.id)
-            trainer.say("whoever asked for the update has gone meanwhile")
+            trainer.report("whoever asked for the update has gone meanwhile")
         return OpenedUpdate(job.id, servers)
 
     async def close_update(self, asked: CloseUpdate) -> None:
@@ -341,7 +341,7 @@ class Supervisor(RunningFleet, SupervisorService):
         held, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, asked.job)
         if trainer is not None and self.push_job is not None and self.push_job.id == asked.job:
-            trainer.say(asked.failure)
+            trainer.report(asked.failure)
         elif held is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()

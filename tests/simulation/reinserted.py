@@ -19,7 +19,7 @@ from skyctl.errors import ConflictError, ServerError, StateUnwritable
 from skyctl.push.request import PushRequest
 from skyctl.push.rows import Compared
 from skyctl.push.run import CancelGuard
-from skyctl.push.sites import open_session
+from skyctl.push.servers import open_session
 from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
 from skyctl.store.unrecorded import advice

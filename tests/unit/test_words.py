@@ -24,6 +24,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "http",
     "launch",
     "monitoring",
+    "push",
     "smoke",
     "tinker",
     "transfer",

@@ -1168,7 +1168,7 @@ async def test_a_server_with_a_canary_is_closed_until_it_rejoins(tmp_path: Path)
         servers = [stub_server("a"), stub_server("b")]
         await bring_up(supervisor, fleet_plan(servers, stub_router()))
         rotation, held = RouterRotation(supervisor), supervisor.paths.held("a")
-        await rotation.leave(["a"], others_serve=True, closed=True)
+        await rotation.take_out(["a"], others_serve=True, closed=True)
         supervisor.replicas["a"].reload_row()
         assert held.exists() and not supervisor.paths.held("b").exists()
         await rotation.rejoin(["a"])

@@ -18,7 +18,7 @@ from skyctl.core.service import Sleep
 from skyctl.errors import PreflightError, ServerUnreachable
 from skyctl.push import rehearsal
 from skyctl.push.request import PushFleet, PushRequest, PushServer
-from skyctl.push.sites import Site
+from skyctl.push.servers import PushedServer
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import replica
 from skyctl.supervisor.resident import Supervisor
@@ -40,7 +40,7 @@ class Rehearsals:
 
     async def __call__(
         self, request: PushRequest, fleet: PushFleet, *, asking: Any, **_: Any
-    ) -> tuple[Site, ...]:
+    ) -> tuple[PushedServer, ...]:
         self.asked.append((request.checkpoint, [server.name for server in fleet.servers]))
         try:
             with nullcontext() if self.reads else asking():
@@ -53,9 +53,9 @@ class Rehearsals:
             raise PreflightError("the checkpoint is gone")
         return tuple(self.weighed(server) for server in fleet.servers)
 
-    def weighed(self, server: PushServer) -> Site:
+    def weighed(self, server: PushServer) -> PushedServer:
         one = site(None, name=server.name)
-        one.digest_before = f"digest-of-{server.name}"
+        one.proof.digest_before = f"digest-of-{server.name}"
         return one
 
 

@@ -8,7 +8,7 @@ from skyctl.engines.vllm.engine import dialect_for
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.request import PushServer
-from skyctl.push.sites import Site
+from skyctl.push.servers import Before, PushedServer
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.transports.ipc import IpcTransport
@@ -89,22 +89,19 @@ class Ipc(IpcTransport):
 
 
 def site(
-    vllm: Any,
+    control: Any,
     *,
     name: str = "demo-0",
     gpus: tuple[int, ...] = (0,),
     instance: str = "",
     version: str = "0.32.0",
     node: Node | None = None,
-) -> Site:
+) -> PushedServer:
     """One server of one worker, with these calls."""
-    return Site(
-        server=PushServer(
+    return PushedServer(
+        PushServer(
             ServerTarget(name, "http://127.0.0.1:1"), gpus=gpus, instance=instance, node=node
         ),
-        vllm=vllm,
-        dialect=dialect_for(version),
-        world_size=1,
-        was_paused=False,
-        old_version=None,
+        control,
+        Before(dialect=dialect_for(version)),
     )

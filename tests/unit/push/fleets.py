@@ -144,7 +144,7 @@ class Rotation:
         self.log: list[str] = []
         self.closed = False
 
-    async def leave(
+    async def take_out(
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
     ) -> None:
         self.closed = closed

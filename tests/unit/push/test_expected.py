@@ -14,6 +14,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.expected import expected_of
 from skyctl.push.request import PushRequest, PushServer
 from skyctl.push.rolling import push_rolling
+from skyctl.push.servers import Before
 from skyctl.push.transaction import push
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
@@ -232,8 +233,8 @@ def test_a_push_counts_before_a_launch_where_it_is_compared_with_the_checkpoint(
     engine: str, counts: str
 ) -> None:
     one = site(None)
-    one.server = PushServer(ServerTarget("demo-0", "http://127.0.0.1:1", engine=engine))
-    one.engine, one.digest = "1", "new:tp1"
+    one.given = PushServer(ServerTarget("demo-0", "http://127.0.0.1:1", engine=engine))
+    one.before, one.proof.digest = Before(engine="1"), "new:tp1"
     pushed = ExpectedDigest("files:1", "1", "a:tp1", "push")
     launched = ExpectedDigest("files:1", "1", "b:tp1", "launch")
     for known in ([pushed, launched], [launched, pushed]):

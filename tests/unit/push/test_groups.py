@@ -46,7 +46,7 @@ async def pushed(pool: SenderPool, transport: Transport, checkpoint: Path, insta
         transport,
         read,
         plan_chunks(read.tensors, 1024),
-        PushFleet("demo", (one.server,)),
+        PushFleet("demo", (one.given,)),
         senders=pool,
     )
     await delivery.open([one])
@@ -100,7 +100,7 @@ async def test_servers_are_not_asked_to_meet_a_sender_that_has_died(
     read = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
     server = Server()
     one = site(server, instance="1@1")
-    fleet = PushFleet("demo", (one.server,))
+    fleet = PushFleet("demo", (one.given,))
     plan = plan_chunks(read.tensors, 1024)
     delivery = ChunkDelivery(TRANSPORT, read, plan, fleet, senders=SenderPool())
     await delivery.open([one])

@@ -6,7 +6,7 @@ import pytest
 
 from skyctl.errors import UsageError
 from skyctl.push.request import PushRequest
-from skyctl.push.versions import meant, reused_label
+from skyctl.push.versions import full_version, reused_label
 from skyctl.store.journal import PushRecord
 
 
@@ -31,14 +31,14 @@ def test_the_same_checkpoint_a_failed_push_and_no_label_are_no_reuse() -> None:
 
 def test_a_name_without_its_digest_means_the_only_version_of_that_name() -> None:
     versions = ["step-200@ab", "step-100@cd", "step-200@ab", "best"]
-    assert meant("step-200", versions) == "step-200@ab"
-    assert meant("step-200@ab", versions) == "step-200@ab"
-    assert meant("best", versions) == "best"
-    assert meant("step", versions) == "step"
-    assert meant("step-200", ["step-200", "step-200@ab"]) == "step-200"
+    assert full_version("step-200", versions) == "step-200@ab"
+    assert full_version("step-200@ab", versions) == "step-200@ab"
+    assert full_version("best", versions) == "best"
+    assert full_version("step", versions) == "step"
+    assert full_version("step-200", ["step-200", "step-200@ab"]) == "step-200"
 
 
 def test_a_name_of_several_versions_is_refused_with_all_of_them() -> None:
     with pytest.raises(UsageError) as refused:
-        meant("step-200", ["step-200@ab", "step-200@cd"])
+        full_version("step-200", ["step-200@ab", "step-200@cd"])
     assert "step-200@ab, step-200@cd" in refused.value.hint

@@ -17,7 +17,7 @@ from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_pa
 from skyctl.push.request import PushFleet
 from skyctl.push.rows import Compared
 from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
-from skyctl.push.sites import Site, Weights
+from skyctl.push.servers import Holds, PushedServer
 from skyctl.push.transaction import _open
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
@@ -109,7 +109,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 async def chosen(
-    checkpoint: Checkpoint, *sites: Site, wanted: Any = "auto", transport: str = "ipc"
+    checkpoint: Checkpoint, *sites: PushedServer, wanted: Any = "auto", transport: str = "ipc"
 ) -> LayoutChoice:
     return await choose_layout(wanted, transport, sites, checkpoint)
 
@@ -154,7 +154,9 @@ async def test_more_layouts_than_are_remembered_are_understood_in_every_push(
             ]
 
     for _ in range(3):
-        choice = await chosen(checkpoint, replace(site(Many()), world_size=len(of_rank)))
+        one = site(Many())
+        one.before = replace(one.before, world_size=len(of_rank))
+        choice = await chosen(checkpoint, one)
         assert [report.parameters for report in choice.reports] == list(of_rank.values())
 
 
@@ -182,13 +184,13 @@ async def test_what_layers_process_is_copied_by_ipc_once_a_rehearsal_has_proven_
     assert "gate_up is processed, ahead of a freeze only with ipc" in choice.note
 
 
-def asleep(one: Site) -> Site:
-    one.asleep = True
+def asleep(one: PushedServer) -> PushedServer:
+    one.before = replace(one.before, asleep=True)
     return one
 
 
-def half_updated(one: Site) -> Site:
-    one.weights = Weights.UNKNOWN
+def half_updated(one: PushedServer) -> PushedServer:
+    one.holds = Holds.UNKNOWN
     return one
 
 
@@ -215,7 +217,7 @@ def half_updated(one: Site) -> Site:
     ],
 )
 async def test_everything_else_is_left_to_the_loader_with_a_line_why(
-    checkpoint: Checkpoint, one: Site, reason: str
+    checkpoint: Checkpoint, one: PushedServer, reason: str
 ) -> None:
     choice = await chosen(checkpoint, one)
     assert (choice.name, choice.workers, choice.programs) == ("checkpoint", {}, {})
@@ -243,10 +245,10 @@ def whole_of(checkpoint: Checkpoint) -> Compared:
     return Compared(len(checkpoint.tensors), checkpoint.total_bytes)
 
 
-def expecting(workers: Workers, *, copied: bool, numbers: dict[str, int] = NUMBERS) -> Site:
+def expecting(workers: Workers, *, copied: bool, numbers: dict[str, int] = NUMBERS) -> PushedServer:
     one = site(workers)
     program = Program(LAYOUT, tuple((p.name, p.dtype, p.shape) for p in PARAMETERS), ())
-    one.expected, one.copied = [(program, numbers)], copied
+    one.proof.expected, one.proof.copied = [(program, numbers)], copied
     return one
 
 
@@ -256,7 +258,7 @@ async def test_a_layout_is_proven_by_what_the_loader_made(checkpoint: Checkpoint
     assert numbered(one) == [["gate_up", "down"]]
     assert await settle_parameters(one, {0: NUMBERS}, whole_of(checkpoint), timeout_s=1.0) == ""
     assert workers.calls == [("skyctl_layout_trust", {"layouts": [LAYOUT]})]
-    assert one.compared is not None and one.compared.bytes == checkpoint.total_bytes
+    assert one.proof.compared is not None and one.proof.compared.bytes == checkpoint.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -275,11 +277,12 @@ async def test_other_bytes_prove_nothing_and_fail_what_was_copied(
     workers = Workers()
     one = expecting(workers, copied=False, numbers=expected)
     said = await settle_parameters(one, answered, whole_of(checkpoint), timeout_s=1.0)
-    assert "in a way that is not known" in said and workers.calls == [] and one.compared is None
+    assert "in a way that is not known" in said and workers.calls == []
+    assert one.proof.compared is None
     one = expecting(workers, copied=True, numbers=expected)
     with pytest.raises(ServerError, match="is not what was sent"):
         await settle_parameters(one, answered, whole_of(checkpoint), timeout_s=1.0)
-    assert one.compared is None
+    assert one.proof.compared is None
 
 
 class NumberingSender(ReadySender):
@@ -327,7 +330,7 @@ async def copied_by(
     shown: bool = True,
     pool: SenderPool | None = None,
     spare_bytes: int = 0,
-) -> tuple[Site, NumberingSender]:
+) -> tuple[PushedServer, NumberingSender]:
     """One server into which three chunks were copied."""
     one = site(workers, instance="1@1")
     choice = await chosen(checkpoint, site(Workers(report())))
@@ -342,7 +345,7 @@ async def copied_by(
         transport,
         checkpoint,
         plan,
-        PushFleet("demo", (one.server,)),
+        PushFleet("demo", (one.given,)),
         senders=pool or SenderPool(),
         programs=choice.planned(plan, checkpoint).programs,
         spare_bytes=spare_bytes,
@@ -378,8 +381,8 @@ async def test_servers_map_the_slots_before_and_copy_in_as_few_calls_as_these_al
     loads = [{"chunks": chunks, "last": last} for chunks, last in calls]
     assert [arguments for _, arguments in workers.calls[1:]] == loads
     assert (sender.joins, sender.sent) == (0, [])
-    assert (one.weights, one.copied, one.failure) == (Weights.NEW, True, "")
-    assert one.expected == [(sender.programs[0], NUMBERS)]
+    assert (one.holds, one.proof.copied, one.failure) == (Holds.NEW, True, "")
+    assert one.proof.expected == [(sender.programs[0], NUMBERS)]
 
 
 async def test_weights_are_processed_before_the_freeze_and_their_memory_is_given_back(
@@ -421,7 +424,7 @@ async def test_broadcast_chunks_are_copied_in_one_call(
     assert workers.asked == ["skyctl_layout_open", "skyctl_layout_receive"]
     assert workers.calls[0][1]["buffer_bytes"] == 64
     assert workers.calls[1][1] == {"sizes": [64, 64, 64]}
-    assert sender.sent == [0, 1, 2] and one.weights is Weights.NEW
+    assert sender.sent == [0, 1, 2] and one.holds is Holds.NEW
 
 
 class Refusing(Workers):
@@ -481,7 +484,7 @@ async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
         request=SimpleNamespace(layout=wanted), fleet=None, senders=None, note=notes.append
     )
     way = SimpleNamespace(delivery=lambda *_, by_loader: second)
-    prepared: Any = SimpleNamespace(sites=(), way=way)
+    prepared: Any = SimpleNamespace(servers=(), way=way)
     if ends == "by loader":
         assert await _open(run, prepared, first) is second  # type: ignore[arg-type,comparison-overlap]
         assert first.closed and not second.closed and "no room" in notes[0]
@@ -496,7 +499,7 @@ async def test_the_checkpoint_is_at_fault_whichever_way_it_goes() -> None:
     failure.final = True
     run: Any = SimpleNamespace(request=SimpleNamespace(layout="auto"))
     with pytest.raises(PreflightError, match="it changed"):
-        await _open(run, SimpleNamespace(sites=()), Opening(failure, copies=True))  # type: ignore[arg-type]
+        await _open(run, SimpleNamespace(servers=()), Opening(failure, copies=True))  # type: ignore[arg-type]
 
 
 async def test_a_sender_that_died_before_the_first_copy_leaves_nothing_in_doubt(
@@ -505,7 +508,7 @@ async def test_a_sender_that_died_before_the_first_copy_leaves_nothing_in_doubt(
     workers = Workers()
     monkeypatch.setattr(NumberingSender, "failure", SenderFailed("killed"))
     one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
-    assert (one.weights, one.failure) == (Weights.OLD, "killed")
+    assert (one.holds, one.failure) == (Holds.OLD, "killed")
     assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
 
 
@@ -523,6 +526,6 @@ async def test_a_copy_that_breaks_off_leaves_the_server_in_doubt(
 ) -> None:
     workers = Breaking()
     one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
-    assert one.weights is Weights.UNKNOWN
+    assert one.holds is Holds.UNKNOWN
     assert one.failure == "update: an illegal memory access"
     assert workers.asked[-1] == "skyctl_layout_close"

@@ -17,7 +17,7 @@ from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_way import SenderWay
-from skyctl.push.sites import Site, Weights, alive
+from skyctl.push.servers import Holds, PushedServer, alive
 from skyctl.push.source import Source
 from skyctl.push.transaction import push
 from skyctl.transfer.plan import plan_chunks
@@ -83,24 +83,28 @@ def senders(monkeypatch: pytest.MonkeyPatch) -> dict[Node, Sender]:
 
 
 @pytest.fixture
-def sites() -> list[Site]:
+def sites() -> list[PushedServer]:
     return [site(Server(), name=f"wide-{i}", node=NODES[i % 2]) for i in range(3)]
 
 
-def made(tmp_path: Path, sites: list[Site], pool: SenderPool, **named: Any) -> MachinesDelivery:
+def made(
+    tmp_path: Path, sites: list[PushedServer], pool: SenderPool, **named: Any
+) -> MachinesDelivery:
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
-    fleet = PushFleet("wide", tuple(one.server for one in sites))
+    fleet = PushFleet("wide", tuple(one.given for one in sites))
     plan = plan_chunks(read.tensors, 1024)
     parts = {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool) for node in NODES}
     return MachinesDelivery(parts, **named)
 
 
 @pytest.fixture
-def delivery(tmp_path: Path, sites: list[Site]) -> MachinesDelivery:
+def delivery(tmp_path: Path, sites: list[PushedServer]) -> MachinesDelivery:
     return made(tmp_path, sites, SenderPool())
 
 
-async def carry(delivery: MachinesDelivery, sites: list[Site], done: Callable[[int], None]) -> None:
+async def carry(
+    delivery: MachinesDelivery, sites: list[PushedServer], done: Callable[[int], None]
+) -> None:
     try:
         await delivery.open(sites)
         await delivery.init(sites)
@@ -111,28 +115,28 @@ async def carry(delivery: MachinesDelivery, sites: list[Site], done: Callable[[i
 
 
 async def test_each_machines_servers_get_what_its_sender_reads(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
 ) -> None:
     told: list[int] = []
     await carry(delivery, sites, told.append)
-    assert {one.weights for one in sites} == {Weights.NEW}
+    assert {one.holds for one in sites} == {Holds.NEW}
     assert [len(sender.carriers[0]["server_gpus"]) for sender in senders.values()] == [2, 1]
     assert told == sorted(told)
     assert delivery.content_digest
 
 
 async def test_a_sender_that_cannot_stage_ends_the_push_before_any_server_is_touched(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
 ) -> None:
     senders[B].fails_at = "opened"
     with pytest.raises(SenderFailed, match="the sender on me@b failed"):
         await carry(delivery, sites, lambda _: None)
-    assert {one.weights for one in sites} == {Weights.OLD}
+    assert {one.holds for one in sites} == {Holds.OLD}
     assert all(sender.closed for sender in senders.values())
 
 
 async def test_a_sender_that_dies_takes_out_its_own_machine_alone(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
 ) -> None:
     await delivery.open(sites)
     await delivery.init(sites)
@@ -145,18 +149,18 @@ async def test_a_sender_that_dies_takes_out_its_own_machine_alone(
 
 
 async def test_nobody_can_tell_which_of_two_machines_has_the_right_bytes(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
 ) -> None:
     senders[B].read = 2
     await carry(delivery, sites, lambda _: None)
     assert not alive(sites)
-    assert {one.weights for one in sites} == {Weights.UNKNOWN}
+    assert {one.holds for one in sites} == {Holds.UNKNOWN}
     assert "not the same on every machine (me@a, me@b)" in sites[0].failure
     assert not delivery.can_retry
 
 
 async def test_what_fails_on_one_machine_waits_for_no_other(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
 ) -> None:
     async def never(**_: Any) -> Any:
         await asyncio.get_running_loop().create_future()
@@ -169,18 +173,18 @@ async def test_what_fails_on_one_machine_waits_for_no_other(
 
 
 async def test_one_machine_reads_for_all_in_a_group_that_lasts_as_long_as_its_senders(
-    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+    senders: dict[Node, Sender], sites: list[PushedServer], tmp_path: Path
 ) -> None:
     pool = SenderPool()
 
-    async def carried(those: list[Site]) -> None:
+    async def carried(those: list[PushedServer]) -> None:
         await carry(made(tmp_path, sites, pool, one_reader=True), those, lambda _: None)
 
     for _ in range(2):
         await carried(sites)
     assert senders[A].relays == [(0, 2, ""), (0, 0, "")]
     assert senders[B].relays == [(1, 2, "group 1"), (1, 0, "")]
-    assert {one.weights for one in sites} == {Weights.NEW}
+    assert {one.holds for one in sites} == {Holds.NEW}
     await carried(sites[1:2])  # alone, it reads by itself
     assert senders[B].relay_ranks == [1, 1, None]
     senders[B].healthy = False  # type: ignore[misc]
@@ -193,7 +197,7 @@ async def test_one_machine_reads_for_all_in_a_group_that_lasts_as_long_as_its_se
 
 @pytest.mark.parametrize("fails_at", ["opened", "relayed", "filled"])
 async def test_a_machine_that_dies_while_one_reads_for_all_fails_the_push_untouched(
-    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path, fails_at: str
+    senders: dict[Node, Sender], sites: list[PushedServer], tmp_path: Path, fails_at: str
 ) -> None:
     """The others would wait in a broadcast for it: nothing of that is left to the freeze."""
     senders[B].fails_at = fails_at
@@ -201,12 +205,12 @@ async def test_a_machine_that_dies_while_one_reads_for_all_fails_the_push_untouc
     with pytest.raises(SenderFailed, match="the sender on me@b failed") as caught:
         await carry(made(tmp_path, sites, pool, one_reader=True), sites, lambda _: None)
     assert ("readers to all" in caught.value.hint) == (fails_at == "relayed")
-    assert {one.weights for one in sites} == {Weights.OLD}
+    assert {one.holds for one in sites} == {Holds.OLD}
     assert all(sender.closed for sender in senders.values())
 
 
 async def test_what_does_not_fit_as_a_whole_is_not_passed_on(
-    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+    senders: dict[Node, Sender], sites: list[PushedServer], tmp_path: Path
 ) -> None:
     async def streams(**_: Any) -> Opened:
         return Opened({}, staged_whole=False)
@@ -214,16 +218,16 @@ async def test_what_does_not_fit_as_a_whole_is_not_passed_on(
     senders[B].opened = streams  # type: ignore[method-assign]
     with pytest.raises(PreflightError, match="does not fit as a whole"):
         await carry(made(tmp_path, sites, SenderPool(), one_reader=True), sites, lambda _: None)
-    assert {one.weights for one in sites} == {Weights.OLD}
+    assert {one.holds for one in sites} == {Holds.OLD}
 
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_in_the_freeze_each_machine_reads_by_itself(
-    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path, again: bool
+    senders: dict[Node, Sender], sites: list[PushedServer], tmp_path: Path, again: bool
 ) -> None:
     """A second attempt is made there: a machine that died in a group would keep it frozen."""
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
-    servers = tuple(one.server for one in sites)
+    servers = tuple(one.given for one in sites)
     fleet = PushFleet("wide", servers, one_reader=True)
     request, chunks = PushRequest(str(read.path), scan_nan=False), plan_chunks(read.tensors, 1024)
     source = Source(read.identity_digest, read)
@@ -249,11 +253,11 @@ async def test_one_reader_needs_gpus(tmp_path: Path) -> None:
 
 
 async def test_one_sender_of_a_group_is_beside_the_first_of_its_servers(
-    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+    senders: dict[Node, Sender], sites: list[PushedServer], tmp_path: Path
 ) -> None:
     """A second attempt goes without the machine that has died, sender and all."""
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
-    fleet = PushFleet("wide", tuple(one.server for one in sites))
+    fleet = PushFleet("wide", tuple(one.given for one in sites))
     for those, beside, other in ((sites, A, B), (sites[1:2], B, A)):
         plan = plan_chunks(read.tensors, 1024)
         delivery = ChunkDelivery(GlooTransport(), read, plan, fleet, senders=SenderPool())

@@ -20,7 +20,7 @@ from skyctl.push.layouts import choose_layout
 from skyctl.push.rehearsal import rehearse
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_way import SenderWay
-from skyctl.push.sites import Weights
+from skyctl.push.servers import Holds
 from skyctl.push.source import Source
 from skyctl.push.way import Plan
 from skyctl.transfer.plan import plan_chunks
@@ -112,7 +112,7 @@ async def rehearsed(
     free: int = 64 * GIB,
 ) -> SenderPool:
     one = site(server, instance="1@1")
-    fleet = PushFleet("demo", (one.server,))
+    fleet = PushFleet("demo", (one.given,))
     layout = await choose_layout("auto", transport.name, [one], checkpoint)
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1)
 
@@ -135,7 +135,7 @@ async def rehearsed(
     pool = SenderPool()
     async with ControlClient() as client:
         await rehearse(PushRequest("a"), fleet, client=client, senders=pool, asking=server.asking)
-    assert one.weights is Weights.OLD and not one.failure
+    assert one.holds is Holds.OLD and not one.failure
     return pool
 
 
@@ -273,7 +273,7 @@ async def test_a_push_takes_another_sender_where_the_one_that_waited_is_of_no_us
     one = site(Workers())
     pool = SenderPool()
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1)
-    fleet = PushFleet("demo", (one.server,))
+    fleet = PushFleet("demo", (one.given,))
     delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=pool)
     await delivery.warm([one])
     await delivery.open([one])

@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(node.target)
         return {"gpus": [{"index": 0}, {"index": 1}]}
 
-    monkeypatch.setattr(machine_facts, "_known", {})
+    monkeypatch.setattr(machine_facts, "_gpus_by_node", {})
     monkeypatch.setattr(machine_facts, "ask", ask)
     monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0,))
     return found
@@ -70,7 +70,7 @@ async def test_without_a_free_gpu_a_push_is_refused(asked: list[str]) -> None:
 
 async def test_a_driver_that_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [[], [Gpu(3, "GPU-3", "H200", 1)]]
-    monkeypatch.setattr(machine_facts, "_known", {})
+    monkeypatch.setattr(machine_facts, "_gpus_by_node", {})
     monkeypatch.setattr(machine_facts, "discover_gpus", lambda: answers.pop(0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(PreflightError, match="nvidia-smi names none"):

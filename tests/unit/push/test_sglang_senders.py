@@ -92,7 +92,7 @@ class Fleet:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
         self.transport = transport
-        monkeypatch.setattr(machine_facts, "_known", {})
+        monkeypatch.setattr(machine_facts, "_gpus_by_node", {})
         monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0, 1, 2, 3, 4))
         self.a, self.b = (
             make_tiny_checkpoint(directory / name, seed=seed) for seed, name in enumerate("ab")

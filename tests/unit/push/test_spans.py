@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.push.request import PushRequest
-from skyctl.push.sites import Spans
+from skyctl.push.servers import Spans
 from skyctl.push.transaction import push
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs

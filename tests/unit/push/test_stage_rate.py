@@ -12,7 +12,7 @@ from skyctl.errors import PreflightError
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_way import refuse_stage_rate
-from skyctl.push.sites import Site, Weights
+from skyctl.push.servers import Holds, PushedServer
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import SenderProcess
@@ -35,7 +35,7 @@ class Patience(ReadySender):
 
 
 async def staged(
-    one: Site, rate: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+    one: PushedServer, rate: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Patience, int]:
     sender = Patience()
 
@@ -45,7 +45,7 @@ async def staged(
     monkeypatch.setattr(SenderProcess, "spawn", spawn)
     checkpoint = read_checkpoint(str(write_checkpoint(directory / "a")))
     plan = plan_chunks(checkpoint.tensors, 1 << 20)
-    fleet = PushFleet("demo", (one.server,), update_timeout_s=5.0)
+    fleet = PushFleet("demo", (one.given,), update_timeout_s=5.0)
     delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=SenderPool(), stage_rate=rate)
     await delivery.open([one])
     return sender, plan.chunks[0].size
@@ -59,13 +59,13 @@ async def test_a_sender_is_bounded_until_what_is_read_ahead_is_there(
     assert sender.waits == [pytest.approx(5.0 + size / 100)]  # no bound makes a sender too slow
 
 
-def frozen(one: Site) -> Site:
-    one.frozen = True
+def frozen(one: PushedServer) -> PushedServer:
+    one.did.frozen = True
     return one
 
 
-def half_updated(one: Site) -> Site:
-    one.weights = Weights.UNKNOWN
+def half_updated(one: PushedServer) -> PushedServer:
+    one.holds = Holds.UNKNOWN
     return one
 
 
@@ -75,7 +75,7 @@ def half_updated(one: Site) -> Site:
     ids=["no rate", "second attempt", "an earlier push froze it"],
 )
 async def test_nothing_is_bounded_where_nobody_serves(
-    one: Site, rate: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: PushedServer, rate: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, _ = await staged(one, rate, tmp_path, monkeypatch)
     assert sender.paces == [None] and sender.waits == [5.0]

@@ -48,7 +48,7 @@ async def pushed(
     sites = [
         site(Server(), name=f"demo-{n}", instance=instance) for n, instance in enumerate(instances)
     ]
-    fleet = PushFleet("demo", tuple(one.server for one in sites))
+    fleet = PushFleet("demo", tuple(one.given for one in sites))
     delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=senders)  # type: ignore[arg-type]
     await delivery.open(sites)
     await delivery.update(sites, lambda done: None)
@@ -93,7 +93,7 @@ async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> 
         NcclTransport(),
         checkpoint,
         plan_chunks(checkpoint.tensors, CHUNK),
-        PushFleet("demo", tuple(one.server for one in sites)),
+        PushFleet("demo", tuple(one.given for one in sites)),
         senders=senders,  # type: ignore[arg-type]
     )
     await delivery.open(sites)
