@@ -55,8 +55,7 @@ class _Index:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk. `tensors` are in shard order, file order within a shard. `absent` are
-    names that its index has and its shards have not: servers may not need them.
+    """A checkpoint on disk.
 
     `layout_digest` covers names, dtypes, shapes and sizes: equal for two checkpoints of one model.
     `identity_digest` adds each file's inode, size and times: it changes when a file is written or
@@ -64,10 +63,15 @@ class Checkpoint:
     """
 
     path: Path
+    """Its directory."""
     shards: tuple[Shard, ...]
+    """Its safetensors files."""
     tensors: tuple[Tensor, ...]
+    """Its tensors in shard order, and in file order within a shard."""
     config: Mapping[str, Any]
+    """Its config.json."""
     absent: tuple[str, ...] = ()
+    """Names that its index has and its shards have not: servers may not need them."""
 
     @property
     def name(self) -> str:
@@ -241,7 +245,7 @@ def _parse_index(raw: bytes, path: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         # a plain name: an index must not lead outside its own directory
         if not isinstance(name, str) or not (name in good or (name and Path(name).name == name)):
-            raise PreflightError(f"{path}: {tensor!r} is in {name!r}, which is no file name")
+            raise PreflightError(f"{path}: {tensor!r} is in {name!r}, which is not a file name")
         good.add(name)
     return weight_map
 

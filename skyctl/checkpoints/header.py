@@ -47,28 +47,36 @@ def remembered(cache: dict[K, T], key: K, make: Callable[[], T], *, kept: int = 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint. `begin` is the offset of its bytes in the file of shard number
-    `shard`; `nbytes` their count; `dtype` the safetensors name (`BF16`)."""
+    """One tensor of a checkpoint."""
 
     name: str
+    """Its name."""
     dtype: str
+    """Its safetensors dtype (`BF16`)."""
     shape: tuple[int, ...]
+    """Its sizes."""
     shard: int
+    """Number of its file."""
     begin: int
+    """Offset of its bytes in the file."""
     nbytes: int
+    """Number of its bytes."""
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Equal as long as nobody has written to a file or replaced it. Programs can set `mtime_ns`
-    to what it was (`cp -p`, `rsync -t`, `os.utime`), but not `ctime_ns`, which the kernel sets.
-    """
+    """Equal as long as no program has written to a file or replaced it."""
 
     device: int
+    """The file system's number."""
     inode: int
+    """The file's number on it."""
     size: int
+    """Size in bytes."""
     mtime_ns: int
+    """When it was written; programs can set it back (`cp -p`, `rsync -t`, `os.utime`)."""
     ctime_ns: int
+    """When it was changed; only the kernel sets it."""
 
     @classmethod
     def of_status(cls, status: os.stat_result) -> FileIdentity:
@@ -238,7 +246,7 @@ def _checked_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         if name in entries:
             raise ValueError(f"{name!r} appears twice")
-        name.encode()  # half of a surrogate pair is no text, and could not be put on record
+        name.encode()  # half of a surrogate pair is not text, and could not be put on record
         entries[name] = value
     return entries
 

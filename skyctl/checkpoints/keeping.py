@@ -1,4 +1,4 @@
-"""The fleet's own copy of a checkpoint, which nobody else deletes or overwrites.
+"""The fleet's own copy of a checkpoint, which no other program deletes or overwrites.
 
     <fleet>/kept/<id>/<name>      config, tokenizer and shards, as in the directory <name>
     <fleet>/kept/<id>/.recorded   it was on record: it outlives a state file that is lost
@@ -33,7 +33,7 @@ def keep_copy(source: Checkpoint, directory: Path, recorded: Collection[str | No
     others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
 
     Raises:
-        PreflightError: there is no room, or the source changed meanwhile.
+        PreflightError: there is no room, or the source changed during the copy.
         SkyctlError: it cannot be written.
     """
     private_directory(directory)

@@ -152,7 +152,7 @@ def dtype_name(dtype: object) -> str | None:
 
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise UsageError(
-            f"dtype {name!r} is no dtype of torch",
+            f"{name!r} is not a dtype of torch",
             hint='give one such as "bfloat16", or "match", or "as-is"',
         )
     return name
@@ -209,13 +209,18 @@ async def _in_thread(call: Any, *arguments: Any) -> None:
 
 @dataclass
 class _Part:
-    """A shard being written. `header` maps tensor names to their entries."""
+    """A shard being written."""
 
     path: Path
+    """The file's path."""
     file: IO[bytes]
+    """The open file."""
     header: dict[str, Any] = field(default_factory=lambda: dict(_METADATA))
+    """Entries of its tensors, by name."""
     header_bytes: int = len(json.dumps(_METADATA))
+    """Size of the header so far."""
     data_bytes: int = 0
+    """Size of the tensors so far."""
 
 
 class CheckpointWriter:

@@ -155,7 +155,7 @@ def _memory_directory(memory_root: Path, entry: Path) -> Path:
 
 
 def _sweep_memory(memory_root: Path) -> None:
-    """Remove memory of entries that are gone because somebody removed a state directory."""
+    """Remove memory of entries that are gone because a state directory was removed."""
     for origin in _list(_memory_home(memory_root)):
         if origin.suffix == _ORIGIN and origin.is_symlink() and not origin.exists():
             shutil.rmtree(origin.with_suffix(""), ignore_errors=True)

@@ -76,7 +76,7 @@ class HandOver:
     """How a prefill server hands its KV cache to a decode server.
 
     `role` is prefill or decode; `port` is where the others ask it for what they need to fetch a
-    cache, which is kept for `lease_s` seconds if nobody asks.
+    cache, which is kept for `lease_s` seconds if no server asks.
     """
 
     role: str
@@ -86,54 +86,73 @@ class HandOver:
 
 @dataclass(frozen=True)
 class Span:
-    """The place of a server's part among its `nodes`: the part of rank 0 leads and answers, all
-    meet at its `address` and `port`. `own_address` is that of this part's machine, `interface` what
-    has it there ("" where that is not known)."""
+    """The place of a server's part among the machines that it runs on."""
 
     nodes: int
+    """The number of parts, one per machine."""
     rank: int
+    """This part's number; rank 0 leads and answers."""
     address: str
+    """Where all parts meet: the leader's address."""
     port: int
+    """The port at which they meet."""
     own_address: str
+    """The address of this part's machine."""
     interface: str = ""
+    """The network interface that has `own_address`, "" if unknown."""
 
 
 @dataclass(frozen=True)
 class ServerLaunch:
-    """What the plan has settled for one server.
-
-    `args` and `env` are the fleet file's, arguments by their names without dashes. `cores` are the
-    CPU cores of each worker, in rank order, () if the engine is to choose. `environ` is what the
-    process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl. `auth`
-    says which routes require a token; `api_key` is the user's key, None for one that skyctl makes
-    (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
-    `hand_over` None: it both prefills and decodes. `host` and `port` may be placeholders, too.
-    `span` None: it runs on one machine; else `gpus` and `cores` are those of this part.
-    """
+    """What the plan has decided for one server. `host` and `port` may be placeholders."""
 
     python: str
+    """The interpreter that runs it."""
     model_path: str
+    """The model's directory, or its name on the hub."""
     served_model_name: str
+    """The model's name in requests."""
     host: str
+    """The address that it binds."""
     port: int | str
+    """The port that it listens at."""
     device: Device
+    """What it computes on."""
     backend: str
+    """The weight-transfer backend that it starts with, "" for none."""
     args: Mapping[str, Any]
+    """The fleet file's arguments, by their names without dashes."""
     env: Mapping[str, str]
+    """The fleet file's environment variables."""
     environ: Mapping[str, str]
+    """The environment that the process will inherit."""
     secret: str
+    """The key that skyctl makes for it: a placeholder until it is spawned."""
     gpus: tuple[int, ...] = ()
+    """Its GPUs, by number; with a `span`, those of this part."""
     cores: tuple[tuple[int, ...], ...] = ()
+    """CPU cores of each worker in rank order, () if the engine chooses; with a `span`, of this
+    part."""
     tensor_parallel_size: int = 1
+    """Workers that share each layer."""
     pipeline_parallel_size: int = 1
+    """Stages that the layers are divided into."""
     data_parallel_size: int = 1
+    """Copies of the model in this server."""
     own_python: bool = True
+    """Whether it runs in skyctl's interpreter, which has skyctl."""
     local_model: bool = True
+    """Whether `model_path` is a directory."""
     auth: Literal["all", "control", "none"] = "all"
+    """Which routes require a token."""
     api_key: str | None = None
+    """The user's key; None for one that skyctl makes."""
     adapters: AdapterLimits | None = None
+    """Limits of its LoRA adapters; None if it takes none."""
     hand_over: HandOver | None = None
+    """How it hands over its KV cache; None if it both prefills and decodes."""
     span: Span | None = None
+    """Its part of a server on several machines; None on one machine."""
 
     @property
     def world_size(self) -> int:
@@ -143,19 +162,26 @@ class ServerLaunch:
 
 @dataclass(frozen=True)
 class RouterLaunch:
-    """What the plan has settled for the router. `args` are the fleet file's. `pairs`: it sends each
-    request to a prefill and a decode server.
-    """
+    """What the plan has decided for the router."""
 
     python: str
+    """The interpreter that runs it."""
     host: str
+    """The address that it binds."""
     port: int
+    """The port that clients use."""
     metrics_port: int
+    """The port of its metrics."""
     policy: str
+    """How it chooses a server."""
     health_interval_s: int
+    """Seconds between its health checks of a server."""
     request_timeout_s: int
+    """Seconds after which it gives a request up."""
     args: Mapping[str, Any]
+    """The fleet file's arguments, by their names without dashes."""
     pairs: bool = False
+    """Whether it sends each request to a prefill and a decode server."""
 
 
 @dataclass(frozen=True)
@@ -206,20 +232,24 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ServerMetrics:
-    """One server's load, summed over its engines.
-
-    `kv_usage` is the mean over engines, 0..1. The token and query fields are counters since the
-    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None if the server does not say.
-    """
+    """One server's load, summed over its engines. Counters begin at its start."""
 
     running: int = 0
+    """Requests that generate."""
     waiting: int = 0
+    """Requests in the queue."""
     kv_usage: float = 0.0
+    """Share of the KV cache in use, 0..1: the mean over engines."""
     prompt_tokens: int = 0
+    """Counter of prompt tokens."""
     generation_tokens: int = 0
+    """Counter of generated tokens."""
     prefix_cache_queries: int = 0
+    """Counter of tokens looked up in the prefix cache."""
     prefix_cache_hits: int = 0
+    """Counter of tokens that it had."""
     sleep_level: int | None = None
+    """0 awake, 1 or 2 asleep, None if the server does not say."""
 
     def load(self) -> dict[str, Any]:
         """All fields except `sleep_level`, as a ReplicaStatus takes them."""
@@ -246,17 +276,19 @@ class ServedAdapter:
 
 @dataclass(frozen=True)
 class StartedWith:
-    """What a server says of how it was started; "" where it does not say. `backend` is its
-    weight-transfer backend, None if it does not say. `kv_lease_s` is how long a prefill server
-    keeps KV blocks that no decode server has fetched, and so may delay the answer to a pause; 0 for
-    all others. `update_problem` is why an update would leave parts of it wrong (`update_problem`).
-    """
+    """How a server says it was started; "" where it does not say."""
 
     model: str = ""
+    """The model's path or name."""
     load_format: str = ""
+    """How it loaded its weights."""
     backend: str | None = None
+    """Its weight-transfer backend, None if it does not say."""
     kv_lease_s: float = 0.0
+    """Seconds that a prefill server keeps KV blocks that no decode server fetches, which can delay
+    the answer to a pause; 0 for all others."""
     update_problem: str = ""
+    """Why an update would leave parts of it wrong (`update_problem`)."""
     lora_targets: tuple[str, ...] = ()
     """The modules that it takes LoRA for, () for all that it can."""
 
@@ -466,18 +498,22 @@ class Placement:
 
 @dataclass(frozen=True)
 class GroupJoin:
-    """How one server's workers join a group over NCCL: as ranks from `rank_offset` up; the sender
-    is 0. `world_size` counts it and the workers of every server. They meet at the store of an
-    address and port, or by NCCL's unique id, as base64 text. `name` is the group's where servers
-    can be in several.
+    """How one server's workers join a group over NCCL. They meet at the store of an address and
+    port, or by NCCL's unique id.
     """
 
     rank_offset: int
+    """The rank of the server's first worker; the sender is 0."""
     world_size: int
+    """The number of members: the sender and the workers of every server."""
     master_address: str = ""
+    """The address of the store."""
     master_port: int = 0
+    """The port of the store."""
     unique_id: str = ""
+    """NCCL's unique id, as base64 text."""
     name: str = ""
+    """The group's name, where servers can be in several."""
 
 
 GROUP_PREFIX = "skyctl-"
@@ -491,21 +527,22 @@ pickles: the latest without frames; earlier ones pickle bytes by a call that SGL
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect(ABC):
-    """How one version of an engine speaks the push. `note` is set for an unknown version.
-
-    `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
-    NCCL consumer uses the same CUDA streams in each update. `places_tensors`: by CUDA IPC it can be
-    told where tensors are; otherwise they follow each other without gaps. `takes_buckets`: over
-    NCCL its workers join a group of torch.distributed, and each update receives one broadcast.
-    `joins_by_id`: a group over NCCL may meet by NCCL's unique id, without a store.
-    """
+    """How one version of an engine speaks the push."""
 
     note: str = ""
+    """What to warn of: set for an unknown version."""
     labels_at_finish: bool = False
+    """Only finish_weight_update can label the weights."""
     keeps_streams: bool = False
+    """The packed NCCL consumer uses the same CUDA streams in each update."""
     places_tensors: bool = False
+    """Updates by CUDA IPC say where each tensor is; otherwise tensors follow each other without
+    gaps."""
     joins_by_id: bool = False
+    """A group over NCCL may meet by NCCL's unique id, without a store."""
     takes_buckets: bool = False
+    """Over NCCL, workers join a group of torch.distributed, and each update receives one broadcast.
+    """
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Why tensors of a checkpoint with this config.json cannot be sent; "" if they can."""
@@ -573,16 +610,17 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """An engine's router. `command` starts it, without the workers, which `workers` adds to that
-    command line by their role ("" for one that does all); a router for pairs takes workers only as
-    it starts; `client` has its routes, `metrics` reads its metrics port; both get a deadline in
-    seconds.
-    """
+    """An engine's router. Its clients get a deadline in seconds."""
 
     command: Callable[[RouterLaunch], tuple[str, ...]]
+    """The command line that starts it, without workers."""
     workers: Callable[[Mapping[str, Sequence[str]], Sequence[str]], Sequence[str]]
+    """What adds workers to that command line, by their role ("" for one that does all): a router
+    for pairs takes workers only as it starts."""
     client: Callable[[ControlClient, str, float], Router]
+    """Its control routes, at a URL."""
     metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
+    """Its load, read from its metrics port."""
     removal: Callable[[str, str], str]
     """What to type to take a worker (second) out of the router at a URL (first)."""
 
@@ -592,30 +630,36 @@ class Routing:
 
 @dataclass(frozen=True)
 class Engine:
-    """One kind of server: everything skyctl must know of it. `ENGINES` (`engines/__init__.py`) has
-    all.
-
-    `title` is its name in sentences. `packages` are the distributions it comes in (any of them).
-    `key_variable` holds a server's API key, `closed_variable` the path of the file that keeps a
-    server closed to users while it exists. `placement_variables` depend on where other servers are:
-    a running server need not be restarted when they change.
+    """One kind of server: everything skyctl must know of it. `ENGINES`
+    (`skyctl/engines/__init__.py`) has all.
     """
 
     name: str
+    """Its name in fleet files."""
     title: str
+    """Its name in sentences."""
     supports: frozenset[Feature]
+    """The features that it has."""
     server: Callable[[ControlClient, ServerTarget, float], Server]
     """Its control routes, given each call's deadline in seconds."""
     server_command: Callable[[ServerLaunch], Command]
+    """The command that starts a server."""
     modules: Callable[[Device, bool, str, bool], Mapping[str, str]]
     """Python modules that its interpreter must have, and how to get each: given the device, whether
     there is a router, the backend, and whether servers hand over their KV cache.
     """
     key_variable: str
+    """The environment variable with a server's API key."""
     closed_variable: str
+    """The environment variable with the path of the file that keeps a server closed to users while
+    it exists."""
     packages: tuple[str, ...] = ()
+    """The distributions that it comes in, any of them."""
     placement_variables: tuple[str, ...] = ()
+    """Environment variables that depend on where other servers are: a running server need not
+    restart when they change."""
     reserved: Reserved = Reserved({}, {}, {})
+    """Names that a fleet file must not set."""
     backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
     """The weight-transfer backend that servers start with ("" for none), by transport, device, free
     GPUs and `auth:`. Raises UsageError if the transport does not fit the device.

@@ -72,7 +72,7 @@ class HttpServer:
         return await self._client.call(self._target_at(path), method, path, **how)
 
     async def _text(self, method: str, path: str, **how: Any) -> str:
-        """A call whose answer is no JSON."""
+        """A call whose answer is not JSON."""
         target, timeout_s = self._target_at(path), self._timeout_s
         return await self._client.text(target, path, method=method, timeout_s=timeout_s, **how)
 

@@ -137,7 +137,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._waiter is None:  # nobody asked
+        if self._waiter is None:  # no request is under way
             self.close()
             return
         if not self._in_body:

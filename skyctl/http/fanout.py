@@ -38,13 +38,18 @@ _NOT_FAILED = (OutcomeStatus.OK, OutcomeStatus.SKIPPED, OutcomeStatus.ROLLED_BAC
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """The result of one server's call. `elapsed_ms` is wall time in milliseconds."""
+    """The result of one server's call."""
 
     server: str
+    """The server's name."""
     status: OutcomeStatus
+    """How the call ended."""
     elapsed_ms: float
+    """Wall time in milliseconds."""
     detail: str = ""
+    """The reason, for people."""
     value: T | None = None
+    """What the call returned, None unless it did."""
 
     @property
     def ok(self) -> bool:

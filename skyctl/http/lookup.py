@@ -1,4 +1,4 @@
-"""Name lookups that nobody has to wait for."""
+"""Name lookups in threads that do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _running: dict[_Key, asyncio.Future[Sequence[str]]] = {}
 
 
 async def addresses(host: str, port: int) -> Sequence[str]:
-    """Every address of a host name, in order. Raises OSError, or ValueError for what is no name.
+    """Every address of a host name, in order. Raises OSError, or ValueError for an invalid name.
 
     The lookup has a thread that may be left behind: asyncio's are waited for at the end of a
     command, so that a resolver without an answer held up Ctrl-C, and every deadline.
@@ -51,6 +51,6 @@ def _complete(key: _Key, addresses: Sequence[str], failed: Exception | None) -> 
     answer = _running.pop(key)
     if failed is not None:
         answer.set_exception(failed)
-        answer.exception()  # seen, even if nobody waits any more
+        answer.exception()  # seen, even if no task waits any more
     else:
         answer.set_result(addresses)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """One server. `url` has no trailing slash; `engine` is the name of its engine.
-
-    `api_key` is the bearer of every request: the control token, or an API key if there is no token.
-    `inference_key` is the API key, if known: an engine may accept no other on routes that users
-    call as well. They never show in repr or logs. `role` is prefill or decode, "" for a server that
-    does both, or if unknown.
-    """
+    """One server. Keys never show in repr or logs."""
 
     name: str
+    """Its name in the fleet."""
     url: str
+    """Its URL, without trailing slash."""
     api_key: str | None = field(default=None, repr=False)
+    """The bearer of every request: the control token, or an API key if there is no token."""
     engine: str = "vllm"
+    """The name of its engine."""
     inference_key: str | None = field(default=None, repr=False)
+    """The API key, if known: an engine may accept no other on routes that users call too."""
     role: str = ""
+    """prefill or decode; "" for a server that does both, or if unknown."""

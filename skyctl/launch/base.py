@@ -52,36 +52,41 @@ A_GPU = "a GPU of the Ray cluster"
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The Ray cluster that chooses a server's node: one of those that have all `labels`, with
-    `count` free of `resource` (GPU or CPU); the head's node only with `head`. `spread` prefers
-    nodes with few servers, otherwise those with many are preferred.
-    """
+    """The Ray cluster that chooses a server's node."""
 
     address: str
+    """The head's HOST:PORT; auto is the cluster of this machine."""
     labels: tuple[tuple[str, str], ...] = ()
+    """Labels that a node must have."""
     head: bool = False
+    """Whether the head's node may be chosen."""
     spread: bool = True
+    """Whether nodes with few servers are preferred, instead of those with many."""
     allow_unauthenticated: bool = False
+    """Whether a cluster that requires no token is accepted."""
     resource: str = "CPU"
+    """The resource that a server takes: GPU or CPU."""
     count: int = 1
+    """How much of the resource a node must have free."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """Another machine that servers run on. `target` is what ssh is given (`user@host`), `address`
-    what servers bind there, `python` its interpreter with skyctl and the engine, `command` the
-    client that reaches it; a server there ends itself `grace_s` seconds after it last heard of us.
-
-    With `ray`, Ray takes the place of ssh, and `target` is the node's address in the cluster;
-    before Ray has chosen a node, `target` stands for the cluster.
-    """
+    """Another machine that servers run on, reached by ssh or through Ray."""
 
     target: str
+    """What ssh is given (`user@host`); with `ray`, the node's address in the cluster, or what
+    stands for the cluster before Ray has chosen a node."""
     address: str
+    """What servers bind there."""
     python: str
+    """Its interpreter, which has skyctl and the engine."""
     command: tuple[str, ...]
+    """The client that reaches it."""
     grace_s: float
+    """A server there ends itself this many seconds after it last heard of us."""
     ray: RayCluster | None = None
+    """The cluster that takes the place of ssh, None for ssh."""
 
     @property
     def chosen(self) -> bool:
@@ -123,15 +128,18 @@ class ChosenPlace:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one machine has for servers: the GPUs they may use, CPUs, and free ports at its address,
-    which its network `interface` has ("" if unknown). `node` is None for this one.
-    """
+    """What one machine has for servers."""
 
     node: Node | None
+    """The machine, None for this one."""
     gpus: tuple[Gpu, ...]
+    """The GPUs that servers may use."""
     cpus: tuple[Cpu, ...]
+    """Its CPUs."""
     next_port: Callable[[], int]
+    """A free port at its address."""
     interface: str = ""
+    """The network interface of that address, "" if unknown."""
 
 
 class ChildProcess(Protocol):
@@ -195,28 +203,30 @@ class ChildProcess(Protocol):
 
 @dataclass(frozen=True)
 class Host:
-    """Where a fleet's processes run. `HOSTS` (`launch/__init__.py`) has all.
-
-    `spawn` starts a command with variables that are added to its environment (`token` too, as
-    SKYCTL_TOKEN), and appends its output to a log on this machine; it raises SkyctlError if the
-    program cannot be started. `adopt` takes over what an earlier supervisor spawned. `environment`
-    has variables that keep a process's temporary files in the fleet's directory; `sweep` removes
-    them once no process is left.
-    """
+    """Where a fleet's processes run. `HOSTS` (`skyctl/launch/__init__.py`) has all."""
 
     name: str
+    """The launcher's name in fleet files."""
     gpus: Callable[[], Sequence[Gpu]]
+    """Its GPUs."""
     cpus: Callable[[], Sequence[Cpu]]
+    """Its CPUs."""
     free_port: Callable[[str], int]
     """A free port at an address, never the same one twice."""
     port_holder: Callable[[str, int], str | None]
     """Who listens at an address and port, in readable form; None if it is free."""
     bind_error: Callable[[str, int], str | None]
-    """Why nothing of ours could listen there, whoever holds it; None if it can."""
+    """Why no process of ours could listen there, even if the port were free; None if one can."""
     spawn: Callable[[Sequence[str], Mapping[str, str], Path, str], ChildProcess]
+    """Start a command with variables that are added to its environment (`token` too, as
+    SKYCTL_TOKEN), and append its output to a log on this machine. Raises SkyctlError if the program
+    cannot be started."""
     adopt: Callable[[ProcessIdentity | None, str, Sequence[ProcessIdentity]], ChildProcess]
+    """Take over what an earlier supervisor spawned."""
     environment: Callable[[FleetPaths], dict[str, str]]
+    """Variables that keep a process's temporary files in the fleet's directory."""
     sweep: Callable[[FleetPaths], None]
+    """Remove those files once no process is left."""
     on: Callable[[Node, Sequence[Follower]], Host] | None = None
     """The same on another machine, with the followers of what is spawned on theirs; None for a
     launcher limited to this one."""

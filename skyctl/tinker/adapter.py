@@ -39,15 +39,18 @@ every parameter of the model under its name, tied ones once.
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The SDK's `lora_config`; the server chooses the seed if it is absent. Rank 0 trains all
-    parameters.
-    """
+    """The SDK's `lora_config`."""
 
     rank: int
+    """Rank of the adapter; 0 trains all parameters."""
     seed: int
+    """Seed of the first values; the server chooses one if the client gives none."""
     train_unembed: bool = True
+    """Train the output layer."""
     train_mlp: bool = True
+    """Train the layers of the MLPs."""
     train_attn: bool = True
+    """Train the layers of attention."""
 
 
 class Base:

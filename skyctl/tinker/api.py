@@ -55,21 +55,25 @@ SEARCH = "searching sessions is not offered here: list_sessions lists them"
 
 @dataclass(frozen=True)
 class Api:
-    """The routes of one API process. `context` is how many tokens a server takes.
-
-    Of the settings, `base_model` is the model's name in the API, by which SDKs also find a
-    tokenizer; with `full_parameters`, rank 0 trains all parameters; `max_body` bounds a body in
-    bytes as received, and four times that once unpacked.
-    """
+    """The routes of one API process."""
 
     settings: TinkerSettings
+    """`base_model` is the model's name in the API, by which SDKs also find a tokenizer; `max_body`
+    bounds a body in bytes as received, and four times that once unpacked."""
     key: str = field(repr=False)
+    """The API key that every request must carry."""
     ledger: Ledger
+    """The database of sessions, models, requests and checkpoints."""
     worker: Worker
+    """The training process."""
     training: Training
+    """The scheduler of training requests."""
     sampling: Sampling
+    """The samples under way."""
     bell: Doorbell
+    """Wakes the long polls of a request that is done."""
     context: int
+    """The number of tokens that a server takes."""
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -256,7 +260,7 @@ class Api:
         try:
             message = wire.message("ForwardBackwardRequest").FromString(body)
         except Exception as error:
-            raise ValueError(f"the body is no ForwardBackwardRequest: {error}") from error
+            raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from error
         kind = training.FORWARD if message.forward_only else training.FORWARD_BACKWARD
         return await self._of_model(message.model_id, message.seq_id, kind, body=body)
 
@@ -351,7 +355,7 @@ class Api:
     ) -> Answer:
         """Accept a request of an existing model."""
         if not 1 <= seq <= 2**62:
-            raise ValueError(f"seq_id {seq} is no seq_id: they begin at 1")
+            raise ValueError(f"seq_id {seq} is not valid: they begin at 1")
 
         def commit(connection: sqlite3.Connection) -> bool:
             row = records.model(connection, model)
@@ -425,7 +429,7 @@ class Api:
         try:
             question(json.loads(body))  # refuse here, once, what is not offered
         except (TypeError, AttributeError, LookupError) as error:
-            raise ValueError(f"the body is no sample request: {error}") from error
+            raise ValueError(f"the body is not a sample request: {error}") from error
         if self.sampling.busy > MOST_SAMPLES:
             raise HTTPException(429, "too many samples are under way")
         sampler, seq = sample.sampling_session_id, sample.seq_id

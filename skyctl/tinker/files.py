@@ -14,7 +14,7 @@ from skyctl.store.paths import sync_directory
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, META = "optimizer.state", "meta.json"
-"""The optimizer's state is in safetensors format, under a name that nobody takes for weights."""
+"""The optimizer's state is in safetensors format; by its name, no program loads it as weights."""
 _OPTIMIZERS = (OPTIMIZER, "optimizer.safetensors")  # the second name is that of earlier versions
 
 
@@ -66,7 +66,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{directory / META}: {error}") from error
     if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict) or not meta["files"]:
-        raise DamagedCheckpoint(f"{directory / META} is no checkpoint's")
+        raise DamagedCheckpoint(f"{directory / META} does not describe a checkpoint")
     return meta
 
 

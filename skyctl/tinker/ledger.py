@@ -94,7 +94,7 @@ class Ledger:
         return await future
 
     async def insist(self, change: Change[T]) -> T:
-        """As `run`, repeated until the disk accepts it: for what nobody would ask for again."""
+        """As `run`, repeated until the disk accepts it: for what no client would ask for again."""
         while True:
             try:
                 return await self.run(change)

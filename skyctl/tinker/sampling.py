@@ -73,21 +73,34 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """One `asample`, checked. `stop` None: the model's own end; []: never."""
+    """One `asample`, checked."""
 
     tokens: tuple[int, ...]
+    """The prompt."""
     samples: int
+    """The number of sequences to generate."""
     max_tokens: int | None
+    """The most tokens to generate; None: as many as fit."""
     seed: int | None
+    """Seed of the samples; None: any."""
     stop: list[str] | list[int] | None
+    """Stop texts or stop token ids; None: the model's own end; []: never."""
     temperature: float
+    """Sampling temperature; 0 is greedy."""
     top_k: int
+    """Sample from this many tokens; -1: all."""
     top_p: float
+    """Sample from tokens of this cumulative probability."""
     top_sampled: int
+    """Number of most likely tokens to return per generated token."""
     prompt_logprobs: bool
+    """Whether to return the prompt's log probabilities."""
     top_prompt: int
+    """Number of most likely tokens to return per prompt token."""
     last: int | None
+    """Return only this many rows about the prompt; None: all."""
     targets: dict[str, Any] | None
+    """Token ids whose log probabilities to return, as the SDK's JSON of a tensor."""
 
 
 def question(body: Mapping[str, Any]) -> Question:

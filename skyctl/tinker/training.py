@@ -44,17 +44,18 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class Limits:
-    """`gap_s`: how long a request waits for a preceding one that never came. A snapshot is taken
-    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one, but not if
-    snapshots would take more than `snapshot_share` of the time. The worker holds at most one model
-    that is trained as a whole.
-    """
+    """When requests are given up, snapshots taken and models dropped from the worker."""
 
     gap_s: float = 600.0
+    """Seconds that a request waits for a preceding one that never came."""
     snapshot_steps: int = 20
+    """A snapshot is due after this many steps."""
     snapshot_s: float = 60.0
+    """A snapshot is due after this many seconds."""
     snapshot_share: float = 0.1
+    """The share of the time that snapshots may take."""
     open_models: int = 16
+    """The most models in the worker; at most one of them is trained as a whole."""
 
 
 @dataclass
@@ -62,25 +63,39 @@ class Run:
     """One model as the scheduler sees it, with the seq ids of accepted requests."""
 
     next_seq: int
+    """The request whose turn is next."""
     broken: bool
+    """Whether a forward_backward of the current step has failed."""
     waiting: set[int] = field(default_factory=set)
+    """Accepted requests that are not done."""
     arrived: float = 0.0
-    steps: int = 0  # since the snapshot
+    """When the last one came, or was done."""
+    steps: int = 0
+    """Optimizer steps since the snapshot."""
     snapshot_at: float = field(default_factory=time.monotonic)
+    """When the last snapshot was taken."""
     snapshot_took_s: float = 0.0
-    life: int = 0  # the worker's life in which it is open
-    tried: int = 0  # the worker's life in which it may use memory: opening it was begun
+    """Seconds that it took."""
+    life: int = 0
+    """The worker's life in which the model is open."""
+    tried: int = 0
+    """The worker's life in which it may use memory: opening it was begun."""
 
 
 @dataclass
 class Outcome:
-    """The outcome of a request. `rows` are further statements of the commit that records it."""
+    """The outcome of a request."""
 
     result: bytes = b"{}"
+    """What the client gets: an answer, or the text of a failure."""
     type: str = "application/json"
-    category: str = ""  # of a failure
+    """The media type of an answer."""
+    category: str = ""
+    """Of a failure, user or server; "" for an answer."""
     rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    """Further statements of the commit that records it."""
     snapshot: str | None = None
+    """The directory of a snapshot that was taken with it."""
 
 
 class Training:
@@ -251,7 +266,7 @@ class Training:
         now, ttl = time.time(), extra.get("ttl_seconds")
         outcome = _json({"path": path, "type": row["kind"]})
         outcome.rows = [
-            # an overwritten checkpoint goes like those that nobody can name any more
+            # an overwritten checkpoint goes like those that no client can name any more
             (
                 "UPDATE checkpoints SET path = path || '#' || directory, hidden = 1 WHERE path = ?",
                 (path,),
@@ -398,7 +413,7 @@ class Training:
     async def _skip_gaps(self) -> None:
         """Fail requests that have waited too long for one that never came, and skip the gap."""
         late = time.monotonic() - self._limits.gap_s
-        for model, run in list(self._runs.items()):  # a model may be created meanwhile
+        for model, run in list(self._runs.items()):  # a model may be created during the loop
             if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
                 continue
             skipped, broken = await self._ledger.insist(partial(_skip, model, run.next_seq))
@@ -423,7 +438,7 @@ class Training:
 def _skip(
     model: str, missing: int, connection: sqlite3.Connection
 ) -> tuple[list[sqlite3.Row], bool]:
-    """Fail the requests after a missing one, none if it has come meanwhile: once this is committed
+    """Fail the requests after a missing one, none if it has come by now: once this is committed
     it is refused. Returns them, and whether the next step is broken.
     """
     sql = "SELECT * FROM requests WHERE owner = ? AND seq >= ? ORDER BY seq"

@@ -32,16 +32,24 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """`name` is the base model's in the API, `path` its directory; `threads` 0: torch's default."""
+    """What the worker is started with."""
 
     name: str
+    """The base model's name in the API."""
     path: str
+    """The base model's directory."""
     device: str
+    """torch's name of the device."""
     dtype: str
+    """torch's name of the base's dtype."""
     threads: int = 0
+    """CPU threads; 0: torch's default."""
     batch_tokens: int = 4096
+    """Bounds rows × longest row of one forward pass."""
     checkpointing: bool = False
+    """Recompute activations for the gradient instead of keeping them."""
     timeout_s: float = 1800.0
+    """Seconds after which a request is given up, and the worker ended."""
 
 
 class Worker:

@@ -73,7 +73,7 @@ class ServedWeights:
 
     async def answer(self, directory: str | None, ask: Callable[[], Awaitable[T]]) -> T:
         """The result of `ask` while the servers hold the weights of this checkpoint; None: the
-        fleet's own, or what others pushed. It is repeated if a push was made meanwhile.
+        fleet's own, or what others pushed. It is repeated if another push came before its answer.
 
         Raises:
             SkyctlError: they cannot be brought there.
@@ -95,7 +95,7 @@ class ServedWeights:
 
     @asynccontextmanager
     async def leaving(self, directory: str) -> AsyncIterator[None]:
-        """Inside, servers do not hold this checkpoint's weights, and nobody brings them.
+        """Inside, servers do not hold this checkpoint's weights, and no call brings them.
 
         Raises:
             SkyctlError: they cannot be brought back.
@@ -223,14 +223,20 @@ class ServedWeights:
 
 @dataclass(eq=False)
 class FleetServers:
-    """The servers of one fleet, which hold at most `most` adapters; made by `connected`."""
+    """The servers of one fleet; made by `connected`."""
 
     fleet: FleetService
+    """The fleet's verbs."""
     client: GenerationClient
+    """Requests through the router."""
     base: str
+    """The model name of requests to the base model."""
     context: int
+    """The number of tokens that a server takes."""
     most: int
+    """The most adapters that servers hold."""
     weights: ServedWeights
+    """The weights that servers hold."""
 
     def __post_init__(self) -> None:
         self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
@@ -373,7 +379,7 @@ class OneAtATime:
 
     @asynccontextmanager
     async def using(self, value: str | None) -> AsyncIterator[None]:
-        """Inside, nobody uses another value."""
+        """Inside, no other value is in use."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = (value, turn)
         self._waiting.append(entry)

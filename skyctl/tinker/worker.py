@@ -42,16 +42,20 @@ _NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
 @dataclass
 class Model:
-    """One training run. `gradients` are summed since the last optimizer step, None before any;
-    `tokens` were processed in `seconds` for them.
-    """
+    """One training run."""
 
     config: LoraConfig
+    """How it is trained."""
     parameters: Parameters
+    """The trained parameters, float32."""
     optimizer: torch.optim.AdamW
+    """Their optimizer."""
     gradients: list[Tensor] | None = None
+    """Summed since the last optimizer step, None before any."""
     tokens: int = 0
+    """Tokens processed for those gradients."""
     seconds: float = 0.0
+    """Seconds that they took."""
 
 
 @dataclass(frozen=True)
@@ -395,7 +399,7 @@ def _dense(name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[i
         and (not len(columns) or 0 <= int(columns.min()) <= int(columns.max()) < shape[1])
     )
     if not fits:
-        raise LossError(f"{name} is no CSR tensor of shape {shape}")
+        raise LossError(f"{name} is not a CSR tensor of shape {shape}")
     dense = np.zeros(shape, dtype=values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense

@@ -15,7 +15,7 @@ _NAME = re.compile("NCCL_[A-Z0-9_]+")
 _OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE", "NCCL_HOSTID")
 """Prefixes of variables that may differ between processes."""
 _FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
-"""Parts of the names of variables that make NCCL load or write a file: a server that somebody else
+"""Parts of the names of variables that make NCCL load or write a file: a server that another user
 started must not choose files for our sender.
 """
 

@@ -33,15 +33,18 @@ class CheckpointChanged(PreflightError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor's bytes: their place on disk, and in the chunk. `dtype` (its safetensors name) is
-    given if NaN and infinity are to be refused.
-    """
+    """One tensor's bytes: their place on disk, and in the chunk."""
 
     shard: int
+    """Number of the file."""
     begin: int
+    """Offset in the file."""
     nbytes: int
+    """Size in bytes."""
     offset: int
+    """Offset in the chunk."""
     dtype: str = ""
+    """The safetensors name, given if NaN and infinity are to be refused."""
 
 
 @dataclass(frozen=True)

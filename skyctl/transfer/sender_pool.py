@@ -17,31 +17,34 @@ _OF_UPDATE = 0.75
 
 @dataclass
 class Lease:
-    """A sender on loan to one push.
-
-    A `fresh` sender has not been given its carrier yet. `session` names the carrier's session;
-    `group` identifies the servers that have `joined` it, "" while none have or they are unknown;
-    `filled` identifies those that its last push filled, and the chunk size, "" before one; `lead_s`
-    is how long its last push took from reading to the first update, 0 before one; `load_s_per_byte`
-    is the least that servers took per byte of an update that all chunks streamed into, 0 before
-    one. `relay` names the group that it has formed with senders of other machines, "" before one.
-    """
+    """A sender on loan to one push."""
 
     sender: SenderProcess
+    """The process."""
     key: str
+    """Identifies the carrier's options: a sender is lent only to a push with the same."""
     session: str
+    """The name of the carrier's session."""
     fresh: bool = True
+    """Whether it has not been given its carrier yet."""
     group: str = ""
+    """Identifies the servers that have `joined` it, "" while none have or they are unknown."""
     joined: bool = False
+    """Whether the group is complete."""
     filled: str = ""
+    """Identifies the servers that its last push filled, and the chunk size; "" before one."""
     lead_s: float = 0.0
+    """Seconds from reading to the first update in its last push, 0 before one."""
     load_s_per_byte: float = 0.0
+    """The least time that servers took per byte of an update which all chunks streamed into, 0
+    before one."""
     relay: str = ""
+    """The group that it has formed with senders of other machines, "" before one."""
 
     def loaded(self, total_bytes: int, seconds: float) -> None:
         """Learn from such an update.
 
-        Slightly less than the least time counts: servers may have waited for the reader meanwhile,
+        Slightly less than the least time counts: servers may have waited for the reader,
         and each push begins with no more lead than the servers need.
         """
         new = seconds * _OF_UPDATE / total_bytes

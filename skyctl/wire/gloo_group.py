@@ -1,7 +1,8 @@
 """A gloo group of its own, next to whatever groups torch has, of ranks that know a secret.
 
-gloo takes whoever connects first for the rank it waits for. So each rank proves to each other, over
-the very connection that weights will take, that it knows the secret: before that none are sent.
+gloo takes the first process that connects for the rank it waits for. So each rank proves to each
+other, over the very connection that weights will take, that it knows the secret: before that none
+are sent.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def form_group(
     No rank needs the store any more when rank 0 has returned.
 
     Raises:
-        RuntimeError: a rank did not come, or somebody came who does not know the secret.
+        RuntimeError: a rank did not come, or a process came that does not know the secret.
         OSError: the store is gone, or took too long.
     """
     deadline = time.monotonic() + timeout_s
@@ -78,7 +79,9 @@ def _prove(
     for other, work in hearing.items():
         work.wait(_remaining(deadline))
         if not hmac.compare_digest(bytes(heard[other].tolist()), _proof(secret, other, rank)):
-            raise RuntimeError(f"somebody took the place of rank {other} in this push's group")
+            raise RuntimeError(
+                f"another process took the place of rank {other} in this push's group"
+            )
     for work in telling:
         work.wait(_remaining(deadline))
 

@@ -9,8 +9,9 @@ The sender serves it, at an ephemeral port. Each side proves to the other that i
                  ◄─────────────────────── set key value, or get key …
     nothing, or the value once there is one ►
 
-Whoever cannot is told nothing, and let go. Messages have limits, waits have deadlines, nothing is
-unpickled, and the store is closed once the group has formed. torch's own serves whoever connects.
+A process that cannot gets no answer, and is disconnected. Messages have limits, waits have
+deadlines, nothing is unpickled, and the store is closed once the group has formed. torch's own
+serves every process that connects.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class GroupStore:
         return self._in_loop(self._value(key))
 
     def close(self) -> None:
-        """Refuse whoever connects from now on, and let go of all ranks; may be called twice."""
+        """Refuse connections from now on, and let go of all ranks; may be called twice."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -155,12 +156,12 @@ class GroupStoreClient:
 
     Raises:
         OSError: the sender cannot be reached, has let go of the connection, or took too long.
-        RuntimeError: somebody answers there who does not know the secret.
+        RuntimeError: a process answers there that does not know the secret.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, *, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
-        # it listens before ranks are told of it: nobody there means that the sender has died
+        # it listens before ranks learn its address: if it refuses, the sender has died
         self._socket = socket.create_connection((host, port), timeout_s)
         try:
             self.address: str = self._socket.getsockname()[0]
@@ -184,7 +185,7 @@ class GroupStoreClient:
         self._send(ours + proof_of(secret, b"rank", theirs, ours))
         proof = self._receive(_PROOF_BYTES)
         if not hmac.compare_digest(proof, proof_of(secret, b"store", theirs, ours)):
-            raise RuntimeError("whoever listens at the sender's address is not this push's sender")
+            raise RuntimeError("the process at the sender's address is not this push's sender")
 
     def _ask(self, operation: int, key: str, value: bytes = b"") -> bytes:
         name = key.encode()
@@ -216,5 +217,5 @@ class GroupStoreClient:
 
 
 def proof_of(secret: bytes, *parts: bytes) -> bytes:
-    """Shows that somebody knows the secret, and for this occasion alone."""
+    """Shows that a process knows the secret, and for this occasion alone."""
     return hmac.digest(secret, b"".join(parts), "sha256")

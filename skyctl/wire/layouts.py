@@ -23,27 +23,24 @@ worker with another version is pushed to by vLLM's loader, a sender with another
 
 @dataclass(frozen=True)
 class Part:
-    """A block of one checkpoint tensor inside a parameter. Counted in elements, both row-major.
-
-    Attributes:
-        tensor: checkpoint name.
-        shape: the shape it must have in the checkpoint.
-        rows: number of runs of elements in the block.
-        row: elements per run.
-        source: first element in the tensor.
-        source_pitch: from one run to the next in the tensor.
-        target: first element in the parameter.
-        target_pitch: from one run to the next in the parameter.
-    """
+    """A block of one checkpoint tensor inside a parameter. Counted in elements, both row-major."""
 
     tensor: str
+    """Checkpoint name."""
     shape: tuple[int, ...]
+    """The shape it must have in the checkpoint."""
     rows: int
+    """Number of runs of elements in the block."""
     row: int
+    """Elements per run."""
     source: int
+    """First element in the tensor."""
     source_pitch: int
+    """From one run to the next in the tensor."""
     target: int
+    """First element in the parameter."""
     target_pitch: int
+    """From one run to the next in the parameter."""
 
     def to_wire(self) -> list[Any]:
         return [*vars(self).values()]
@@ -51,20 +48,22 @@ class Part:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """One parameter of a worker's model.
-
-    `parts` cover it once, except for `zeros` elements of zero padding. `processed`: the layer is
-    loaded with this parameter, and makes of it what it computes with (`layout_process.py`).
-    `reason` says why only vLLM's loader can fill it; there are no parts then.
-    """
+    """One parameter of a worker's model."""
 
     name: str
+    """The parameter's name in the running model."""
     dtype: str
+    """torch's name of its dtype."""
     shape: tuple[int, ...]
+    """Its sizes."""
     parts: tuple[Part, ...] = ()
+    """The blocks that cover it once, except for zero padding."""
     zeros: int = 0
+    """Number of elements of zero padding."""
     reason: str = ""
+    """Why only the engine's loader can fill it; it has no parts then."""
     processed: bool = False
+    """Whether the layer is loaded with this parameter, and makes of it what it computes with."""
 
     def to_wire(self) -> list[Any]:
         row = {**vars(self), "parts": [part.to_wire() for part in self.parts]}
@@ -92,19 +91,24 @@ def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes of one chunk that go into one parameter, as `rows` runs of `row` bytes.
-
-    `parameter` is its index in `Program.parameters`. Pitches are meaningless for a single run.
-    """
+    """Bytes of one chunk that go into one parameter. Pitches are meaningless for a single run."""
 
     chunk: int
+    """Number of the chunk."""
     parameter: int
+    """Index in `Program.parameters`."""
     rows: int
+    """Number of runs."""
     row: int
+    """Bytes per run."""
     source: int
+    """First byte in the chunk."""
     source_pitch: int
+    """Bytes from one run to the next in the chunk."""
     target: int
+    """First byte in the parameter."""
     target_pitch: int
+    """Bytes from one run to the next in the parameter."""
 
     def to_wire(self) -> list[int]:
         return [*vars(self).values()]
@@ -140,26 +144,23 @@ class Program:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """One worker's description of its model.
-
-    Attributes:
-        rank: the worker's number within its server, from 0.
-        layout: `layout_digest` of the parameters.
-        parameters: empty if the asker knows them by their digest.
-        proven: digests of layouts that were compared, byte for byte, with what vLLM's loader made
-            in this very process.
-        ignored: checkpoint tensors that the loader skips.
-        reason: why there is no layout.
-        spare_bytes: memory that it takes to process parameters beside the running ones.
-    """
+    """One worker's description of its model."""
 
     rank: int
+    """The worker's number within its server, from 0."""
     layout: str = ""
+    """`layout_digest` of the parameters."""
     parameters: tuple[ParameterLayout, ...] = ()
+    """Empty if the asker has them under their digest."""
     proven: tuple[str, ...] = ()
+    """Digests of layouts that were compared, byte for byte, with what the engine's loader made in
+    this very process."""
     ignored: tuple[str, ...] = ()
+    """Checkpoint tensors that the loader skips."""
     reason: str = ""
+    """Why there is no layout."""
     spare_bytes: int = 0
+    """Memory that it takes to process parameters beside the running ones."""
 
     def to_wire(self) -> dict[str, Any]:
         parameters = [parameter.to_wire() for parameter in self.parameters]

@@ -32,21 +32,18 @@ _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
 
 @dataclass
 class ReceiverInit:
-    """How one server's workers reach the sender.
-
-    Attributes:
-        transport: the mechanism, by the name of its receiver's module.
-        session: hexadecimal name of this push; shared memory carries it.
-        tensors: names of every tensor that will be sent.
-        slot_bytes: size of the sender's buffers.
-        endpoint: what the mechanism needs (see its receiver); it may hold a secret.
-    """
+    """How one server's workers reach the sender."""
 
     transport: str
+    """The mechanism, by the name of its receiver's module."""
     session: str
+    """Hexadecimal name of this push; shared memory carries it."""
     tensors: list[str]
+    """Names of every tensor that will be sent."""
     slot_bytes: int
+    """Size of the sender's buffers."""
     endpoint: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What the mechanism needs (see its receiver); it may hold a secret."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport.isidentifier():
@@ -59,27 +56,24 @@ class ReceiverInit:
 
 @dataclass
 class ChunkUpdate:
-    """One chunk: parallel lists over its tensors.
-
-    Attributes:
-        chunk: number of the chunk, from 0.
-        slot: number of the sender's buffer that holds it.
-        size: bytes of the buffer that the chunk takes.
-        names: checkpoint names.
-        dtype_names: attributes of `torch`.
-        shapes: sizes.
-        offsets: byte offset of each tensor in the buffer.
-        crc32: checksum of each tensor's bytes (zlib).
-    """
+    """One chunk: parallel lists over its tensors."""
 
     chunk: int
+    """Number of the chunk, from 0."""
     slot: int
+    """Number of the sender's buffer that holds it."""
     size: int
+    """Bytes of the buffer that the chunk takes."""
     names: list[str]
+    """Checkpoint names."""
     dtype_names: list[str]
+    """Attributes of `torch`."""
     shapes: list[list[int]]
+    """Sizes of each tensor."""
     offsets: list[int]
+    """Byte offset of each tensor in the buffer."""
     crc32: list[int]
+    """Checksum of each tensor's bytes (zlib)."""
 
     def __post_init__(self) -> None:
         columns = (self.names, self.dtype_names, self.shapes, self.offsets, self.crc32)
@@ -102,22 +96,20 @@ class RowQuestion:
 
     A tensor is treated as a matrix in row-major order: its first dimension counts rows, all others
     together columns. A tensor of one dimension is one row.
-
-    Attributes:
-        name: checkpoint name.
-        dtype: torch's name of the checkpoint's dtype, such as `bfloat16`.
-        shape: the checkpoint's shape.
-        rows: row numbers, each once.
-        begin: first column.
-        end: column after the last; at most ROW_WIDTH after the first.
     """
 
     name: str
+    """Checkpoint name."""
     dtype: str
+    """torch's name of the checkpoint's dtype, such as `bfloat16`."""
     shape: list[int]
+    """The checkpoint's shape."""
     rows: list[int]
+    """Row numbers, each once."""
     begin: int
+    """First column."""
     end: int
+    """Column after the last; at most ROW_WIDTH after the first."""
 
     def __post_init__(self) -> None:
         height, width = self.matrix
@@ -148,23 +140,21 @@ class TensorUse(StrEnum):
 class RowAnswer:
     """What one worker holds of one `RowQuestion`. Exactly one of `pieces`, `elsewhere` and `reason`
     is set.
-
-    Attributes:
-        name: checkpoint name.
-        dtype: torch's name of the dtype of the pieces' numbers: the question's, if the values
-            survive the round trip, else the one that the worker holds.
-        pieces: (row, first column, column after the last, number) in the checkpoint's coordinates,
-            where number is `row_number` of the values. Tensor-parallel workers hold parts of the
-            rows or of the columns. A row can occur twice: also in a tied output layer's copy.
-        elsewhere: none of the requested parts is on this worker, but other workers hold them.
-        reason: why the worker cannot compare the tensor.
     """
 
     name: str
+    """Checkpoint name."""
     dtype: str = ""
+    """torch's name of the dtype of the pieces' numbers: the question's, if the values survive the
+    round trip, else the one that the worker holds."""
     pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """(row, first column, column after the last, `row_number` of the values) in the checkpoint's
+    coordinates. Tensor-parallel workers hold parts of the rows or of the columns. A row can occur
+    twice: also in a tied output layer's copy."""
     elsewhere: bool = False
+    """None of the requested parts is on this worker, but other workers hold them."""
     reason: str = ""
+    """Why the worker cannot compare the tensor."""
 
 
 _EXPONENTS = {"bfloat16": ("H", 0x7F80), "float32": ("I", 0x7F80_0000), "float16": ("H", 0x7FFF)}

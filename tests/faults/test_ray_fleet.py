@@ -33,7 +33,8 @@ def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
     [
         pytest.param(
             lambda fleet: fleet.environ.update(RAY_AUTH_TOKEN_PATH="/no/such/token"),
-            "there is no token for the Ray cluster: whoever reaches one without runs code there",
+            "there is no token for the Ray cluster: without one, every process that reaches the "
+            "cluster runs code there",
             id="no token",
         ),
         pytest.param(

@@ -248,7 +248,9 @@ def dialect_for(version: str) -> SGLangDialect:
     """The dialect of a server that reports `version`."""
     if version == KNOWN:
         return SGLangDialect()
-    return SGLangDialect(note=f"SGLang {version or '?'} was not read: spoken to as {KNOWN}")
+    return SGLangDialect(
+        note=f"SGLang {version or '?'} is unknown to skyctl: it is treated as {KNOWN}"
+    )
 
 
 def bucket(handle: str, tensors: TensorHeaders, placement: Placement) -> str:

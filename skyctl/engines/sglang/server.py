@@ -55,12 +55,19 @@ class _State:
     """The keeper's report (`inside/keeper.py`)."""
 
     paused: bool
-    held: bool
+    """Whether the scheduler runs no requests."""
+    locked: bool
+    """Whether the lock of updates is taken."""
     released: frozenset[str]
+    """What memory was given back, by tag."""
     memory_saver: bool
+    """Whether it was started so that it can give memory back."""
     cpu_backup: bool
+    """Whether sleeping keeps a copy of the weights."""
     groups: frozenset[str]
+    """The groups of senders that its workers are in."""
     nccl: Mapping[str, str]
+    """Its environment variables of NCCL."""
 
 
 class SGLangServer(HttpServer):
@@ -120,7 +127,7 @@ class SGLangServer(HttpServer):
         if state is not None:
             level = (1 if state.cpu_backup else 2) if state.released else 0
         metrics = server_metrics(samples(page, "sglang:"), _COUNTS, "sglang:token_usage", level)
-        if state is not None and not state.held:
+        if state is not None and not state.locked:
             return replace(metrics, running=0, waiting=0)
         if metrics.in_flight or await self._idle(state):
             return metrics
@@ -376,7 +383,7 @@ class SGLangServer(HttpServer):
             keeper.STATE,
             lambda: _State(
                 bool(state["paused"]),
-                bool(state["held"]),
+                bool(state["locked"]),
                 frozenset(map(str, state["released"])),
                 bool(state["memory_saver"]),
                 bool(state["cpu_backup"]),
@@ -423,7 +430,7 @@ class SGLangServer(HttpServer):
     async def _idle(self, state: _State | None) -> bool:
         """Whether no request runs or is held; without a keeper, some steps ago."""
         if state is not None:
-            return not state.held
+            return not state.locked
         loads = (await self._object("GET", "/v1/loads")).get("loads")
         return self._understood(
             "/v1/loads",

@@ -133,13 +133,17 @@ def dialect_for(version: str) -> VLLMDialect:
     number = (int(match[1]), int(match[2])) if match else None
     newest = _DIALECTS[-1][1]
     if number is None or number == (0, 1):  # source builds without tags call themselves 0.1.dev…
-        return replace(newest, note=f"vLLM {version!r} is no release: spoken to as {newest.name}")
+        return replace(
+            newest, note=f"vLLM {version!r} is not a release: it is treated as {newest.name}"
+        )
     dialects = [dialect for since, dialect in _DIALECTS if since <= number]
     if not dialects:
         oldest = _DIALECTS[0][1]
         return replace(oldest, note=f"vLLM {version} is older than 0.26 and may refuse a push")
     if number > _NEWEST_READ:
-        return replace(dialects[-1], note=f"vLLM {version} is newer than 0.32: spoken to as 0.32")
+        return replace(
+            dialects[-1], note=f"vLLM {version} is newer than 0.32: it is treated as 0.32"
+        )
     return dialects[-1]
 
 

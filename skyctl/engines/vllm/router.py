@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _MODULE = "vllm_router.launch_router"
 _POLL_S = 0.05
 
-# It answers nobody before all its servers have answered, and by default asks again after 30 s. One
-# that has died since may never answer.
+# It answers no request before all its servers have answered, and by default asks again after 30 s.
+# One that has died since may never answer.
 _PAIRING = {
     "vllm-pd-disaggregation": True,
     "worker-startup-timeout-secs": 30,
@@ -73,7 +73,7 @@ class RouterClient:
         return await self._workers(self._timeout_s)
 
     async def add_worker(self, url: str) -> None:
-        """As `Router.add_worker`. The router probes `url` first, and blocks meanwhile.
+        """As `Router.add_worker`. The router probes `url` first, and blocks until that ends.
 
         Raises:
             DeadlineExceeded: `url` does not answer the probe, or is not listed in time.

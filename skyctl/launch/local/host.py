@@ -30,8 +30,8 @@ _lock = threading.Lock()
 def free_port(host: str) -> int:
     """A free port at `host`; never the same one twice in this process.
 
-    Ports that another skyctl process has just chosen are skipped as well: nobody listens there yet,
-    because its server is still loading.
+    Ports that another skyctl process has just chosen are skipped as well: its server does not
+    listen there yet, because it is still loading.
 
     Raises:
         OSError: `host` is not an address of this machine, or no port is free.
@@ -84,7 +84,7 @@ def port_holder(host: str, port: int) -> str | None:
 
 
 def bind_error(host: str, port: int) -> str | None:
-    """Why no process of ours could listen at `host:port`, whoever holds it; None if it can."""
+    """Why no process of ours could listen at `host:port`, even if it were free; None if one can."""
     error = _bind(host, port, reuse=True)
     if error is None or error.errno == errno.EADDRINUSE:
         return None

@@ -181,7 +181,7 @@ class ManagedProcess:
         self.segments |= segments.mapped_by(process.pid for process in members)
         _signal(members, signal.SIGTERM)
         remaining = await self._gone(members, timeout_s)
-        # a process may have been born meanwhile, or missed at first
+        # a process may have started since, or was missed at first
         remaining = remaining or self.members()
         gently = not remaining
         deadline = time.monotonic() + KILL_TIMEOUT_S

@@ -3,7 +3,7 @@
     python -m skyctl.launch.ray.client DRIVER PARENT CLUSTER ADDRESS COMMAND
 
 It hands its pipes to the driver of that name (`driver.py`), which it starts if there is none, and
-ends as the driver says. The driver stays as long as PARENT, or anyone else who had it asked, lives.
+ends as the driver says. The driver stays as long as PARENT, or the parent of another client, lives.
 It imports little: it starts in a tenth of the time that Ray takes to import.
 """
 
@@ -25,7 +25,7 @@ from skyctl.store.identity import create_time, peer
 
 TAKEN = b"+"
 DRIVERS_NAME = "skyctl-ray"
-"""By which the kernel lists drivers, even those that have ended and that nobody has waited for."""
+"""By which the kernel lists drivers, even those that have ended and that were not reaped."""
 _DRIVER = "skyctl.launch.ray.driver"
 _TRIES = 5
 _CODE_BYTES = 16
@@ -70,8 +70,8 @@ def main() -> None:
 
 
 def _end_hung(pid: int) -> None:
-    """End a driver that takes nobody, unless it may still be connecting: all connections to the
-    cluster would wait for it, and servers end when they hear of nobody.
+    """End a driver that takes no client, unless it may still be connecting: all connections to the
+    cluster would wait for it, and servers end when no client is heard.
     """
     with contextlib.suppress(OSError):  # it has ended
         name = Path(f"/proc/{pid}/comm").read_text().strip()

@@ -83,7 +83,7 @@ class Workers:
             return self._on[name]
 
     def new(self, **options: Any) -> Any:
-        """One for its maker alone, who ends it."""
+        """One for its caller alone, which ends it."""
         made = self._ray.remote(num_cpus=0, max_concurrency=_CALLS, **options)(worker.Worker)
         return made.remote()
 
@@ -112,7 +112,7 @@ class Cluster:
         nodes = [node for node in self._ray.nodes() if node["NodeManagerAddress"] == address]
         if not nodes:
             raise HostUnreachable(
-                f"Ray knows no node {address}; was the cluster started anew?", hint=LOOK
+                f"Ray knows no node {address}; was the cluster restarted?", hint=LOOK
             )
         return next((node for node in nodes if node["Alive"]), None)
 

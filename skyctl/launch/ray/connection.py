@@ -23,7 +23,7 @@ _OPEN_S = 30.0
 _WIDEST = 300
 _TOKEN_HINT = (
     "start the cluster with a token (ray get-auth-token --generate, the same on every node), or "
-    "write `ray: {allow_unauthenticated: true}` where nobody else reaches it"
+    "write `ray: {allow_unauthenticated: true}` where no other user reaches it"
 )
 _REFUSED = 3
 # Whether the cluster admits clients without a token. In a process of its own: Ray reads the mode
@@ -51,7 +51,8 @@ def connect(cluster: RayCluster) -> None:
     has_token = _token(os.environ, Path.home()) is not None
     if not has_token and not cluster.allow_unauthenticated:
         raise HostUnreachable(
-            "there is no token for the Ray cluster: whoever reaches one without runs code there",
+            "there is no token for the Ray cluster: without one, every process that reaches the "
+            "cluster runs code there",
             hint=_TOKEN_HINT,
         )
     if cluster.address != "auto":
@@ -98,7 +99,7 @@ def refuse_open(cluster: RayCluster) -> None:
     """
     if not cluster.allow_unauthenticated and _is_open(cluster.address):
         raise HostUnreachable(
-            "the Ray cluster asks for no token: whoever reaches it runs code there",
+            "the Ray cluster requires no token: every process that reaches it runs code there",
             hint=_TOKEN_HINT,
         )
 
@@ -115,7 +116,7 @@ def _is_open(address: str) -> bool:
     except subprocess.TimeoutExpired:
         code = None
     if code not in (0, _REFUSED):
-        raise HostUnreachable("nobody can tell whether the Ray cluster asks for a token", hint=LOOK)
+        raise HostUnreachable("it is unknown whether the Ray cluster requires a token", hint=LOOK)
     return code == 0
 
 
@@ -161,7 +162,7 @@ def _installed() -> None:
     if not (2, 52) <= numbers < (3, 0):
         raise HostUnreachable(
             f"{sys.executable} has ray {installed}, and `launcher: ray` needs 2.52 to 2.x",
-            hint="older ones ask for no token, so that whoever reaches them runs code",
+            hint="older ones require no token: every process that reaches them runs code",
         )
 
 

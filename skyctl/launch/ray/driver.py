@@ -1,4 +1,4 @@
-"""The one connection to a Ray cluster, shared by those who use it (`client.py`): the only process
+"""The one connection to a Ray cluster, shared by its clients (`client.py`): the only process
 that imports Ray.
 
     python -m skyctl.launch.ray.driver NAME CLUSTER
@@ -46,7 +46,7 @@ _ASKED_S = 5.0
 
 
 def main() -> None:
-    """Listen, be nobody's child, connect, and serve until nobody is left."""
+    """Listen, become a daemon, connect, and serve until no client is left."""
     name, cluster = sys.argv[1:]
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -78,15 +78,22 @@ def _ray_cluster(fields: Mapping[str, Any]) -> RayCluster:
 
 @dataclass
 class _Client:
-    """`pipes`: stdin, stdout, stderr; `gone` is called if it ends before it is told to."""
+    """A process on this machine whose pipes this driver has."""
 
     channel: socket.socket
+    """The connection to it."""
     pipes: tuple[int, int, int]
+    """Its stdin, stdout and stderr."""
     cluster: RayCluster
+    """Where its program is to run."""
     address: str
+    """The node's address, "" for any."""
     command: list[str]
+    """The program and its arguments."""
     gone: Callable[[], object] = field(default=lambda: None)
+    """Called if it ends before its program does."""
     listened: bool = False
+    """Whether it is registered for events."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         os.write(self.pipes[1], json.dumps(message).encode() + b"\n")
@@ -118,7 +125,7 @@ class _Driver:
         self._wake = os.eventfd(0)
 
     def run(self) -> None:
-        """Serve until nobody is left."""
+        """Serve until no client is left."""
         self._listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)

@@ -14,7 +14,7 @@ from skyctl.launch.remote.host import SSH
 
 def reap_drivers() -> None:
     """Wait for those drivers that are children of ours since their first client ended, and have
-    ended: while a cluster lets nobody in, there is one for each attempt.
+    ended: while a cluster lets no client in, there is one for each attempt.
     """
     with suppress(ChildProcessError):
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

@@ -3,11 +3,11 @@
 One request per connection, a JSON line: `facts` (what the machine has), `keep` (start a server, or
 take up the one that runs, and tell of it until it ends), `stop` (end a server for certain).
 
-A server is the child of a keeper, which is nobody's child: it outlives the agent and the
+A server is the child of a keeper, which has no parent here: it outlives the agent and the
 connection. While a tether is heard, the agent touches a file (`lease`), and so does the server when
-the supervisor asks it something (`engines/inside/guard.py`); when nobody has touched it for the
+the supervisor asks it something (`engines/inside/guard.py`); when it was not touched for the
 fleet's grace, the keeper ends the server and removes every trace of it. Times are
-differences on the keeper's own clock, so that nobody's calendar matters.
+differences on the keeper's own clock, so that no clock's date matters.
 
     <state directory>/hosted/fleets/<token>/
         lease          touched while the supervisor is heard
@@ -15,7 +15,7 @@ differences on the keeper's own clock, so that nobody's calendar matters.
         ended          how it ended, once it did
         server.held    there while it must not answer users yet
         logs/, tmp/    its output until that was sent; its TMPDIR
-    <state directory>/hosted/<token>.stopped    it was ended, and is not started by who comes late
+    <state directory>/hosted/<token>.stopped    it was ended; a late request does not start it
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
             work[request.pop("do")](lines, **request)
         except (SkyctlError, OSError) as error:
             _send({"error": str(error)})
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # its reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -109,7 +109,7 @@ def facts(
 
 
 def _own_address() -> str:
-    """The address of this machine for the one that asks. Raises SkyctlError: nobody says."""
+    """The address of this machine for the machine that asks. Raises SkyctlError: it is unknown."""
     address = os.environ.get("SKYCTL_NODE_ADDRESS")
     slurm_address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
     if address:
@@ -171,7 +171,7 @@ def keep(
     at: int,
 ) -> None:
     """Start the server (`fresh`), or take up the one that runs; then tell its state and its output
-    from byte `at` on, until it ends or nobody is heard any more."""
+    from byte `at` on, until it ends or its lease runs out."""
     paths = _paths(token)
     if fresh:
         paths.prepare()
@@ -250,7 +250,7 @@ class _Telling:
                 self._at = 0
 
     def _replace_keeper(self, grace_s: float) -> None:
-        """A server without its keeper would have nobody to end it."""
+        """Without its keeper, no process would end the server."""
         recorded = _read(self._paths.directory / "server.json")
         if recorded and not _alive(recorded["keeper"]):
             server = ProcessIdentity(**recorded["server"])
@@ -284,7 +284,7 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
 
 
 async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
-    """Be a server's keeper until `stop` has removed its directory, or nobody is heard any more."""
+    """Be a server's keeper until `stop` has removed its directory, or the lease runs out."""
     if _stopped(paths).exists():
         _remove(paths)
         return
@@ -350,9 +350,10 @@ def _end(paths: FleetPaths, timeout_s: float) -> bool:
 
 
 def _end_abandoned(ours: FleetPaths) -> None:
-    """End what a keeper left that died long ago, as with its machine, and that nobody came for.
+    """End what a keeper left that died long ago, as with its machine, and that no supervisor has
+    asked for since.
 
-    How long nobody did is told by the lease that was touched just now: machines may share the
+    How long none did is shown by the lease that was touched just now: machines may share the
     directory, and have other clocks.
     """
     now = _lease(ours)
@@ -384,7 +385,7 @@ def _hold(paths: FleetPaths, closed: bool) -> None:
 
 
 def _touch(paths: FleetPaths) -> None:
-    # not made anew where it is gone: whoever ends the server removes it, and its keeper with it
+    # not made again where it is gone: what ends the server removes it, and its keeper with it
     with contextlib.suppress(FileNotFoundError):
         os.utime(paths.directory / "lease", follow_symlinks=False)
 
@@ -409,7 +410,7 @@ def _reserve(paths: FleetPaths) -> None:
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     """Into the room that was taken for it, where that is still there."""
     temporary = path.with_suffix(".tmp")
-    with contextlib.suppress(OSError):  # its directory was removed: nobody asks any more
+    with contextlib.suppress(OSError):  # its directory was removed: the server was ended
         temporary.touch()
         with temporary.open("r+b") as file:
             file.write(json.dumps(content).encode().ljust(_ROOM_BYTES))

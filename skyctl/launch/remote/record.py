@@ -1,7 +1,7 @@
 """What is known here of a server on another machine: a small file for each, by its tether.
 
-It is there from before the spawn until the server's end is certain. So whoever finds one knows that
-there may be something to end, and where.
+It is there from before the spawn until the server's end is certain. So a process that finds one
+knows that there may be something to end, and where.
 """
 
 from __future__ import annotations
@@ -21,27 +21,34 @@ from skyctl.store.paths import create_private_file, private_directory, state_roo
 
 @dataclass(frozen=True)
 class Record:
-    """`closed_by` is the file here that keeps the server closed while it is there.
-
-    `begun`: the other machine may have been told to start it. `beat` counts what was heard since;
-    `lost` says why nothing is, `ended` how the server ended. The rest is as it was heard last.
-    `port` and `gpus` are known of a server whose `node` was chosen for it. One on several machines
-    has `parts`, each with a record of its own (`tokens`).
-    """
+    """A spawn on another machine, as it was heard of last."""
 
     node: Node
+    """The machine it runs on, or what chooses one."""
     closed_by: str
+    """The file here that keeps the server closed while it is there."""
     begun: bool = False
+    """The other machine may have been told to start it."""
     beat: int = 0
+    """How many reports came since."""
     lost: str = ""
+    """Why none comes any more, "" while they do."""
     ended: str = ""
+    """How the server ended, "" while it runs."""
     pid: int | None = None
+    """The server's process there."""
     rss: int | None = None
+    """Bytes of memory of its processes."""
     ports: tuple[int, ...] = ()
+    """Ports that they listen at."""
     closed: bool = False
+    """Whether the server is closed to users there."""
     port: int = 0
+    """The port that was chosen for it with its `node`, 0 otherwise."""
     gpus: tuple[int, ...] = ()
+    """The GPUs that were chosen for it with its `node`."""
     parts: int = 1
+    """The number of its parts, each on a machine and with a record of its own (`tokens`)."""
 
     def follows(self) -> bool:
         """Whether the server is closed there as it is to be, as was heard of it."""
@@ -65,7 +72,7 @@ def path_of(token: str) -> Path:
 
 def read(token: str) -> Record | None:
     """The record of a spawn, None when there is none. Raises SkyctlError: it cannot be read, so
-    that nobody can tell what is left of the spawn.
+    that it is unknown what is left of the spawn.
     """
     path = path_of(token)
     try:
@@ -89,7 +96,7 @@ def _node(fields: dict[str, Any]) -> Node:
 
 
 def glance(token: str) -> Record | None:
-    """As `read`, for whoever only shows it: None too where it cannot be read now."""
+    """As `read`, to show it only: None too where it cannot be read now."""
     with contextlib.suppress(SkyctlError):
         return read(token)
     return None

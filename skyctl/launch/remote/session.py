@@ -208,7 +208,7 @@ def command_on(node: Node, argv: Sequence[str]) -> list[str]:
 
 
 def _driver_of(cluster: RayCluster) -> str:
-    """The name of the driver that is shared by all who would connect to the cluster as we do."""
+    """The name of the driver for this connection: shared by all processes that connect alike."""
     token, path = (os.environ.get(name, "") for name in _RAYS_TOKEN)
     ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated, path]
     digest = hashlib.sha256(json.dumps(ours).encode()).digest()[:16]

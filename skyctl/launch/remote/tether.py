@@ -6,7 +6,7 @@ server has ended for certain. While the other machine cannot be asked it asks ag
 the server's record (`record.py`).
 
 A server on several machines has one tether, with a connection and a record for each of its parts.
-They have one fate: when one has ended the tether ends, and whoever restarts or stops the server
+They have one fate: when one has ended the tether ends, and what restarts or stops the server
 ends the others (`RemoteProcess.stop`). vLLM's own parts do not notice one another's death: the
 leader answers its probes until it is asked for tokens, and then hangs.
 """
@@ -41,15 +41,18 @@ _LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Task:
-    """`env` is added to the other machine's; `closed_variables` of it name the file that keeps the
-    server closed. `turn` spreads servers that start together. `followers` has argv and env of each
-    of its other parts, in the order of their records."""
+    """What a tether has started on another machine."""
 
     argv: Sequence[str]
+    """The command."""
     env: Mapping[str, str]
+    """Variables that are added to the other machine's."""
     closed_variables: Sequence[str]
+    """Those of them that name the file which keeps the server closed."""
     turn: int = 0
+    """Spreads servers that start together."""
     followers: Sequence[tuple[Sequence[str], Mapping[str, str]]] = ()
+    """argv and env of each of its other parts, in the order of their records."""
 
     def parts(self) -> list[Task]:
         """What is started on each machine."""
@@ -143,7 +146,7 @@ class _Tether:
             speaking.cancel()
 
     async def _speak(self, session: Session) -> None:
-        """Say that somebody is there, and whether the server is to be closed, at once."""
+        """Send heartbeats, and whether the server is to be closed, at once."""
         sent, sent_at = None, float("-inf")
         while True:
             closed = self._closed_by.exists()

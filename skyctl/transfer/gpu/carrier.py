@@ -305,24 +305,30 @@ class DeviceChunkReader:
     chunk k - slots is released.
 
     Reads of the following chunks are queued before the current one is waited for, so the copy
-    engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
-    bytes are on the device (to copy them to other GPUs, for example); `bytes_of` returns a slot as
-    a uint8 tensor, which is scanned for NaN and infinity. There are no checksums: the bytes never
-    pass through the CPU's registers, and vLLM's own engines take none. `pass_on` gets each slot's
-    tensor next, to send it to other senders; where nothing is read, to receive it. `reads` are
-    those of each chunk (`reads_of`).
+    engine never idles between chunks while there are free slots. There are no checksums: the bytes
+    never pass through the CPU's registers, and vLLM's own engines take none.
     """
 
     files: ShardFiles
+    """The checkpoint's open files."""
     chunks: Sequence[Sequence[Piece]]
+    """The pieces of each chunk."""
     reads: Sequence[Sequence[Read]]
+    """The reads of each chunk (`reads_of`)."""
     addresses: Sequence[int]
+    """The slots' addresses on the GPU."""
     reader: DeviceReader
+    """What reads into the GPU's memory."""
     _: KW_ONLY
     pace: Pace
+    """How fast files may be read."""
     after_fill: Callable[[int], None]
+    """Runs when a chunk's bytes are in its slot, to copy them to other GPUs for example."""
     bytes_of: Callable[[int], Any]
+    """A slot as a uint8 tensor, which is scanned for NaN and infinity."""
     pass_on: Callable[[Any], None] | None = None
+    """Gets each slot's tensor next, to send it to other senders; where nothing is read, to receive
+    it."""
 
     def __post_init__(self) -> None:
         self._turns = SlotTurns(len(self.addresses))

@@ -24,7 +24,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class Relay:
-    """A group of senders. It outlives a push, and is formed anew when one of them was replaced."""
+    """A group of senders. It outlives a push, and is formed again when one of them was replaced."""
 
     def __init__(self, device: int) -> None:
         import torch

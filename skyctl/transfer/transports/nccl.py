@@ -98,9 +98,9 @@ def open_carrier(session: str, options: dict[str, Any]) -> DeviceCarrier:
 class NcclCarrier(DeviceCarrier):
     """Rank 0 of the group on a GPU that no worker uses. The group lasts as long as the carrier.
 
-    On one machine ranks find each other in a store. It serves pickled objects to whoever connects:
-    it listens on loopback only. Over machines (`by_id`) NCCL's own unique id takes its place, which
-    servers are told in their init call.
+    On one machine ranks find each other in a store. It serves pickled objects to every process
+    that connects: it listens on loopback only. Over machines (`by_id`) NCCL's own unique id takes
+    its place, which servers are told in their init call.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """The store where ranks over NCCL find each other: on loopback, and closed once they have.
 
-torch's TCPStore serves whoever connects, and vLLM unpickles what it holds. So nobody may connect
-to it any more when every rank has: the connections of the ranks live on.
+torch's TCPStore serves every process that connects, and vLLM unpickles what it holds. So
+none may connect to it any more when every rank has: the connections of the ranks live on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rendezvous:
         self._descriptor = self.socket.fileno()
 
     def close(self, store: Any) -> None:
-        """Refuse whoever connects from now on to `store`, which took the socket over.
+        """Refuse connections from now on to `store`, which took the socket over.
 
         The store polls the descriptor by its number: what takes its place never becomes ready.
         """

@@ -183,7 +183,7 @@ async def test_a_sharded_tensor_is_refused_with_how_to_gather_it(tmp_path: Path)
 
 
 def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(UsageError, match="no dtype of torch"):
+    with pytest.raises(UsageError, match="not a dtype of torch"):
         dtype_name("nn")
 
 

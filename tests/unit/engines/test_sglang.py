@@ -224,8 +224,8 @@ GROUP = {"rank_offset": 1, "world_size": 2, "master_address": "127.0.0.1"}
     [
         (keeper.INIT_GROUP, {"group_name": "ours"}, True, "must be new"),
         (keeper.INIT_GROUP, {"group_name": ""}, True, "must be new"),
-        (keeper.INIT_GROUP, {"group_name": "other", "master_port": 1}, True, "nobody listens"),
-        (keeper.INIT_GROUP, {"group_name": "other"}, True, "nobody listens"),
+        (keeper.INIT_GROUP, {"group_name": "other", "master_port": 1}, True, "no sender listens"),
+        (keeper.INIT_GROUP, {"group_name": "other"}, True, "no sender listens"),
         (keeper.DESTROY_GROUP, {"group_name": "other"}, True, "there is no group other"),
         (keeper.FROM_GROUP, {"group_name": "other"}, True, "there is no group other"),
         (keeper.FROM_GROUP, {"group_name": "ours"}, False, "pause first"),

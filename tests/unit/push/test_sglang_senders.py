@@ -267,4 +267,4 @@ def test_a_bucket_has_nothing_that_sglang_refuses(shapes: Sequence[tuple[int, ..
 
 def test_a_version_that_was_not_read_is_noted() -> None:
     assert dialect_for("0.5.14").note == ""
-    assert "0.5.20 was not read" in dialect_for("0.5.20").note
+    assert "0.5.20 is unknown" in dialect_for("0.5.20").note

@@ -15,7 +15,7 @@ the scheduler, and the server with it:
     …_from_distributed            no group was made                    409
                                   not paused: it waits for requests,   409
                                   and the group waits for it
-    init_weights_update_group     nobody listens at the address        409
+    init_weights_update_group     no sender listens there              409
                                   the group has no name                409
                                   the name is taken                    409
     destroy_weights_update_group  there is no such group               409
@@ -117,7 +117,7 @@ class Keeper:
         arguments = manager.server_args
         return {
             "paused": bool(manager.is_pause),
-            "held": await manager.model_update_lock.is_locked(),
+            "locked": await manager.model_update_lock.is_locked(),
             "released": sorted(self._released),
             "empty": self._empty,
             "groups": sorted(self._groups),
@@ -152,7 +152,7 @@ class Keeper:
             await send(message)
 
         try:
-            # SGLang's front end obeys nobody while an abort waits for requests that do not end
+            # SGLang's front end obeys no call while an abort waits for requests that do not end
             async with asyncio.timeout(_ABORT_TIMEOUT_S if path == PAUSE else None):
                 await self._app(scope, _replay(raw, receive), watching)
         except TimeoutError:
@@ -191,9 +191,9 @@ class Keeper:
         elif path == INIT_GROUP:
             if not _group(body) or _group(body) in self._groups:
                 return f"the name of a group must be new: {_group(body)!r}"
-            # SGLang would try for half an hour, and obey nobody meanwhile
+            # SGLang would try for half an hour, and obey no call until then
             if not await _listens(body.get("master_address"), body.get("master_port")):
-                return "nobody listens at the group's address"
+                return "no sender listens at the group's address"
         elif path == DESTROY_GROUP and _group(body) not in self._groups:
             return f"there is no group {_group(body)}"
         return ""
@@ -228,7 +228,7 @@ def _group(body: Mapping[str, Any]) -> str:
 
 
 async def _listens(host: Any, port: Any) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether a process takes connections there."""
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             _, writer = await asyncio.open_connection(host, port)

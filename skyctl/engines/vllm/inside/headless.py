@@ -1,4 +1,4 @@
-"""A part of a vLLM server that answers nobody: `python -m skyctl.engines.vllm.inside.headless`.
+"""A part of a vLLM server that answers no request: `python -m skyctl.engines.vllm.inside.headless`.
 
 Its arguments are those of `vllm serve --headless`. vLLM's own command looks for a package named
 `vllm`, and on CPU the package has another name.

@@ -21,7 +21,7 @@ def register() -> None:
         return
     if BACKEND in getattr(WeightTransferEngineFactory, "_registry", {}):
         return
-    with suppress(ValueError):  # registered by another thread meanwhile
+    with suppress(ValueError):  # registered by another thread first
         WeightTransferEngineFactory.register_engine(  # by name: imported once it is asked for
             BACKEND, "skyctl.engines.vllm.inside.engine", "SkyctlWeightTransferEngine"
         )
