@@ -75,7 +75,8 @@ def answers(llm: Any) -> list[list[int]]:
 
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
     """The checkpoint in slots on GPU 0, and the numbers of what is to become of it."""
-    from skyctl.transfer.gpu.carrier import DeviceCarrier, Numbering
+    from skyctl.transfer.gpu.carrier import DeviceCarrier
+    from skyctl.transfer.gpu.numbering import Numbering
     from skyctl.transfer.pace import Pace
     from skyctl.transfer.reader import Piece, ShardFiles
 

@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
-from skyctl.engines.base import ServerLaunch
+from skyctl.engines.launches import ServerLaunch
 from skyctl.engines.vllm.command import server_command
 from skyctl.launch.local.host import free_port
 from skyctl.wire.messages import BACKEND

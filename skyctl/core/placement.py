@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from skyctl.engines.base import Engine, ServerLaunch, Span
+from skyctl.engines.base import Engine
+from skyctl.engines.launches import ServerLaunch, Span
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
 from skyctl.launch.base import Cpu, Follower, Machine

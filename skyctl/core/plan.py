@@ -25,10 +25,10 @@ from skyctl.core.placement import (
 )
 from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, require, routing
-from skyctl.engines.base import (
+from skyctl.engines.base import Feature
+from skyctl.engines.launches import (
     AdapterLimits,
     Device,
-    Feature,
     HandOver,
     RouterLaunch,
     ServerLaunch,

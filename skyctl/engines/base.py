@@ -6,13 +6,11 @@ engine. docs/adding.md explains how to add one.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import (
     Awaitable,
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -20,13 +18,23 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from skyctl.engines.dialect import Dialect
+from skyctl.engines.launches import (
+    NOTHING_RESERVED,
+    Command,
+    Device,
+    Reserved,
+    RouterLaunch,
+    ServerLaunch,
+    Sizes,
+)
+
 if TYPE_CHECKING:
     from skyctl.errors import ServerError
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
 
 PauseMode = Literal["abort", "wait", "keep"]
-Device = Literal["cpu", "cuda"]
 Arguments = Mapping[str, Any]
 """Arguments of a method of skyctl's worker extension, by name."""
 
@@ -58,173 +66,6 @@ def lacks_method(error: ServerError) -> bool:
     by the method itself, does not say that.
     """
     return error.refusal == Refusal.NO_METHOD
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AdapterLimits:
-    """How many LoRA adapters a server takes at the same time, and their largest rank."""
-
-    count: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class HandOver:
-    """How a prefill server hands its KV cache to a decode server.
-
-    `role` is prefill or decode; `port` is where the others ask it for what they need to fetch a
-    cache, which is kept for `lease_s` seconds if no server asks.
-    """
-
-    role: str
-    port: int
-    lease_s: int
-
-
-@dataclass(frozen=True)
-class Span:
-    """The place of a server's part among the machines that it runs on."""
-
-    nodes: int
-    """The number of parts, one per machine."""
-    rank: int
-    """This part's number; rank 0 leads and answers."""
-    address: str
-    """Where all parts meet: the leader's address."""
-    port: int
-    """The port at which they meet."""
-    own_address: str
-    """The address of this part's machine."""
-    interface: str = ""
-    """The network interface that has `own_address`, "" if unknown."""
-
-
-@dataclass(frozen=True)
-class ServerLaunch:
-    """What the plan has decided for one server. `host` and `port` may be placeholders."""
-
-    python: str
-    """The interpreter that runs it."""
-    model_path: str
-    """The model's directory, or its name on the hub."""
-    served_model_name: str
-    """The model's name in requests."""
-    host: str
-    """The address that it binds."""
-    port: int | str
-    """The port that it listens at."""
-    device: Device
-    """What it computes on."""
-    backend: str
-    """The weight-transfer backend that it starts with, "" for none."""
-    args: Mapping[str, Any]
-    """The fleet file's arguments, by their names without dashes."""
-    env: Mapping[str, str]
-    """The fleet file's environment variables."""
-    environ: Mapping[str, str]
-    """The environment that the process will inherit."""
-    secret: str
-    """The key that skyctl makes for it: a placeholder until it is spawned."""
-    gpus: tuple[int, ...] = ()
-    """Its GPUs, by number; with a `span`, those of this part."""
-    cores: tuple[tuple[int, ...], ...] = ()
-    """CPU cores of each worker in rank order, () if the engine chooses; with a `span`, of this
-    part."""
-    tensor_parallel_size: int = 1
-    """Workers that share each layer."""
-    pipeline_parallel_size: int = 1
-    """Stages that the layers are divided into."""
-    data_parallel_size: int = 1
-    """Copies of the model in this server."""
-    own_python: bool = True
-    """Whether it runs in skyctl's interpreter, which has skyctl."""
-    local_model: bool = True
-    """Whether `model_path` is a directory."""
-    auth: Literal["all", "control", "none"] = "all"
-    """Which routes require a token."""
-    api_key: str | None = None
-    """The user's key; None for one that skyctl makes."""
-    adapters: AdapterLimits | None = None
-    """Limits of its LoRA adapters; None if it takes none."""
-    hand_over: HandOver | None = None
-    """How it hands over its KV cache; None if it both prefills and decodes."""
-    span: Span | None = None
-    """Its part of a server on several machines; None on one machine."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers of this server."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-
-@dataclass(frozen=True)
-class RouterLaunch:
-    """What the plan has decided for the router."""
-
-    python: str
-    """The interpreter that runs it."""
-    host: str
-    """The address that it binds."""
-    port: int
-    """The port that clients use."""
-    metrics_port: int
-    """The port of its metrics."""
-    policy: str
-    """How it chooses a server."""
-    health_interval_s: int
-    """Seconds between its health checks of a server."""
-    request_timeout_s: int
-    """Seconds after which it gives a request up."""
-    args: Mapping[str, Any]
-    """The fleet file's arguments, by their names without dashes."""
-    pairs: bool = False
-    """Whether it sends each request to a prefill and a decode server."""
-
-
-@dataclass(frozen=True)
-class Command:
-    """A process to start: `env` is added to what it inherits, and may hold secrets."""
-
-    argv: tuple[str, ...]
-    env: dict[str, str] = field(repr=False)
-
-
-@dataclass(frozen=True)
-class Reserved:
-    """Names that a fleet file must not set, and what to write instead."""
-
-    server_args: Mapping[str, str]
-    router_args: Mapping[str, str]
-    env: Mapping[str, str]
-
-
-RESERVED_ARGS = {
-    "host": "use the key `host`",
-    "port": "use the key `ports`",
-    "model": "use the key `model`",
-    "served-model-name": "use the key `served_model_name`",
-    "tensor-parallel-size": "use the key `tensor_parallel_size`",
-    "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
-    "api-key": "use the key `api_key_env`; keys never go on a command line",
-    "config": "write its settings under `args`",
-    "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
-    "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
-}
-"""Of the `server_args` of vLLM and SGLang, those that both have."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a server takes of its machine: bytes of host memory beside the weights (on CPU), the
-    share of each GPU's memory (0..1), and how many times it loads the model.
-    """
-
-    host_bytes: int
-    gpu_share: float
-    copies: int = 1
 
 
 # --- a server -------------------------------------------------------------------------------------
@@ -291,32 +132,6 @@ class StartedWith:
     """Why an update would leave parts of it wrong (`update_problem`)."""
     lora_targets: tuple[str, ...] = ()
     """The modules that it takes LoRA for, () for all that it can."""
-
-
-def update_problem(*, moves_experts: bool, drafts: str) -> str:
-    """Why an update would leave parts of a server wrong, by its settings; "" if it would not.
-    `drafts` is how it drafts tokens by weights of their own, "" if it does not.
-    """
-    if moves_experts:
-        return (
-            "it moves experts between ranks (enable-eplb), and a push would load them where they "
-            "were at its start"
-        )
-    if drafts:
-        return (
-            f"it drafts tokens with other weights (speculative decoding by {drafts}), which a push "
-            "would leave as they are"
-        )
-    return ""
-
-
-def push_warnings(problems: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """A warning of the first of the launches' update problems, and what to change."""
-    if problem := next(filter(None, problems), ""):
-        yield (
-            f"pushes into these servers will be refused: {problem}",
-            "take it out of `args`, or restart the servers on each checkpoint",
-        )
 
 
 class Server(Protocol):
@@ -459,124 +274,6 @@ class Server(Protocol):
         """One completion, or chat completion, without streaming: OpenAI's JSON."""
 
 
-# --- the push -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedBuffers:
-    """Geometry of a packed NCCL broadcast; sender and workers must agree on it."""
-
-    size_bytes: int
-    count: int = 2
-
-
-@dataclass(frozen=True)
-class TensorHeaders:
-    """An update's description of its tensors: parallel sequences, in wire order.
-
-    `dtypes` are torch's names without prefix, such as `bfloat16`.
-    """
-
-    names: Sequence[str]
-    dtypes: Sequence[str]
-    shapes: Sequence[Sequence[int]]
-
-    def __post_init__(self) -> None:
-        if not len(self.names) == len(self.dtypes) == len(self.shapes):
-            raise ValueError(
-                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
-            )
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The place of each tensor of a chunk in its buffer, in wire order, in bytes."""
-
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-
-
-@dataclass(frozen=True)
-class GroupJoin:
-    """How one server's workers join a group over NCCL. They meet at the store of an address and
-    port, or by NCCL's unique id.
-    """
-
-    rank_offset: int
-    """The rank of the server's first worker; the sender is 0."""
-    world_size: int
-    """The number of members: the sender and the workers of every server."""
-    master_address: str = ""
-    """The address of the store."""
-    master_port: int = 0
-    """The port of the store."""
-    unique_id: str = ""
-    """NCCL's unique id, as base64 text."""
-    name: str = ""
-    """The group's name, where servers can be in several."""
-
-
-GROUP_PREFIX = "skyctl-"
-"""What the names of senders' groups begin with, so that servers leave no group of others."""
-
-HANDLE_PROTOCOL = 3
-"""Pickle protocol of IPC handles that are keyed by rank, so that they can be embedded in other
-pickles: the latest without frames; earlier ones pickle bytes by a call that SGLang refuses.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialect(ABC):
-    """How one version of an engine speaks the push."""
-
-    note: str = ""
-    """What to warn of: set for an unknown version."""
-    labels_at_finish: bool = False
-    """Only finish_weight_update can label the weights."""
-    keeps_streams: bool = False
-    """The packed NCCL consumer uses the same CUDA streams in each update."""
-    places_tensors: bool = False
-    """Updates by CUDA IPC say where each tensor is; otherwise tensors follow each other without
-    gaps."""
-    joins_by_id: bool = False
-    """A group over NCCL may meet by NCCL's unique id, without a store."""
-    takes_buckets: bool = False
-    """Over NCCL, workers join a group of torch.distributed, and each update receives one broadcast.
-    """
-
-    def refuses(self, config: Mapping[str, Any]) -> str:
-        """Why tensors of a checkpoint with this config.json cannot be sent; "" if they can."""
-        return ""
-
-    @abstractmethod
-    def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
-        """init_info of one server. `buffers` None sends tensors one by one."""
-
-    @abstractmethod
-    def nccl_update_info(
-        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
-    ) -> dict[str, Any]:
-        """update_info of one broadcast of `tensors` in `group`, the same for every server."""
-
-    def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
-        """init_info of CUDA IPC: no rendezvous."""
-        return {}
-
-    def trainer_init_info(self, backend: str, join: GroupJoin) -> dict[str, Any] | None:
-        """init_info of one server for a trainer that sends tensors one by one, with its own engine;
-        None for a backend that only that engine can open.
-        """
-        return None
-
-    @abstractmethod
-    def ipc_update_info(
-        self, tensors: TensorHeaders, handles: Any, placement: Placement
-    ) -> dict[str, Any]:
-        """update_info of one IPC chunk: one uint8 buffer, with `tensors` at the places given by
-        `placement`. `handles` are as the carrier made them (`transfer/transports/ipc.py`).
-        """
-
-
 # --- the router -----------------------------------------------------------------------------------
 
 
@@ -658,7 +355,7 @@ class Engine:
     placement_variables: tuple[str, ...] = ()
     """Environment variables that depend on where other servers are: a running server need not
     restart when they change."""
-    reserved: Reserved = Reserved({}, {}, {})
+    reserved: Reserved = NOTHING_RESERVED
     """Names that a fleet file must not set."""
     backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
     """The weight-transfer backend that servers start with ("" for none), by transport, device, free

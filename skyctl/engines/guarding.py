@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from skyctl.engines.base import ServerLaunch
+from skyctl.engines.launches import ServerLaunch
 from skyctl.store.credentials import CONTROL_TOKEN
 
 ALONE = Path(__file__).with_name("inside") / "alone"

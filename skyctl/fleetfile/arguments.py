@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyctl.engines import ENGINES
-from skyctl.engines.base import ServerLaunch
+from skyctl.engines.launches import ServerLaunch
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup, RouterSection, is_loopback
 from skyctl.fleetfile.yaml_source import Location
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.engines.base import GroupJoin, Refusal
+from skyctl.engines.base import Refusal
+from skyctl.engines.dialect import GroupJoin
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl import engines
-from skyctl.engines.base import Dialect, Feature, Server, lacks_method
+from skyctl.engines.base import Feature, Server, lacks_method
+from skyctl.engines.dialect import Dialect
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
-from skyctl.engines.base import Dialect, Refusal, Server
+from skyctl.engines.base import Refusal, Server
+from skyctl.engines.dialect import Dialect
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget

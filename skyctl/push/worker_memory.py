@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.gpu.devices import fits_whole
+from skyctl.transfer.gpu.numbering import BATCH_BYTES
 from skyctl.transfer.plan import ChunkPlan, module_of
 from skyctl.wire.layouts import Copy, Program
 

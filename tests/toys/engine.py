@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.engines.base import Command, Engine, PauseMode, ServerLaunch, ServerMetrics
+from skyctl.engines.base import Engine, PauseMode, ServerMetrics
+from skyctl.engines.launches import Command, ServerLaunch
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 

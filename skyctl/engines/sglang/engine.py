@@ -20,25 +20,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.base import (
+from skyctl.engines.base import Engine, Feature
+from skyctl.engines.dialect import (
     HANDLE_PROTOCOL,
-    RESERVED_ARGS,
-    Command,
-    Device,
     Dialect,
-    Engine,
-    Feature,
     GroupJoin,
     PackedBuffers,
     Placement,
-    Reserved,
-    ServerLaunch,
-    Sizes,
     TensorHeaders,
-    push_warnings,
 )
 from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import HELD_VARIABLE
+from skyctl.engines.launches import (
+    RESERVED_ARGS,
+    Command,
+    Device,
+    Reserved,
+    ServerLaunch,
+    Sizes,
+    push_warnings,
+)
 from skyctl.engines.vllm.command import RESERVED as VLLM_RESERVED
 from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.router import VLLM_ROUTER

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from skyctl.engines.base import (
-    GROUP_PREFIX,
     Arguments,
     PauseMode,
     Refusal,
     ServedAdapter,
     ServerMetrics,
     StartedWith,
-    update_problem,
 )
+from skyctl.engines.dialect import GROUP_PREFIX
 from skyctl.engines.http_server import HttpServer, ignoring_status
+from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.sglang.inside import keeper
 from skyctl.errors import DeadlineExceeded, ServerError

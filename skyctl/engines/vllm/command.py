@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from skyctl.engines.base import (
+from skyctl.engines.guarding import guard_environment
+from skyctl.engines.inside.guard import VLLM
+from skyctl.engines.launches import (
     RESERVED_ARGS,
     AdapterLimits,
     Command,
@@ -20,8 +22,6 @@ from skyctl.engines.base import (
     push_warnings,
     update_problem,
 )
-from skyctl.engines.guarding import guard_environment
-from skyctl.engines.inside.guard import VLLM
 from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN

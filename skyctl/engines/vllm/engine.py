@@ -24,15 +24,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.base import (
-    Dialect,
-    Engine,
-    Feature,
-    GroupJoin,
-    PackedBuffers,
-    Placement,
-    TensorHeaders,
-)
+from skyctl.engines.base import Engine, Feature
+from skyctl.engines.dialect import Dialect, GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.vllm import command
 from skyctl.engines.vllm.arguments import argument_problem, known_arguments

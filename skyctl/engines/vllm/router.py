@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from skyctl.engines.base import RouterLaunch, RouterMetrics, Routing
+from skyctl.engines.base import RouterMetrics, Routing
+from skyctl.engines.launches import RouterLaunch
 from skyctl.engines.vllm.command import router_flags
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.target import ServerTarget

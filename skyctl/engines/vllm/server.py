@@ -14,9 +14,9 @@ from skyctl.engines.base import (
     ServedAdapter,
     ServerMetrics,
     StartedWith,
-    update_problem,
 )
 from skyctl.engines.http_server import HttpServer, ignoring_status
+from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.vllm.command import drafting
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED

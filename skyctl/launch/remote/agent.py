@@ -8,14 +8,7 @@ connection. While a tether is heard, the agent touches a file (`lease`), and so 
 the supervisor asks it something (`engines/inside/guard.py`); when it was not touched for the
 fleet's grace, the keeper ends the server and removes every trace of it. Times are
 differences on the keeper's own clock, so that no clock's date matters.
-
-    <state directory>/hosted/fleets/<token>/
-        lease          touched while the supervisor is heard
-        server.json    who the server and its keeper are
-        ended          how it ended, once it did
-        server.held    there while it must not answer users yet
-        logs/, tmp/    its output until that was sent; its TMPDIR
-    <state directory>/hosted/<token>.stopped    it was ended; a late request does not start it
+Its files are in `hosted.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +19,11 @@ import importlib.util
 import json
 import os
 import selectors
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,9 +34,25 @@ from skyctl.launch.base import LEASE_VARIABLE
 from skyctl.launch.local.devices import discover_cpus, discover_gpus, interface_of, visible_gpus
 from skyctl.launch.local.host import LOCAL, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess, listening_ports
+from skyctl.launch.remote.hosted import (
+    MARKED_S,
+    NAME,
+    hosted_paths,
+    is_alive,
+    lease_time,
+    mark_stopped,
+    read_json,
+    remove_files,
+    reserve_room,
+    server_identity,
+    set_closed,
+    stopped_mark,
+    touch_lease,
+    write_json,
+)
 from skyctl.launch.remote.session import PROTOCOL
 from skyctl.store.identity import ProcessIdentity, own_identity
-from skyctl.store.paths import FleetPaths, create_private_file, private_directory, state_root
+from skyctl.store.paths import FleetPaths, create_private_file
 
 STOP_TIMEOUT_S = 15.0
 SILENCE_S = 20.0
@@ -54,12 +61,9 @@ _STATE_S = 1.0
 _TREE_S = 5.0
 _GUARD_S = 0.2
 _BEGIN_S = 20.0
-_MARKED_S = 24 * 3600.0
 _ABANDONED_S = 3600.0  # beyond the grace
 _PIECE = 64 * 1024
-_ROOM_BYTES = 4096
 _LOG_BYTES = 32 * 1024 * 1024
-_NAME = "server"
 
 
 def main() -> None:
@@ -145,15 +149,15 @@ def _versions(modules: Sequence[str]) -> dict[str, str]:
 
 def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
     """End a server's whole tree, and answer when nothing of it is left, its keeper neither."""
-    paths = _paths(token)
-    recorded = _read(paths.directory / "server.json")
+    paths = hosted_paths(token)
+    recorded = read_json(paths.directory / "server.json")
     # first: a `keep` that is late starts nothing, or ends it itself
     with contextlib.suppress(SkyctlError):  # a full disk: there is room once it has ended
-        _mark_stopped(paths)
+        mark_stopped(paths)
     gently = _end(paths, timeout_s)
-    _mark_stopped(paths)
+    mark_stopped(paths)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while recorded and _alive(recorded["keeper"]) and time.monotonic() < deadline:
+    while recorded and is_alive(recorded["keeper"]) and time.monotonic() < deadline:
         time.sleep(_TICK_S)
     _send({"gently": gently})
 
@@ -172,18 +176,18 @@ def keep(
 ) -> None:
     """Start the server (`fresh`), or take up the one that runs; then tell its state and its output
     from byte `at` on, until it ends or its lease runs out."""
-    paths = _paths(token)
+    paths = hosted_paths(token)
     if fresh:
         paths.prepare()
         os.close(create_private_file(paths.directory / "lease"))
-        _touch(paths)
+        touch_lease(paths)
         _end_abandoned(paths)
-        _reserve(paths)
-        _hold(paths, closed)
-        variables = dict.fromkeys(closed_variables, str(paths.held(_NAME)))
+        reserve_room(paths)
+        set_closed(paths, closed)
+        variables = dict.fromkeys(closed_variables, str(paths.held(NAME)))
         variables[LEASE_VARIABLE] = str(paths.directory / "lease")
         env = {**LOCAL.environment(paths), **env, **variables}
-        _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(_NAME), token), grace_s)
+        _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(NAME), token), grace_s)
     elif not paths.directory.exists():
         _send({"ended": "is not on its machine any more"})
         return
@@ -209,10 +213,10 @@ class _Telling:
                 return
             if message is not None:
                 heard = time.monotonic()
-                _hold(self._paths, bool(message["closed"]))
-                _touch(self._paths)
+                set_closed(self._paths, bool(message["closed"]))
+                touch_lease(self._paths)
                 self._reported_at = float("-inf")
-            ended = _read(self._paths.directory / "ended")
+            ended = read_json(self._paths.directory / "ended")
             self._send_log()
             if ended is not None or not self._paths.directory.exists():
                 _send({"ended": ended["how"] if ended else "was ended"})
@@ -223,7 +227,7 @@ class _Telling:
 
     def _report(self) -> None:
         self._reported_at = time.monotonic()
-        server = _server(self._paths)
+        server = server_identity(self._paths)
         process = server.process() if server else None
         if process is not None and self._reported_at - self._tree_read_at > _TREE_S:
             self._tree_read_at = self._reported_at
@@ -232,12 +236,12 @@ class _Telling:
         if process is not None:  # the one that usually has the port, looked at more often
             self._ports.update(_gently(listening_ports, process, ()))
         rss = sum(_gently(lambda p: p.memory_info().rss, p, 0) for p in self._tree)
-        closed = self._paths.held(_NAME).exists()
+        closed = self._paths.held(NAME).exists()
         pid = process.pid if process else None
         _send({"pid": pid, "rss": rss, "ports": sorted(self._ports), "closed": closed})
 
     def _send_log(self) -> None:
-        log = self._paths.log(_NAME)
+        log = self._paths.log(NAME)
         with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
             if self._at > os.fstat(file.fileno()).st_size:
                 self._at = 0
@@ -251,8 +255,8 @@ class _Telling:
 
     def _replace_keeper(self, grace_s: float) -> None:
         """Without its keeper, no process would end the server."""
-        recorded = _read(self._paths.directory / "server.json")
-        if recorded and not _alive(recorded["keeper"]):
+        recorded = read_json(self._paths.directory / "server.json")
+        if recorded and not is_alive(recorded["keeper"]):
             server = ProcessIdentity(**recorded["server"])
             token = self._paths.name
             _begin(self._paths, lambda: ManagedProcess(server, token), grace_s)
@@ -261,7 +265,7 @@ class _Telling:
 def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
     """Put a keeper over a server, and wait until it has it (or could not start it)."""
     (paths.directory / "server.json").unlink(missing_ok=True)
-    _touch(paths)
+    touch_lease(paths)
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -276,7 +280,7 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
             os._exit(0)
     os.waitpid(child, 0)
     deadline = time.monotonic() + _BEGIN_S
-    traces = (paths.directory / "server.json", paths.directory / "ended", _stopped(paths))
+    traces = (paths.directory / "server.json", paths.directory / "ended", stopped_mark(paths))
     while not any(path.exists() for path in traces):
         if time.monotonic() > deadline:
             raise SkyctlError("its keeper does not start")
@@ -285,26 +289,26 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
 
 async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
     """Be a server's keeper until `stop` has removed its directory, or the lease runs out."""
-    if _stopped(paths).exists():
-        _remove(paths)
+    if stopped_mark(paths).exists():
+        remove_files(paths)
         return
     try:
         process = start()
     except SkyctlError as error:
-        _write(paths.directory / "ended", {"how": error.message})
+        write_json(paths.directory / "ended", {"how": error.message})
         return
-    if _stopped(paths).exists():  # its look round may have been before the start
+    if stopped_mark(paths).exists():  # its look round may have been before the start
         await process.stop(STOP_TIMEOUT_S)
-        _remove(paths)
+        remove_files(paths)
         return
     assert process.identity is not None  # it was just started, or is taken up by its identity
     identities = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
-    _write(paths.directory / "server.json", {**identities, "grace_s": grace_s})
+    write_json(paths.directory / "server.json", {**identities, "grace_s": grace_s})
     lease, since, ended = 0, time.monotonic(), False
-    while (touched := _lease(paths)) is not None:
+    while (touched := lease_time(paths)) is not None:
         if process.exited.is_set() and not ended:
             ended = True
-            _write(paths.directory / "ended", {"how": process.exit_text()})
+            write_json(paths.directory / "ended", {"how": process.exit_text()})
             await process.stop(STOP_TIMEOUT_S)  # what it left below it
         if touched != lease:
             lease, since = touched, time.monotonic()
@@ -312,40 +316,17 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
             break
         await asyncio.sleep(_GUARD_S)
     await process.stop(STOP_TIMEOUT_S)
-    _remove(paths)
-
-
-def _paths(token: str) -> FleetPaths:
-    return FleetPaths(state_root() / "hosted", token)
-
-
-def _stopped(paths: FleetPaths) -> Path:
-    """Is there once `stop` was asked to end the server."""
-    return paths.root / f"{paths.name}.stopped"
-
-
-def _mark_stopped(paths: FleetPaths) -> None:
-    private_directory(paths.root)
-    os.close(create_private_file(_stopped(paths)))
-    for mark in paths.root.glob("*.stopped"):
-        with contextlib.suppress(OSError):
-            if time.time() - mark.stat().st_mtime > _MARKED_S:
-                mark.unlink()
-
-
-def _remove(paths: FleetPaths) -> None:
-    LOCAL.sweep(paths)
-    shutil.rmtree(paths.directory, ignore_errors=True)
+    remove_files(paths)
 
 
 def _end(paths: FleetPaths, timeout_s: float) -> bool:
     """End a server's whole tree and remove what is known of it; False when force was needed."""
 
     async def stop() -> bool:
-        return await ManagedProcess(_server(paths), paths.name).stop(timeout_s)
+        return await ManagedProcess(server_identity(paths), paths.name).stop(timeout_s)
 
     gently = asyncio.run(stop())
-    _remove(paths)
+    remove_files(paths)
     return gently
 
 
@@ -356,71 +337,15 @@ def _end_abandoned(ours: FleetPaths) -> None:
     How long none did is shown by the lease that was touched just now: machines may share the
     directory, and have other clocks.
     """
-    now = _lease(ours)
+    now = lease_time(ours)
     assert now is not None
     for lease in ours.root.glob("fleets/*/lease"):
-        paths = _paths(lease.parent.name)
-        recorded = _read(paths.directory / "server.json") or {}
-        patience_s = float(recorded.get("grace_s", _MARKED_S)) + _ABANDONED_S
-        untouched_s = (now - (_lease(paths) or now)) / 1e9
-        if untouched_s > patience_s and not ("keeper" in recorded and _alive(recorded["keeper"])):
+        paths = hosted_paths(lease.parent.name)
+        recorded = read_json(paths.directory / "server.json") or {}
+        patience_s = float(recorded.get("grace_s", MARKED_S)) + _ABANDONED_S
+        untouched_s = (now - (lease_time(paths) or now)) / 1e9
+        if untouched_s > patience_s and not ("keeper" in recorded and is_alive(recorded["keeper"])):
             _end(paths, STOP_TIMEOUT_S)
-
-
-def _alive(identity: Mapping[str, Any]) -> bool:
-    return ProcessIdentity(**identity).alive()
-
-
-def _server(paths: FleetPaths) -> ProcessIdentity | None:
-    recorded = _read(paths.directory / "server.json")
-    return ProcessIdentity(**recorded["server"]) if recorded else None
-
-
-def _hold(paths: FleetPaths, closed: bool) -> None:
-    file = paths.held(_NAME)
-    if closed and not file.exists():
-        os.close(create_private_file(file))
-    elif not closed:
-        file.unlink(missing_ok=True)
-
-
-def _touch(paths: FleetPaths) -> None:
-    # not made again where it is gone: what ends the server removes it, and its keeper with it
-    with contextlib.suppress(FileNotFoundError):
-        os.utime(paths.directory / "lease", follow_symlinks=False)
-
-
-def _lease(paths: FleetPaths) -> int | None:
-    with contextlib.suppress(OSError):
-        return (paths.directory / "lease").stat().st_mtime_ns
-    return None
-
-
-def _reserve(paths: FleetPaths) -> None:
-    """Take the room of what is written later: a full disk would hide that it started, or ended.
-    Raises SkyctlError: there is none.
-    """
-    try:
-        for name in ("server.tmp", "ended.tmp"):
-            (paths.directory / name).write_bytes(b" " * _ROOM_BYTES)
-    except OSError as error:
-        raise SkyctlError(f"cannot write in {paths.directory}: {error.strerror}") from error
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """Into the room that was taken for it, where that is still there."""
-    temporary = path.with_suffix(".tmp")
-    with contextlib.suppress(OSError):  # its directory was removed: the server was ended
-        temporary.touch()
-        with temporary.open("r+b") as file:
-            file.write(json.dumps(content).encode().ljust(_ROOM_BYTES))
-        temporary.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text()))
-    return None
 
 
 def _gently(read: Callable[..., Any], process: psutil.Process, otherwise: Any) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.engines.base import Dialect, TensorHeaders
+from skyctl.engines.dialect import Dialect, TensorHeaders
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
 from skyctl.transfer.reader import Filled
 from skyctl.wire.messages import ChunkUpdate, ReceiverInit

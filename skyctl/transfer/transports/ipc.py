@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.base import HANDLE_PROTOCOL, Dialect, Placement
+from skyctl.engines.dialect import HANDLE_PROTOCOL, Dialect, Placement
 from skyctl.transfer.gpu.carrier import DeviceCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import ALIGNMENT, Chunk

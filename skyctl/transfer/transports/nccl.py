@@ -14,7 +14,7 @@ from datetime import timedelta
 from inspect import signature
 from typing import Any
 
-from skyctl.engines.base import GROUP_PREFIX, Dialect, GroupJoin, PackedBuffers
+from skyctl.engines.dialect import GROUP_PREFIX, Dialect, GroupJoin, PackedBuffers
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.plan import Chunk, Packing

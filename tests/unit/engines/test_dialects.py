@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.dialect import GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.engine import VLLMDialect as Dialect
 from skyctl.engines.vllm.engine import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles

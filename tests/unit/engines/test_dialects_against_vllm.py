@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.dialect import GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.engine import VLLMDialect as Dialect
 from skyctl.engines.vllm.engine import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles

@@ -123,7 +123,7 @@ def _assert_carried_over(program: Program, chunks: list[Any], made: dict[str, An
     """The program fills each parameter as it is, and the sender's numbers are theirs."""
     import torch
 
-    from skyctl.transfer.gpu.carrier import Numbering
+    from skyctl.transfer.gpu.numbering import Numbering
     from skyctl.wire.copies import copy_runs, octets_of
     from skyctl.wire.device_digest import digest_on_device
 
@@ -321,7 +321,7 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
     from vllm import _custom_ops
 
     from skyctl.engines.vllm.inside.digest import digest_model
-    from skyctl.transfer.gpu.carrier import Numbering
+    from skyctl.transfer.gpu.numbering import Numbering
 
     def quantized(weight: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
         """On CPU vLLM has no kernel for it."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from skyctl.http import connections as module
-from skyctl.http.connections import Connection
+from skyctl.http import connection as module
+from skyctl.http.connection import Connection
 from skyctl.http.transport import Answer, ConnectionBroke, TransportError, Unusable
 
 

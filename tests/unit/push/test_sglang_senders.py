@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.engines.base import Placement, TensorHeaders
+from skyctl.engines.dialect import Placement, TensorHeaders
 from skyctl.engines.sglang.engine import bucket, dialect_for
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.client import ControlClient

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 import pytest
 import torch
 
-from skyctl.transfer.gpu.carrier import Numbering
+from skyctl.transfer.gpu.numbering import Numbering
 from skyctl.wire import device_digest
 from skyctl.wire.device_digest import digest_on_device
 from skyctl.wire.layouts import Copy, Program
