@@ -264,7 +264,7 @@ class Fleet(GeneratingFleet):
         gathered by the caller (on one rank: `(name, tensor.full_tensor())`).
 
         Tensors are taken one by one: copied to host memory, written to a private directory, and
-        pushed from there once all have been checked, so the servers keep running meanwhile. That
+        pushed from there once all have been checked, so the servers keep running until then. That
         costs one copy of each tensor off its device and one write, and the size of the model in
         /dev/shm if it fits (twice that during the push), else on the disk of the state directory.
         The fleet keeps them until other weights replace them or it goes down, because a replica
@@ -354,8 +354,8 @@ class Fleet(GeneratingFleet):
 
         The block is entered when all servers are frozen. When it is left, sessions that are still
         open are finished, caches dropped, the servers' weights compared, labelled with `version`
-        and resumed; the outcome is in `update.result`. If the block raises, servers that nobody
-        wrote to go on at their old weights, and the rest are quarantined, as after a push that
+        and resumed; the outcome is in `update.result`. If the block raises, servers that were not
+        written to go on at their old weights, and the others are quarantined, as after a push that
         broke off.
 
         Args:
@@ -371,7 +371,7 @@ class Fleet(GeneratingFleet):
 
         Raises:
             UsageError: a `digest` without `verify`, or no time to send in.
-            PreflightError: refused; nothing was paused. ConflictError: somebody else acts.
+            PreflightError: refused; nothing was paused. ConflictError: another command acts.
             PushError: `details["servers"]` says how each server was left.
         """
         if digest is not None and not verify:
@@ -444,7 +444,7 @@ class Fleet(GeneratingFleet):
         return result
 
     def _path(self, checkpoint: str | PathLike[str]) -> str:
-        """Absolute, for a fleet of this machine; else it is a path on the fleet's machine."""
+        """Absolute for a fleet on this machine; for another, a path on the fleet's machine."""
         return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
 
     def _local_ref(self) -> FleetRef:

@@ -70,7 +70,7 @@ async def push_tensors(
 
 
 async def _swept(fleet: FleetService) -> Staging:
-    """Where weights are staged, cleared of what is no longer needed."""
+    """Where weights are staged, after a sweep of files that no version needs."""
     staging = await fleet.staging()
     await asyncio.to_thread(sweep, staging.directory, staging.needed)
     return staging
@@ -78,18 +78,22 @@ async def _swept(fleet: FleetService) -> Staging:
 
 @dataclass
 class Update:
-    """Servers that are frozen and wait for the weights `version`.
-
-    `headers` belong to every call to them. `result` is set once the block was left.
-    """
+    """Servers that are frozen and wait for the weights `version`."""
 
     version: str
+    """The label of the weights that are to be sent."""
     job: str
+    """The id of the update, as `skyctl jobs` shows it."""
     servers: tuple[SendTarget, ...]
+    """Each server, with its ranks in the trainer's group."""
     headers: dict[str, str] = field(repr=False)
+    """HTTP headers that every call to these servers needs."""
     master_address: str
+    """Where the trainer listens as rank 0."""
     master_port: int
+    """The port that it listens on."""
     result: PushResult | None = None
+    """The outcome; None until the block has been left."""
 
     @property
     def world_size(self) -> int:
@@ -177,7 +181,8 @@ class Adapters:
 
         Raises:
             NotFoundError, PreflightError, UsageError: refused; nothing was sent.
-            ConflictError: the name is taken, there is no room, or somebody else acts on the fleet.
+            ConflictError: the name is taken, there is no room, or another command acts on the
+                fleet.
             PartialFailure, ServerError, DeadlineExceeded: a server failed; it was undone on all,
                 and `details["outcomes"]` says what became of each.
         """

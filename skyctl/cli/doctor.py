@@ -21,15 +21,19 @@ if TYPE_CHECKING:
 _TITLES = {"machine": "Machine", "fleet-file": "Fleet file", "running": "Running fleet"}
 
 
+VerifyOption = Annotated[
+    bool, typer.Option("--verify", help="Have every server digest its weights, and compare.")
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit with 1 for warnings too, not only for errors.")
+]
+
+
 def doctor(
     file: FileOption = None,
     fleet: FleetOption = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Have every server digest its weights, and compare.")
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 for warnings too, not only for errors.")
-    ] = False,
+    verify: VerifyOption = False,
+    strict: StrictOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Examine this machine, the fleet file and the running fleet; each finding has its fix.

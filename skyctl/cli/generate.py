@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import typer
 
@@ -18,6 +18,7 @@ from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 
 if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
     from skyctl.generate.prompts import GenerationRequest
     from skyctl.generate.requests import GenerationClient, GenerationResult
     from skyctl.service import FleetService
@@ -29,93 +30,107 @@ EXPLAIN_AFTER_S = 3.0
 ANSWERS, REQUESTS = "Answers, unless a line of the file sets it", "Requests"
 
 
+PromptArgument = Annotated[str | None, typer.Argument(metavar="PROMPT", help="One prompt.")]
+InputOption = Annotated[
+    Path | None, typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin.")
+]
+OutputFileOption = Annotated[
+    Path | None, typer.Option("-o", "--output", help="File of JSONL results (default: stdout).")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="An adapter (default: the fleet's model).",
+        rich_help_panel=ANSWERS,
+    ),
+]
+ChatOption = Annotated[
+    bool,
+    typer.Option("--chat", help="Send text prompts as chats.", rich_help_panel=ANSWERS),
+]
+MaxTokensOption = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Tokens per answer.", rich_help_panel=ANSWERS)
+]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        min=0.0,
+        help="Sampling temperature; 0 is greedy.",
+        rich_help_panel=ANSWERS,
+    ),
+]
+AnswersOption = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Answers to each prompt.", rich_help_panel=ANSWERS),
+]
+IgnoreEosOption = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-eos",
+        help="Continue to --max-tokens past the end-of-text token.",
+        rich_help_panel=ANSWERS,
+    ),
+]
+SessionIdOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        help="X-Session-ID: sticky policies keep it on one server.",
+        rich_help_panel=REQUESTS,
+    ),
+]
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Ask this server, not the router.",
+        autocompletion=complete.replicas,
+        rich_help_panel=REQUESTS,
+    ),
+]
+ConcurrencyOption = Annotated[
+    int,
+    typer.Option(metavar="N", min=1, help="Requests under way at once.", rich_help_panel=REQUESTS),
+]
+RetriesOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Attempts in a row that bring no token, then give up.",
+        rich_help_panel=REQUESTS,
+    ),
+]
+RequestTimeoutOption = Annotated[
+    float | None,
+    seconds(
+        "Deadline of one request with its retries (default: none).",
+        least=0.001,
+        panel=REQUESTS,
+    ),
+]
+
+
 def generate(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="One prompt.")] = None,
+    prompt: PromptArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
-    input: Annotated[
-        Path | None, typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin.")
-    ] = None,
-    output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File of JSONL results (default: stdout).")
-    ] = None,
+    input: InputOption = None,
+    output_file: OutputFileOption = None,
     json: JsonOption = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="An adapter (default: the fleet's model).",
-            rich_help_panel=ANSWERS,
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Send text prompts as chats.", rich_help_panel=ANSWERS),
-    ] = False,
-    max_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tokens per answer.", rich_help_panel=ANSWERS)
-    ] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            min=0.0,
-            help="Sampling temperature; 0 is greedy.",
-            rich_help_panel=ANSWERS,
-        ),
-    ] = None,
-    n: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="Answers to each prompt.", rich_help_panel=ANSWERS),
-    ] = 1,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos",
-            help="Continue to --max-tokens past the end-of-text token.",
-            rich_help_panel=ANSWERS,
-        ),
-    ] = False,
-    session_id: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="X-Session-ID: sticky policies keep it on one server.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Ask this server, not the router.",
-            autocompletion=complete.replicas,
-            rich_help_panel=REQUESTS,
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, help="Requests under way at once.", rich_help_panel=REQUESTS
-        ),
-    ] = 32,
-    retries: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Attempts in a row that bring no token, then give up.",
-            rich_help_panel=REQUESTS,
-        ),
-    ] = 8,
-    timeout: Annotated[
-        float | None,
-        seconds(
-            "Deadline of one request with its retries (default: none).",
-            least=0.001,
-            panel=REQUESTS,
-        ),
-    ] = None,
+    model: ModelOption = None,
+    chat: ChatOption = False,
+    max_tokens: MaxTokensOption = 128,
+    temperature: TemperatureOption = None,
+    n: AnswersOption = 1,
+    ignore_eos: IgnoreEosOption = False,
+    session_id: SessionIdOption = None,
+    server: ServerOption = None,
+    concurrency: ConcurrencyOption = 32,
+    retries: RetriesOption = 8,
+    timeout: RequestTimeoutOption = None,
 ) -> None:
     """Generate from one prompt, or from a JSONL file of them, in its order.
 
@@ -132,9 +147,7 @@ def generate(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.generate.requests import GenerationClient, RetryPolicy, failure
-    from skyctl.service import connect
-    from skyctl.service.endpoint import find_endpoint
+    from skyctl.generate.requests import failure
 
     given = {"max_tokens": max_tokens, "n": n, "model": model, "temperature": temperature}
     given |= {"ignore_eos": ignore_eos or None, "session_id": session_id}
@@ -143,38 +156,61 @@ def generate(
     if input and output_file and output_file.resolve() == input.resolve():
         raise UsageError(f"{input} would be overwritten", hint="write to another --output")
     began = time.perf_counter()
+    as_text = prompt is not None and len(requests) == 1 and output_file is None
+    sending = _Sending(server, concurrency, retries, timeout)
     ref = select(file, fleet)
-
-    async def run() -> list[GenerationResult]:
-        done: list[GenerationResult] = []
-        async with connect(ref) as running:
-            endpoint = await find_endpoint(running, server=server, timeout_s=timeout)
-            remaining_s = _remaining_s(timeout, began)
-            client = GenerationClient(endpoint, retry=RetryPolicy(max_retries=retries))
-            async with client, explained(running, lambda: len(done)):
-                if prompt is not None and len(requests) == 1 and output_file is None:
-                    [request] = requests
-                    done += [
-                        await client.generate_one(
-                            request, timeout_s=remaining_s, on_text=output.raw
-                        )
-                    ]
-                    output.raw("\n")
-                    return done
-                with results_file(output_file) as sink:
-                    return await _to_jsonl(client, requests, concurrency, remaining_s, sink, done)
-
-    results = in_loop(run())
+    results = in_loop(_send(ref, requests, sending, output_file, as_text=as_text, began=began))
     taken_s = time.perf_counter() - began
     output.note(_summary(results, taken_s))
     data = {"results": [result.to_json() for result in results], "seconds": round(taken_s, 3)}
     output.emit(data, error=failure(results))
 
 
+class _Sending(NamedTuple):
+    """How requests are sent."""
+
+    server: str | None
+    concurrency: int
+    retries: int
+    timeout_s: float | None
+
+
+async def _send(
+    ref: FleetRef,
+    requests: list[GenerationRequest],
+    sending: _Sending,
+    output_file: Path | None,
+    *,
+    as_text: bool,
+    began: float,
+) -> list[GenerationResult]:
+    """Send all requests and print the results: `as_text` as it arrives (of one request), else as
+    JSON lines. The deadline counts from `began`.
+    """
+    from skyctl import output
+    from skyctl.generate.requests import GenerationClient, RetryPolicy
+    from skyctl.service import connect
+    from skyctl.service.endpoint import find_endpoint
+
+    done: list[GenerationResult] = []
+    async with connect(ref) as running:
+        endpoint = await find_endpoint(running, server=sending.server, timeout_s=sending.timeout_s)
+        timeout_s = _remaining_s(sending.timeout_s, began)
+        client = GenerationClient(endpoint, retry=RetryPolicy(max_retries=sending.retries))
+        async with client, explained(running, lambda: len(done)):
+            if as_text:
+                [request] = requests
+                result = await client.generate_one(request, timeout_s=timeout_s, on_text=output.raw)
+                output.raw("\n")
+                return [result]
+            with results_file(output_file) as sink:
+                return await _to_jsonl(client, requests, sending.concurrency, timeout_s, sink, done)
+
+
 @contextlib.asynccontextmanager
 async def explained(running: FleetService, finished: Callable[[], int]) -> AsyncIterator[None]:
-    """Say on stderr, once for each cause, why nothing is finished while the block runs: without it,
-    waiting for a frozen fleet looks like a hang.
+    """Print each cause of a wait on stderr, once, while the block runs: without it, waiting for a
+    frozen fleet looks like a hang.
     """
     watching = asyncio.create_task(_explain(running, finished))
     try:
@@ -201,7 +237,7 @@ async def _explain(running: FleetService, finished: Callable[[], int]) -> None:
 
 
 async def why_requests_wait(running: FleetService) -> str:
-    """What keeps the fleet from answering, who did it, and what to type; "" if it answers."""
+    """What keeps the fleet from answering, and what to type; "" if it answers."""
     from skyctl.core.status import Health
 
     status = await running.status()
@@ -258,7 +294,7 @@ def read_requests(
 
 
 def _remaining_s(timeout_s: float | None, began: float) -> float | None:
-    """What is left of a deadline, up to the next tenth of a second, as errors show it."""
+    """The time until a deadline, rounded up to a tenth of a second, as errors show it."""
     if timeout_s is None:
         return None
     tenths = math.ceil((began + timeout_s - time.perf_counter()) * 10)

@@ -88,15 +88,22 @@ def _next_commands(directory: Path, *, tiny: bool, attached: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class ScaffoldRequest:
-    """What `skyctl init` was asked for. `servers` makes the file of an attached fleet."""
+    """The arguments of `skyctl init`."""
 
     directory: Path
+    """Where the file is written."""
     name: str | None = None
+    """The fleet's name; None takes the directory's."""
     model: str | None = None
+    """A directory or hub id; None is chosen for the machine."""
     replicas: int = 2
+    """How many replicas the fleet has."""
     servers: tuple[str, ...] = ()
+    """URLs of servers to attach; the file then starts none."""
     tiny: bool = False
+    """Make a tiny model beside the file."""
     force: bool = False
+    """Overwrite an existing file."""
 
 
 @dataclass(frozen=True)

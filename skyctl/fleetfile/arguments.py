@@ -1,5 +1,5 @@
 """What a fleet file sets for servers and router: arguments, which of them skyctl keeps, and
-settings that it may have but that are probably not meant.
+settings that are allowed but probably a mistake.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _tinker_warnings(
     if tinker is not None and not is_loopback(tinker.host):
         yield PlanWarning(
             f"tinker.host {tinker.host}: its key and the training data cross the network "
-            "unencrypted; whoever reads the key can train, sample and delete checkpoints",
+            "unencrypted; a reader of the key can train, sample and delete checkpoints",
             "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
         )
     if tinker is not None and any(trainer_gpu in launch.gpus for launch in launches):
@@ -135,16 +135,16 @@ def _tinker_warnings(
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> Iterator[PlanWarning]:
     danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
-    open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+    open_too = "; inference needs no key" if _inference_is_open(config) else ""
     if config.launcher in ("ssh", "ray"):
         yield PlanWarning(
-            f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
+            f"launcher {config.launcher}: tokens cross the network unencrypted; a reader of "
             f"the control token can replace the servers' weights{danger}{open_too}",
-            "let nobody else into the network between the machines",
+            "keep others out of the network between the machines",
         )
     elif not is_loopback(config.host):
         yield PlanWarning(
-            f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
+            f"host {config.host}: tokens cross the network unencrypted; a reader of the "
             f"control token can replace the servers' weights{danger}{open_too}",
             "leave `host` out (127.0.0.1), and let only the router be reached from outside",
         )
@@ -156,7 +156,7 @@ def _server_warnings(config: FleetConfig, device: str, backend: str) -> Iterator
         if device == "cuda" and backend == "" and config.weight_transfer.transport == "auto":
             yield PlanWarning(
                 "auth none: weights go by disk, since servers of the ipc transport unpickle "
-                "what anybody sends them",
+                "what any client sends them",
                 "leave `auth` out, or leave a GPU free for nccl",
             )
 
@@ -201,10 +201,10 @@ def _router_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
     if not isinstance(router, RouterSection) or not router.enabled:
         return
     if not is_loopback(router.host):
-        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+        open_too = "; inference needs no key" if _inference_is_open(config) else ""
         yield PlanWarning(
-            f"router.host {router.host}: the router's own routes ask for nothing; whoever "
-            f"reaches it can take servers out and put others in{open_too}",
+            f"router.host {router.host}: the router's own routes need no token; every client "
+            f"that reaches it can take servers out and put others in{open_too}",
             "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
             "through",
         )

@@ -128,7 +128,7 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
     if config is None or problems:
         raise _error(path, problems)
     absolute = path.absolute()
-    if any("\ud800" <= sign <= "\udfff" for sign in str(absolute)):  # bytes that are no text
+    if any("\ud800" <= sign <= "\udfff" for sign in str(absolute)):  # bytes that are not text
         raise FleetFileError(f"{str(absolute)!a}: its path is not UTF-8", hint="move it")
     return LoadedFleet(config, absolute)
 
@@ -215,7 +215,7 @@ def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
 
 
 def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
-    """What the file is instead of a fleet file, if its first keys show it."""
+    """The problem of a file that is of another kind, if its first keys show it."""
     keys = set(source.value or ())
     if keys & {"servers", "replicas"}:
         return None
@@ -290,7 +290,7 @@ def _problem(
         message = str(error["ctx"]["error"])
         line = _line_of_named_key(location, message, source)
     else:
-        # somebody may have written the key itself where its variable's name belongs
+        # it may be the key itself, where the name of its variable belongs
         secret = location in (("api_key_env",), ("control_token_env",))
         got = "something else" if secret else shown(error["input"])
         message = f"{_expectation(location, errors)}, got {got}"

@@ -30,7 +30,7 @@ from skyctl.units import parse_bytes
 
 
 def _whole(value: Any) -> Any:
-    """YAML reads `yes` and `on` as true, and Python counts true as 1: say no to both."""
+    """Refuse booleans: YAML reads `yes` and `on` as true, and Python counts true as 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("int_type", "Input should be a whole number")
     return value
@@ -77,7 +77,7 @@ def refuse_route(url: str) -> None:
 
 
 def refuse_password(url: str) -> None:
-    """Raise ValueError for a URL with one: nobody sends it, and it would be shown everywhere."""
+    """Raise ValueError for a URL with a password: skyctl sends none, and shows URLs everywhere."""
     if "@" in urlsplit(url).netloc:
         raise ValueError("a URL takes no user or password: name a key with `api_key_env`")
 
@@ -188,7 +188,8 @@ class RaySection(_Section):
         "spread", description="Prefer nodes with few of skyctl's servers, or with many."
     )
     allow_unauthenticated: bool = Field(
-        False, description="Take a cluster without a token, where whoever reaches it runs code."
+        False,
+        description="Take a cluster without a token, where every client can run code.",
     )
     python: str = Field(
         "python3", description="Interpreter on each node that has skyctl and the engine."
@@ -245,7 +246,7 @@ class SupervisorSection(_Section):
             raise ValueError("`supervisor.listen` is HOST:PORT, as in 0.0.0.0:7420")
         if not self.tls and not is_loopback(self.address[0]):
             raise ValueError(
-                f"`supervisor.tls: false` with listen {self.listen}: whoever reads the token on "
+                f"`supervisor.tls: false` with listen {self.listen}: a reader of the token on "
                 "its way could replace the weights; leave `tls` out, or listen on 127.0.0.1"
             )
         if not self.tls and (self.tls_cert or self.tls_key):
@@ -436,7 +437,7 @@ class TinkerSection(_Section):
 
 
 class DiscoverySection(_Section):
-    """Servers that somebody else places: each command asks anew where they are. One key of two."""
+    """Servers that another system places: each command looks them up again. One key of two."""
 
     dns: str | None = Field(
         None,
@@ -668,8 +669,8 @@ class FleetConfig(_Section):
             )
         if self.auth == "none":
             raise ValueError(
-                f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
-                "could replace the weights; leave `auth` out"
+                f"`auth: none` with `launcher: {self.launcher}`: every client that reaches "
+                "the machines could replace the weights; leave `auth` out"
             )
 
     def _check_spanning(self, nodes: int, group: ReplicaGroup) -> None:
@@ -760,8 +761,8 @@ class FleetConfig(_Section):
         for key, host in open_hosts.items():
             if not is_loopback(host):
                 raise ValueError(
-                    f"`auth: none` with {key} {host}: whoever reaches these ports could replace "
-                    f"the weights; leave `auth` out, or `{key}`"
+                    f"`auth: none` with {key} {host}: every client that reaches these "
+                    f"ports could replace the weights; leave `auth` out, or `{key}`"
                 )
         if self.weight_transfer.transport == "ipc":
             raise ValueError(

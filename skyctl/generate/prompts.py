@@ -24,19 +24,22 @@ _RESERVED = ("stream", "stream_options", "best_of", "echo", "use_beam_search")
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request. `body` is what vLLM takes, without the prompt, the model and streaming.
-
-    Exactly one of `prompt` (text or token ids) and `messages` is set. `body["max_tokens"]` is
-    always set, so that a request that was cut off can continue for the rest. `sample` numbers
-    requests that ask for several answers to one prompt.
-    """
+    """One request. Exactly one of `prompt` and `messages` is set."""
 
     id: str
+    """The name of its result."""
     body: Mapping[str, Any]
+    """vLLM's parameters without prompt, model and streaming; `max_tokens` is always among them, so
+    that a request that was cut off can ask for the remaining tokens.
+    """
     prompt: str | list[int] | None = None
+    """A text or token ids."""
     messages: list[dict[str, Any]] | None = None
+    """The messages of a chat."""
     session_id: str | None = None
+    """Sticky routing policies keep requests of one session on one server."""
     sample: int = 0
+    """The number of this answer among several to one prompt, from 0."""
 
     @property
     def max_tokens(self) -> int:
@@ -155,7 +158,7 @@ def _form_hint(line: Mapping[str, Any]) -> str:
 
 
 def check_session(value: Any, where: str) -> None:
-    """Raise UsageError unless it can be a header's value; None is no session."""
+    """Raise UsageError unless `value` can be a header's value; None means without a session."""
     if value is not None and not (
         isinstance(value, str)
         and value.isascii()
@@ -201,16 +204,18 @@ class Cut(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """One event: the tokens and text it adds; `prompt_ids` come with the first of a request.
-
-    `logprobs` has one number per token if they were requested.
-    """
+    """One event of a stream."""
 
     text: str = ""
+    """The text it adds."""
     token_ids: tuple[int, ...] = ()
+    """The tokens it adds."""
     logprobs: tuple[float, ...] = ()
+    """The log probability of each token, if requested."""
     prompt_ids: list[int] | None = None
+    """The prompt's tokens; they come with the first event of a request."""
     finish_reason: str | None = None
+    """Why generation ended; None until then."""
 
 
 async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
@@ -235,7 +240,9 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
         try:
             piece = _piece(event)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            raise ServerError(f"the stream has an event like none: {data[:100]!r}") from error
+            raise ServerError(
+                f"the stream has an event of an unknown form: {data[:100]!r}"
+            ) from error
         yield piece
 
 
@@ -271,24 +278,28 @@ def _logprobs(logprobs: Any) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The result of one request. `error` is set if it was given up; tokens are partial then.
-
-    `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
-    are the prompt's as the server saw them, None if it never answered. `logprobs` has one natural
-    logarithm per token (of the token that was sampled) if the request asked for `logprobs`.
-    `sample` numbers the answers to one prompt (`n`).
-    """
+    """The result of one request."""
 
     id: str
+    """The request's id."""
     text: str
+    """The generated text."""
     token_ids: list[int]
+    """The generated tokens."""
     finish_reason: str
+    """vLLM's reason (`stop`, `length`), or `timeout` or `error`."""
     retries: int
+    """How many times it was sent again."""
     seconds: float
+    """Wall time from the first attempt, waits and freezes included."""
     error: str = ""
+    """Why it was given up; text and tokens are partial then."""
     prompt_token_ids: list[int] | None = None
+    """The prompt's tokens as the server saw them; None if no server answered."""
     logprobs: list[float] | None = None
+    """The natural logarithm of each sampled token's probability, if requested and complete."""
     sample: int = 0
+    """The number of this answer among several to one prompt (`n`), from 0."""
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -307,19 +318,27 @@ class GenerationResult:
 class Progress:
     """The state of one request over all its attempts.
 
-    A token that ends inside a character brings no text until the character is whole. `textless`
-    counts such tokens at the end; of those before them, up to `unclear` may be textless as well.
+    A token that ends inside a character brings no text until the character is whole.
     """
 
     prompt_ids: list[int] | None = None
+    """The prompt's tokens, once a server has named them."""
     tokens: list[int] = field(default_factory=list)
+    """All tokens so far."""
     logprobs: list[float] = field(default_factory=list)
+    """Their log probabilities, as far as servers sent them."""
     text: str = ""
+    """All text so far."""
     textless: int = 0
+    """How many tokens at the end brought no text."""
     unclear: int = 0
+    """Up to this many tokens before those may have brought no text either."""
     retries: int = 0
+    """How many times it was sent again."""
     fruitless: int = 0
+    """How many attempts in a row brought no token."""
     began: float = field(default_factory=time.perf_counter)
+    """When the first attempt began, by the performance counter."""
 
     def add(self, piece: Piece) -> None:
         """Take one piece of the stream."""

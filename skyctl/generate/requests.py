@@ -35,7 +35,7 @@ DETOKENIZE_TIMEOUT_S = 10.0
 _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 # answers under these cannot continue midway: they start again (a stop text may span the cut, and
 # the server holds text back while it checks for one; the second row counts what was generated, and
-# not the prompt, of which it would be a part; a prompt with it would be truncated anew)
+# not the prompt, of which it would be a part; a prompt with it would be truncated again)
 _NOT_CONTINUED = (
     *("stop", "tools", "response_format", "structured_outputs"),
     *("presence_penalty", "frequency_penalty", "bad_words"),
@@ -202,7 +202,7 @@ class GenerationClient:
         except ValueError as error:
             raise ServerError(f"{path} answered with something that is not JSON") from error
         if not isinstance(answer, dict):
-            raise ServerError(f"{path} answered with something that is no JSON object")
+            raise ServerError(f"{path} answered with something that is not a JSON object")
         if any(c.get("finish_reason") == "abort" for c in answer.get("choices") or ()):
             raise Cut("the server aborted it")
         return answer

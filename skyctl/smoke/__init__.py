@@ -49,13 +49,18 @@ _NOT_XML = {code: "�" for code in range(32) if chr(code) not in "\t\n\r"}
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step. `detail` is what it found, or why it failed or was skipped."""
+    """The result of one step."""
 
     name: str
+    """The step's name."""
     status: StepStatus
+    """How it ended."""
     seconds: float
+    """How long it took."""
     detail: str
+    """What it saw, or why it failed or was skipped."""
     hint: str = ""
+    """What to type after a failure."""
 
     @property
     def ok(self) -> bool:
@@ -64,16 +69,20 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SmokeReport:
-    """All steps in order. `logs` maps a process to the end of its log, if a step failed; `kept` is
-    the directory where its logs and the fleet's status were saved.
-    """
+    """The result of a smoke test."""
 
     fleet: str
+    """The fleet's name."""
     steps: tuple[StepResult, ...]
+    """Every step, in order."""
     began_at: float
+    """When it began, in seconds since the epoch."""
     seconds: float
+    """How long all steps took."""
     logs: dict[str, list[str]]
+    """The end of each process's log, if a step failed."""
     kept: str | None = None
+    """The directory where logs and the fleet's status were saved."""
 
     @property
     def passed(self) -> bool:
@@ -179,7 +188,7 @@ async def _run_step(step: Step, run: FleetUnderTest, timeout_s: float) -> StepRe
     except SkyctlError as error:
         return ended(StepStatus.FAILED, error.message, error.hint)
     except TimeoutError:
-        detail = f"not done after {timeout_s:.0f} s, which is all the time there was left"
+        detail = f"not done after {timeout_s:.0f} s, which is all the time that was left"
         return ended(StepStatus.FAILED, detail, "give it more: --timeout SECONDS")
     except Exception as error:
         return ended(StepStatus.ERROR, f"{type(error).__name__}: {error}")

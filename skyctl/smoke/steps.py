@@ -32,7 +32,7 @@ PROMPT = "The fleet is up and"
 TOKENS = 24
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
-_SETTLE_S = 0.3  # tokens still in flight when the pause is answered
+_IN_FLIGHT_S = 0.3  # tokens still in flight when the pause is answered
 _FROZEN_S = 0.7  # a running server makes many tokens in this time
 _STREAM_TRIES = 4
 _SHORTEST_STREAM = 256
@@ -40,8 +40,8 @@ _SHORTEST_STREAM = 256
 
 @dataclass(frozen=True)
 class SmokeOptions:
-    """What was asked for. `checkpoint` is another one to push; `reuse` tests a running fleet, and
-    leaves it up. All steps together take at most `timeout_s` seconds, except `down`.
+    """What to test. `checkpoint` is another one to push; `reuse` tests a running fleet, and leaves
+    it up. All steps together take at most `timeout_s` seconds, except `down`.
     """
 
     checkpoint: str | None = None
@@ -52,18 +52,20 @@ class SmokeOptions:
 
 @dataclass
 class FleetUnderTest:
-    """One run. Filled in by the steps as they go.
-
-    `answers` are the greedy tokens of each server before anything was pushed, `checkpoint` is what
-    they were computed with (None when unknown).
-    """
+    """One run. The steps fill in its fields."""
 
     ref: FleetRef
+    """The fleet."""
     options: SmokeOptions
+    """What to test."""
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    """Where each server and the router answer."""
     longest: int = 512
+    """The longest context of the servers, in tokens."""
     answers: dict[str, list[int]] = field(default_factory=dict)
+    """The greedy tokens of each server before the first push."""
     checkpoint: str | None = None
+    """The checkpoint that those were computed with; None if unknown."""
 
     async def find_endpoints(self, fleet: FleetService) -> None:
         """Every server and the router, and the model they serve.
@@ -108,7 +110,7 @@ class FleetUnderTest:
                 raise SkyctlError(f"{name} did not answer a prompt: {result.error}")
             if len(result.token_ids) != TOKENS:
                 raise SkyctlError(
-                    f"{name} answered {len(result.token_ids)} tokens, {TOKENS} were asked for"
+                    f"{name} answered {len(result.token_ids)} tokens instead of {TOKENS}"
                 )
         return {name: r.token_ids for name, r in zip(names, results, strict=True)}
 
@@ -210,7 +212,7 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
             await begun.wait()
             paused_ms = _slowest(await fleet.pause(Pause(mode="keep", clear_cache=False)), "pause")
             try:
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(_IN_FLIGHT_S)
                 if stream.done():
                     _finished(stream.result(), length)
                     return None
@@ -249,7 +251,7 @@ async def push_base(run: FleetUnderTest) -> str:
     runs now.
     """
     if run.checkpoint is None:
-        raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
+        raise Skipped("skyctl did not start these servers: their checkpoint is unknown")
     if not await asyncio.to_thread(Path(run.checkpoint).is_dir):
         raise Skipped(f"{run.checkpoint} is not a directory on this machine")
     message = await _push(run, run.checkpoint)
@@ -257,7 +259,7 @@ async def push_base(run: FleetUnderTest) -> str:
     changed = [name for name in run.servers if answers[name] != run.answers[name]]
     if changed:
         raise SkyctlError(
-            f"{', '.join(changed)} answers otherwise than before, with the same checkpoint",
+            f"{', '.join(changed)} answers differently with the same checkpoint",
             hint="compare the servers: skyctl weights verify",
         )
     return f"{message}; every answer as before"

@@ -417,8 +417,8 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
     ("config", "part"),
     [
         ({"host": "0.0.0.0"}, "cross the network unencrypted"),
-        ({"tinker": {"host": "0.0.0.0"}, "lora": {"max_rank": 32}}, "reads the key can train"),
-        ({"host": "0.0.0.0", "auth": "control"}, "inference asks for nothing"),
+        ({"tinker": {"host": "0.0.0.0"}, "lora": {"max_rank": 32}}, "reader of the key can train"),
+        ({"host": "0.0.0.0", "auth": "control"}, "inference needs no key"),
         ({"auth": "none"}, "every user of this machine"),
         ({"router": {"host": "0.0.0.0"}}, "router.host"),
         ({"router": {"request_timeout_s": 20}}, "request_timeout_s 20"),

@@ -104,9 +104,9 @@ def test_mixed_weight_versions_are_one_error_and_not_two() -> None:
     ]
 
 
-def test_a_server_that_says_otherwise_than_what_was_pushed_is_found() -> None:
+def test_a_server_that_reports_another_version_than_was_pushed_is_found() -> None:
     [finding] = wrong(facts(versions={"f-0": "v1", "f-1": "elsewhere"}))
-    assert finding.check == "weight-versions" and "f-1 says" in finding.message
+    assert finding.check == "weight-versions" and "f-1 reports" in finding.message
     assert wrong(facts(versions={})) == []
 
 
@@ -149,7 +149,7 @@ def test_a_verification_made_now_counts_more_than_the_records(
         ({"state": "ready"}, ["http://h:0"], "does not list it"),
         ({"state": "asleep"}, ["http://h:0", "http://h:1/"], "is asleep, and the router lists it"),
         ({"state": "paused"}, ["http://h:0", "http://h:1"], "requests that wait"),
-        ({}, ["http://h:0", "http://h:1", "http://x:5"], "no server of this fleet"),
+        ({}, ["http://h:0", "http://h:1", "http://x:5"], "not a server of this fleet"),
     ],
 )
 def test_a_router_out_of_step_is_found(
@@ -183,4 +183,4 @@ def test_a_server_whose_control_routes_are_open_is_named_with_what_closes_them()
     assert (ours.check, ours.severity) == ("control-tokens", Severity.WARNING)
     assert "f-1" in ours.message and "f-0" not in ours.message and "skyctl up" in ours.fix
     (theirs,) = wrong(facts(supervised=None, asks_token={"f-0": False}))
-    assert "whoever reaches" in theirs.message
+    assert "every client that reaches" in theirs.message
