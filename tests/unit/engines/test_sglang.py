@@ -188,7 +188,7 @@ async def test_listed_servers_with_both_keys_take_the_verbs(
         assert all("does not say what memory it has released" in one.detail for one in asleep)
         found = {one.check: one.message for one in await examine(fleet.ref)}
         assert found["vllm-versions"] == "every server runs SGLang 0.5.14"
-        assert "ask for a token" in found["control-tokens"]
+        assert "require a token" in found["control-tokens"]
     assert not any(stub.engine.dead or stub.engine.is_pause for stub in stubs)
 
 
