@@ -26,12 +26,13 @@ from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, fleet_paths, private_directory
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker.api import Api
+from skyctl.tinker.fleet_servers import connected
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.sampling import Sampling, Servers
 from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Worker, WorkerSettings
-from skyctl.tinker.waiting import Doorbell
-from skyctl.tinker.weights import ServedWeights, connected
+from skyctl.tinker.weights import ServedWeights
 
 _LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0

@@ -25,13 +25,13 @@ from starlette.routing import Route
 
 from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import SkyctlError
-from skyctl.tinker import records, training, wire
+from skyctl.tinker import records, requests, wire
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.records import Missing
 from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Worker
-from skyctl.tinker.waiting import Doorbell
 
 POLL_S = 25.0
 """Shorter than the SDK's deadline of 45 s."""
@@ -87,13 +87,13 @@ class Api:
             "POST create_model": self._create_model,
             "POST get_info": self._get_info,
             "POST forward_backward": self._forward_backward,
-            "POST optim_step": self._in_order(self._optim_step, training.OPTIM_STEP),
-            "POST save_weights": self._in_order(self._save_weights, training.SAVE),
+            "POST optim_step": self._in_order(self._optim_step, requests.OPTIM_STEP),
+            "POST save_weights": self._in_order(self._save_weights, requests.SAVE),
             "POST save_weights_for_sampler": self._in_order(
-                self._save_for_sampler, training.SAVE_SAMPLER
+                self._save_for_sampler, requests.SAVE_SAMPLER
             ),
-            "POST load_weights": self._in_order(self._load_weights, training.LOAD),
-            "POST save_weights_external": self._in_order(_refusal(EXTERNAL), training.SAVE),
+            "POST load_weights": self._in_order(self._load_weights, requests.LOAD),
+            "POST save_weights_external": self._in_order(_refusal(EXTERNAL), requests.SAVE),
             "POST create_sampling_session": self._create_sampler,
             "POST join_sampling_session": self._join_sampler,
             "POST asample": self._sample,
@@ -236,7 +236,7 @@ class Api:
             lora["seed"] = secrets.randbelow(2**31)
         config = {"base": self.settings.base_model, "lora": lora}
         number, metadata = body.model_seq_id, body.user_metadata
-        return await self._new_model(body.session_id, number, training.CREATE, config, metadata)
+        return await self._new_model(body.session_id, number, requests.CREATE, config, metadata)
 
     async def _get_info(self, request: Request) -> Answer:
         body = await self._json(request, wire.OfModel)
@@ -261,7 +261,7 @@ class Api:
             message = wire.message("ForwardBackwardRequest").FromString(body)
         except Exception as error:
             raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from error
-        kind = training.FORWARD if message.forward_only else training.FORWARD_BACKWARD
+        kind = requests.FORWARD if message.forward_only else requests.FORWARD_BACKWARD
         return await self._of_model(message.model_id, message.seq_id, kind, body=body)
 
     async def _optim_step(self, request: Request) -> Answer:
@@ -269,7 +269,7 @@ class Api:
         if body.optimizer_params is not None or body.adam_params is None:
             raise ValueError("only AdamW is offered here: give AdamParams")
         extra = {"params": body.adam_params}
-        return await self._of_model(body.model_id, body.seq_id, training.OPTIM_STEP, extra)
+        return await self._of_model(body.model_id, body.seq_id, requests.OPTIM_STEP, extra)
 
     async def _save_weights(self, request: Request) -> Answer:
         body = await self._json(request, wire.SaveWeights)
@@ -280,7 +280,7 @@ class Api:
             "ttl_seconds": body.ttl_seconds,
             "metadata": body.user_metadata,
         }
-        return await self._of_model(body.model_id, body.seq_id, training.SAVE, extra)
+        return await self._of_model(body.model_id, body.seq_id, requests.SAVE, extra)
 
     async def _save_for_sampler(self, request: Request) -> Answer:
         body = await self._json(request, wire.SaveForSampler)
@@ -296,7 +296,7 @@ class Api:
             session = body.model_id.split(":", 1)[0]
             extra["sampler"] = f"{session}:sample:{body.sampling_session_seq_id}"
             extra |= {"session": session, "inflight": body.kind == "inflight"}
-        return await self._of_model(body.model_id, body.seq_id, training.SAVE_SAMPLER, extra)
+        return await self._of_model(body.model_id, body.seq_id, requests.SAVE_SAMPLER, extra)
 
     async def _load_weights(self, request: Request) -> Answer:
         body = await self._json(request, wire.LoadWeights)
@@ -317,11 +317,11 @@ class Api:
                 raise ValueError(
                     f"{body.path} has rank {config['lora']['rank']}, the model rank {rank}"
                 )
-            return await self._of_model(body.model_id, body.seq_id, training.LOAD, extra)
+            return await self._of_model(body.model_id, body.seq_id, requests.LOAD, extra)
         session, number, metadata = body.session_id, body.model_seq_id, body.user_metadata
         if session is None or number is None:
             raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
-        return await self._new_model(session, number, training.LOAD, config, metadata, extra)
+        return await self._new_model(session, number, requests.LOAD, config, metadata, extra)
 
     async def _new_model(
         self,
@@ -452,10 +452,10 @@ class Api:
 
     async def _retrieve(self, request: Request) -> Answer:
         body = await self._json(request, wire.Future)
-        with self.bell.listen(body.request_id) as listening:
+        with self.bell.listen(body.request_id) as waiter:
             row = await self._future(body.request_id)
             if row["state"] == "accepted":
-                await listening.rung(POLL_S)
+                await waiter.notified(POLL_S)
                 row = await self._future(body.request_id)
         if row["state"] == "accepted":
             return {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
@@ -483,13 +483,13 @@ class Api:
             )
         await self.ledger.run(lambda c: records.sampler(c, sampler))
         deadline = time.monotonic() + timeout_s
-        with self.bell.listen(sampler) as listening:
+        with self.bell.listen(sampler) as waiter:
             while True:
                 rows = await self.ledger.run(
                     lambda c: records.finished(c, sampler, clone, body.prev_cursor)
                 )
                 remaining_s = deadline - time.monotonic()
-                if rows or remaining_s <= 0 or not await listening.rung(remaining_s):
+                if rows or remaining_s <= 0 or not await waiter.notified(remaining_s):
                     break
         completions = [
             {"state": "failed", "request_id": row["id"]}

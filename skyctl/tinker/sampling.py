@@ -21,9 +21,9 @@ from typing import Any, Protocol
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.tinker import wire
 from skyctl.tinker.ledger import Ledger
-from skyctl.tinker.training import Outcome, record_outcome
+from skyctl.tinker.long_polls import Doorbell
+from skyctl.tinker.requests import Outcome, record_outcome
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied
-from skyctl.tinker.waiting import Doorbell
 from skyctl.tinker.weights import label_of
 
 _LOG = logging.getLogger(__name__)

@@ -24,15 +24,27 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.records import request_id
+from skyctl.tinker.requests import (
+    CREATE,
+    FORWARD,
+    FORWARD_BACKWARD,
+    LOAD,
+    OPTIM_STEP,
+    SAVE,
+    Outcome,
+    add_checkpoint,
+    add_sampler,
+    answered,
+    failed_with,
+    record_outcome,
+    skip_gap,
+)
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied
-from skyctl.tinker.waiting import Doorbell
 
 _LOG = logging.getLogger(__name__)
 
-CREATE, LOAD = "create_model", "load_weights"
-SAVE, SAVE_SAMPLER = "save_weights", "save_weights_for_sampler"
-FORWARD, FORWARD_BACKWARD, OPTIM_STEP = "forward", "forward_backward", "optim_step"
 MOST_ATTEMPTS = 3
 """A request under which the worker died this often has failed."""
 
@@ -80,22 +92,6 @@ class Run:
     """The worker's life in which the model is open."""
     tried: int = 0
     """The worker's life in which it may use memory: opening it was begun."""
-
-
-@dataclass
-class Outcome:
-    """The outcome of a request."""
-
-    result: bytes = b"{}"
-    """What the client gets: an answer, or the text of a failure."""
-    type: str = "application/json"
-    """The media type of an answer."""
-    category: str = ""
-    """Of a failure, user or server; "" for an answer."""
-    rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    """Further statements of the commit that records it."""
-    snapshot: str | None = None
-    """The directory of a snapshot that was taken with it."""
 
 
 class Training:
@@ -197,9 +193,9 @@ class Training:
             await self._ledger.insist(lambda c: c.execute(sql, (request,)))
             if row["attempts"] + 1 < MOST_ATTEMPTS:
                 return
-            outcome = _failed(f"{error}, {MOST_ATTEMPTS} times in a row", "server")
+            outcome = failed_with(f"{error}, {MOST_ATTEMPTS} times in a row", "server")
         except Refused as error:
-            outcome = _failed(str(error), error.category)
+            outcome = failed_with(str(error), error.category)
             if error.category != "user":
                 run.life = 0  # what it did is unknown: rebuild
         await self._record(model, run, row, outcome)
@@ -207,12 +203,12 @@ class Training:
     async def _do(self, model: str, run: Run, row: sqlite3.Row) -> Outcome:
         kind, extra = row["kind"], json.loads(row["extra"] or "{}")
         if "refused" in extra and kind != OPTIM_STEP:
-            return _failed(extra["refused"], "user")
+            return failed_with(extra["refused"], "user")
         if kind == LOAD:
             return await self._load(model, run, extra)
         await self._open(model, run)
         if kind == CREATE:
-            return _json({"model_id": model, "type": "create_model"})
+            return answered({"model_id": model, "type": "create_model"})
         if kind in (FORWARD, FORWARD_BACKWARD):
             _, body = await self._ask(run.life, "forward_backward", model, row["body"])
             return Outcome(body, "application/x-protobuf")
@@ -223,9 +219,9 @@ class Training:
     async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
         if run.broken or "refused" in extra:
             await self._ask(run.life, "zero_gradients", model)
-            return _failed(extra.get("refused", BROKEN), "user")
+            return failed_with(extra.get("refused", BROKEN), "user")
         answer, _ = await self._ask(run.life, "optim_step", model, params=extra["params"])
-        outcome = _json({"metrics": answer["metrics"], "type": "optim_step"})
+        outcome = answered({"metrics": answer["metrics"], "type": "optim_step"})
         run.steps += 1
         since_s = time.monotonic() - run.snapshot_at
         due = since_s > self._limits.snapshot_s or run.steps >= self._limits.snapshot_steps
@@ -242,13 +238,13 @@ class Training:
             "SELECT directory, config FROM checkpoints WHERE path = ?", extra["path"]
         )
         if checkpoint is None:
-            return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
+            return failed_with(f"there is no checkpoint {extra['path']} (any more)", "user")
         life = await self._worker.ensure()
         await self._make_room(model, checkpoint)
         directory, optimizer = checkpoint["directory"], extra["optimizer"]
         await self._ask(life, "open", model, directory=directory, optimizer=optimizer)
         run.life = life
-        outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
+        outcome = answered({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
         outcome.snapshot = await self._snapshot(model, run)
         return outcome
@@ -257,52 +253,21 @@ class Training:
         path, training = extra["path"], row["kind"] == SAVE
         before = await self._ledger.row("SELECT directory FROM checkpoints WHERE path = ?", path)
         if before is not None and not extra.get("overwrite"):
-            return _failed(f"{path} is there already; give overwrite=True or another name", "user")
+            return failed_with(
+                f"{path} is there already; give overwrite=True or another name", "user"
+            )
         directory = str(self._checkpoints / uuid.uuid4().hex)
         answer, _ = await self._ask(
             run.life, "save", model, directory=directory, optimizer=training
         )
         config = (await self._model(model))["config"]
-        now, ttl = time.time(), extra.get("ttl_seconds")
-        outcome = _json({"path": path, "type": row["kind"]})
+        outcome = answered({"path": path, "type": row["kind"]})
         outcome.rows = [
-            # an overwritten checkpoint goes like those that no client can name any more
-            (
-                "UPDATE checkpoints SET path = path || '#' || directory, hidden = 1 WHERE path = ?",
-                (path,),
-            ),
-            (
-                "INSERT INTO checkpoints (path, model, kind, name, directory, config, optimizer, "
-                "created, size, metadata, expires, hidden) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
-                (
-                    path,
-                    model,
-                    "training" if training else "sampler",
-                    path.rsplit("/", 1)[-1],
-                    directory,
-                    config,
-                    int(training),
-                    now,
-                    answer["size"],
-                    json.dumps(extra.get("metadata")),
-                    None if ttl is None else now + ttl,
-                    int("sampler" in extra),
-                ),
-            ),
+            *add_checkpoint(model, row["kind"], directory, config, answer["size"], extra)
         ]
         if "sampler" in extra:
             outcome.result = json.dumps({"sampling_session_id": extra["sampler"]}).encode()
-            sampler, session = extra["sampler"], extra["session"]
-            inflight = model if extra["inflight"] else None
-            outcome.rows += [
-                (
-                    "INSERT OR REPLACE INTO samplers (id, session, path, inflight, created, used) "
-                    "VALUES (?,?,?,?,?,?)",
-                    (sampler, session, path, inflight, now, now),
-                ),
-                # those that follow this model move on together; NULL equals none of them
-                ("UPDATE samplers SET path = ? WHERE inflight = ?", (path, inflight)),
-            ]
+            outcome.rows += add_sampler(model, extra)
         return outcome
 
     async def _snapshot(self, model: str, run: Run) -> str:
@@ -416,7 +381,7 @@ class Training:
         for model, run in list(self._runs.items()):  # a model may be created during the loop
             if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
                 continue
-            skipped, broken = await self._ledger.insist(partial(_skip, model, run.next_seq))
+            skipped, broken = await self._ledger.insist(partial(skip_gap, model, run.next_seq))
             if skipped:
                 run.next_seq, run.broken = skipped[-1]["seq"] + 1, broken
                 run.waiting = {seq for seq in run.waiting if seq >= run.next_seq}
@@ -433,45 +398,3 @@ class Training:
         row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
         assert row is not None  # its requests are in the ledger, so it is too
         return row
-
-
-def _skip(
-    model: str, missing: int, connection: sqlite3.Connection
-) -> tuple[list[sqlite3.Row], bool]:
-    """Fail the requests after a missing one, none if it has come by now: once this is committed
-    it is refused. Returns them, and whether the next step is broken.
-    """
-    sql = "SELECT * FROM requests WHERE owner = ? AND seq >= ? ORDER BY seq"
-    rows = connection.execute(sql, (model, missing)).fetchall()
-    if rows[0]["seq"] == missing:
-        return [], False
-    outcome = _failed(f"request {missing} of this model never came", "user")
-    broken = True  # it may have been a forward_backward
-    for row in rows:
-        broken = row["kind"] == FORWARD_BACKWARD or (broken and row["kind"] != OPTIM_STEP)
-        record_outcome(connection, row, outcome)
-    connection.execute(
-        "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
-        (rows[-1]["seq"], broken, time.time(), model),
-    )
-    return rows, broken
-
-
-def record_outcome(connection: sqlite3.Connection, row: sqlite3.Row, outcome: Outcome) -> None:
-    """Give a request its outcome. A body that no replay needs is dropped."""
-    replayed = row["kind"] == FORWARD_BACKWARD and not outcome.category
-    order = connection.execute("SELECT COALESCE(MAX(done_order), 0) + 1 FROM requests").fetchone()
-    state, now = "failed" if outcome.category else "done", time.time()
-    connection.execute(
-        "UPDATE requests SET state = ?, result = ?, type = ?, category = ?, done_at = ?, "
-        "done_order = ?, body = CASE WHEN ? THEN body END WHERE id = ?",
-        (state, outcome.result, outcome.type, outcome.category, now, order[0], replayed, row["id"]),
-    )
-
-
-def _json(value: dict[str, Any]) -> Outcome:
-    return Outcome(json.dumps(value).encode())
-
-
-def _failed(message: str, category: str) -> Outcome:
-    return Outcome(message.encode(), category=category)

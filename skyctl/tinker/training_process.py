@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.tinker import frames
+from skyctl.tinker import worker_messages
 
 START_TIMEOUT_S = 900.0
 
@@ -105,9 +105,9 @@ class Worker:
             reader, writer = self._streams
             try:
                 async with asyncio.timeout(self.settings.timeout_s):
-                    writer.write(frames.packed(header, body))
+                    writer.write(worker_messages.pack(header, body))
                     await writer.drain()
-                    answer, content = await frames.read_async(reader)
+                    answer, content = await worker_messages.read_async(reader)
             except (OSError, EOFError, TimeoutError) as error:
                 await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
@@ -134,7 +134,7 @@ class Worker:
         began = time.monotonic()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                self.hello, _ = await frames.read_async(self._streams[0])
+                self.hello, _ = await worker_messages.read_async(self._streams[0])
         except BaseException as error:
             await self.stop()
             self._failures += 1

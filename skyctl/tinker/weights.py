@@ -1,10 +1,8 @@
-"""A fleet as sampling needs it: completions through the router, adapters on every server, and whose
-weights the servers hold: the fleet's own, or those of one model that was trained as a whole.
+"""Whose weights the servers hold: the fleet's own, or those of one model trained as a whole.
 
-Servers hold only so many adapters. The least recently used one makes room; those in use stay. To
-sample from a model that was trained as a whole, its checkpoint is pushed under a label that names
-it, after requests that use other weights are done. The fleet's journal shows what servers hold: the
-last push that succeeded, as long as no other has begun.
+To sample from a model that was trained as a whole, its checkpoint is pushed under a label that
+names it, after requests that use other weights are done. The fleet's journal shows what servers
+hold: the last push that succeeded, as long as no other has begun.
 """
 
 from __future__ import annotations
@@ -14,25 +12,20 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
     FleetDownError,
-    NotFoundError,
     SkyctlError,
 )
-from skyctl.generate.requests import COMPLETIONS, GenerationClient
 from skyctl.push.request import PushRequest
 from skyctl.service.ended import job_error
-from skyctl.service.endpoint import find_endpoint
 from skyctl.store.journal import LATEST
 from skyctl.tinker import files
 
@@ -44,7 +37,6 @@ T = TypeVar("T")
 PREFIX = "tinker-"
 _BUSY_S, _BUSY_TIMEOUT_S = 1.0, 600.0
 _LEAVE_TIMEOUT_S = 60.0
-_LOOK_S = 0.5
 _MIXED = "?"
 _PUSH = "push"
 
@@ -219,154 +211,6 @@ class ServedWeights:
         versions = {row.weight_version or "" for row in state.servers}
         trained = {version for version in versions if version.startswith(PREFIX)}
         return (_MIXED if failed or len(versions) > 1 else trained.pop()) if trained else None
-
-
-@dataclass(eq=False)
-class FleetServers:
-    """The servers of one fleet; made by `connected`."""
-
-    fleet: FleetService
-    """The fleet's verbs."""
-    client: GenerationClient
-    """Requests through the router."""
-    base: str
-    """The model name of requests to the base model."""
-    context: int
-    """The number of tokens that a server takes."""
-    most: int
-    """The most adapters that servers hold."""
-    weights: ServedWeights
-    """The weights that servers hold."""
-
-    def __post_init__(self) -> None:
-        self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
-        self._unwanted: set[str] = set()  # on servers, perhaps only some of them: removed first
-        self._changing = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
-
-        async def ask() -> dict[str, Any]:
-            return await self.client.ask(COMPLETIONS, body)
-
-        return await self._awake(lambda: self.weights.answer(weights, ask))
-
-    def leaving(self, directory: str) -> AbstractAsyncContextManager[None]:
-        """See `Servers`."""
-        return self.weights.leaving(directory)
-
-    @asynccontextmanager
-    async def using(self, name: str, directory: str) -> AsyncIterator[None]:
-        """See `Servers`."""
-        if name not in self._loaded:
-            async with self._changing:
-                if name not in self._loaded:
-                    # works without a supervisor, too: the next one takes the servers over
-                    place = partial(self._place, name, directory)
-                    await self._awake(lambda: patiently(place, ConflictError, FleetDownError))
-                    self._unwanted.discard(name)
-                    self._loaded[name] = 0
-        self._loaded[name] = self._loaded.pop(name) + 1
-        try:
-            yield
-        finally:
-            self._loaded[name] -= 1
-            if name in self._unwanted and not self._loaded[name]:
-                del self._loaded[name]
-            self._freed.set()
-
-    async def unload(self, name: str) -> None:
-        """See `Servers`. An adapter in use stays until its place is needed: unloading it would end
-        running requests.
-        """
-        async with self._changing:
-            if self._loaded.get(name, 0):
-                self._unwanted.add(name)
-            elif self._loaded.pop(name, None) is not None:
-                await self._unload(name)
-
-    async def adopt(self) -> None:
-        """Count what an earlier process has loaded: names are never used twice."""
-        for adapter in await self.fleet.adapters():
-            if adapter.name.startswith(PREFIX):
-                self._loaded[adapter.name] = 0
-
-    async def _awake(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The result of `ask`, repeated after a failure while servers slept: it waits for as long
-        as a trainer needs their memory.
-        """
-        while True:
-            try:
-                return await ask()
-            except SkyctlError as error:
-                if getattr(error, "status", None) == 400 or not await self._slept():
-                    raise
-
-    async def _slept(self) -> bool:
-        """Wait while servers sleep and none is ready; False if there was nothing to wait for."""
-        slept = False
-        while True:
-            status = await patiently(self.fleet.status, FleetDownError, DeadlineExceeded)
-            states = {replica.state for replica in status.replicas}
-            if "asleep" not in states or "ready" in states:
-                return slept
-            slept = True
-            await asyncio.sleep(_LOOK_S)
-
-    async def _make_room(self) -> None:
-        for name in self._unwanted - self._loaded.keys():
-            await self._unload(name)
-        while True:
-            others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
-            if len(self._loaded) < max(1, self.most - len(others)):
-                return
-            idle = [name for name, users in self._loaded.items() if users == 0]
-            if idle:
-                del self._loaded[idle[0]]
-                await self._unload(idle[0])
-                continue
-            self._freed.clear()
-            await self._freed.wait()
-
-    async def _place(self, name: str, directory: str) -> None:
-        await self._make_room()
-        # any base: the adapter names the base as this API does, not by the fleet's path to it
-        request = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
-        try:
-            await self.fleet.load_adapter(request)
-        except ConflictError:
-            raise  # nothing was sent
-        except BaseException:
-            self._unwanted.add(name)  # one that is given up may be carried out all the same
-            raise
-
-    async def _unload(self, name: str) -> None:
-        self._unwanted.add(name)
-        try:
-            request = UnloadAdapter(name=name)
-            await patiently(lambda: self.fleet.unload_adapter(request), ConflictError)
-        except FleetDownError:  # a NotFoundError too, but about the fleet: it still has the adapter
-            raise
-        except NotFoundError:
-            pass
-        self._unwanted.discard(name)
-
-
-@asynccontextmanager
-async def connected(
-    fleet: FleetService, weights: ServedWeights, *, context: int, most: int
-) -> AsyncIterator[FleetServers]:
-    """The servers of a running fleet. `most`: how many adapters they hold at once.
-
-    Raises:
-        FleetDownError: it does not run. SkyctlError: it cannot be asked.
-    """
-    endpoint = await find_endpoint(fleet)
-    async with GenerationClient(endpoint) as client:
-        servers = FleetServers(fleet, client, endpoint.model, context, most, weights)
-        await servers.adopt()
-        yield servers
 
 
 class OneAtATime:

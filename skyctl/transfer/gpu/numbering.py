@@ -10,13 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyctl.wire.layouts import Copy, Program
-
-if TYPE_CHECKING:
-    pass
-
 
 BATCH_BYTES = 256 * 1024 * 1024
 """Parameters are numbered together up to this size."""

@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("google.protobuf")
 from skyctl.errors import FleetDownError, NotFoundError, StateUnwritable
 from skyctl.tinker import records
+from skyctl.tinker.fleet_servers import FleetServers
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
-from skyctl.tinker.waiting import Doorbell
-from skyctl.tinker.weights import FleetServers
 
 
 class Busy:

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import StateUnwritable
-from skyctl.tinker import files, records, training
+from skyctl.tinker import files, records, requests
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Refused, WorkerDied
-from skyctl.tinker.waiting import Doorbell
 
 
 class Notes:
@@ -136,7 +136,7 @@ async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
     worker = Notes()
     worker.refused.add("forward_backward")
     found = training_of(ledger, tmp_path, worker)
-    kinds = (training.CREATE, training.FORWARD_BACKWARD, training.LOAD, training.OPTIM_STEP)
+    kinds = (requests.CREATE, requests.FORWARD_BACKWARD, requests.LOAD, requests.OPTIM_STEP)
     await add(ledger, found, "m", *kinds)
     task = asyncio.create_task(found.run())
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
@@ -150,7 +150,7 @@ async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_d
     monkeypatch.setattr("skyctl.tinker.ledger._DISK_S", 0.01)
     worker, run, left = Notes(), ledger.run, 3
     found = training_of(ledger, tmp_path, worker)
-    await add(ledger, found, "m", training.CREATE, training.OPTIM_STEP)
+    await add(ledger, found, "m", requests.CREATE, requests.OPTIM_STEP)
 
     async def full(change: Any) -> Any:
         nonlocal left
@@ -175,7 +175,7 @@ async def test_a_step_is_done_though_its_snapshot_cannot_be_written(
     worker = Notes()
     worker.refused.add("save")
     found = training_of(ledger, tmp_path, worker, snapshot_steps=2)
-    await add(ledger, found, "m", training.CREATE, *[training.OPTIM_STEP] * 5)
+    await add(ledger, found, "m", requests.CREATE, *[requests.OPTIM_STEP] * 5)
     task = asyncio.create_task(found.run())
     assert await until_ended(ledger, "m") == ["done"] * 6
     assert (worker.asked.count("optim_step"), worker.asked.count("save")) == (5, 2)
@@ -204,7 +204,7 @@ async def test_a_worker_that_dies_while_the_disk_is_full_ends_no_training(
     monkeypatch.setattr(worker, "call", die)
     monkeypatch.setattr(ledger, "run", full)
     found = training_of(ledger, tmp_path, worker)
-    await add(ledger, found, "m", training.CREATE, training.OPTIM_STEP)
+    await add(ledger, found, "m", requests.CREATE, requests.OPTIM_STEP)
     task = asyncio.create_task(found.run())
     assert await until_ended(ledger, "m") == ["done", "done"]
     assert not task.done()
@@ -217,9 +217,9 @@ async def test_eight_models_have_turns_and_nobody_waits_for_anothers_queue(
     worker = Notes()
     found = training_of(ledger, tmp_path, worker)
     models = [f"m{number}" for number in range(8)]
-    await add(ledger, found, models[0], training.CREATE, *[training.OPTIM_STEP] * 30)
+    await add(ledger, found, models[0], requests.CREATE, *[requests.OPTIM_STEP] * 30)
     for model in models[1:]:
-        await add(ledger, found, model, training.CREATE, *[training.OPTIM_STEP] * 3)
+        await add(ledger, found, model, requests.CREATE, *[requests.OPTIM_STEP] * 3)
     task = asyncio.create_task(found.run())
     for model in models:
         await until_ended(ledger, model)
@@ -234,7 +234,7 @@ async def test_the_worker_holds_one_whole_model_and_few_adapters(
 ) -> None:
     worker = Notes()
     found = training_of(ledger, tmp_path, worker, open_models=3)
-    kinds = (training.CREATE, training.OPTIM_STEP)
+    kinds = (requests.CREATE, requests.OPTIM_STEP)
     for number in range(4):
         await add(ledger, found, f"whole-{number}", *kinds, rank=0)
         await add(ledger, found, f"lora-{number}", *kinds)
@@ -251,14 +251,14 @@ async def test_a_gap_is_given_up_while_another_model_is_busy(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     found = training_of(ledger, tmp_path, Notes(), gap_s=1.0)
-    await add(ledger, found, "gap", training.CREATE)
-    await add(ledger, found, "gap", training.OPTIM_STEP, first=2)
-    await add(ledger, found, "busy", training.CREATE)
+    await add(ledger, found, "gap", requests.CREATE)
+    await add(ledger, found, "gap", requests.OPTIM_STEP, first=2)
+    await add(ledger, found, "busy", requests.CREATE)
     task = asyncio.create_task(found.run())
 
     async def keep_busy() -> None:
         for seq in range(1, 10_000):
-            await add(ledger, found, "busy", training.OPTIM_STEP, first=seq)
+            await add(ledger, found, "busy", requests.OPTIM_STEP, first=seq)
             await asyncio.sleep(0.005)
 
     busy = asyncio.create_task(keep_busy())
@@ -276,15 +276,15 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
     """It is on disk before the scheduler is told: one that was skipped then had no answer, ever."""
     worker = Notes()
     found = training_of(ledger, tmp_path, worker, gap_s=0.0)
-    await add(ledger, found, "m", training.CREATE)
+    await add(ledger, found, "m", requests.CREATE)
     await found._carry_out("m")
-    await add(ledger, found, "m", training.OPTIM_STEP, first=2)
+    await add(ledger, found, "m", requests.OPTIM_STEP, first=2)
     done: list[int] = []
 
     def commit(connection: Any) -> None:
         done.append(records.model(connection, "m")["done_seq"])
         if done[0] < 1:  # as the API, which refuses it otherwise
-            records.add_request(connection, "m", 1, training.OPTIM_STEP, {"params": {}}, b"")
+            records.add_request(connection, "m", 1, requests.OPTIM_STEP, {"params": {}}, b"")
 
     order = [ledger.run(commit), found._skip_gaps()]
     await asyncio.gather(*(order if late == "is there" else reversed(order)))
@@ -302,11 +302,11 @@ async def test_a_step_after_a_gap_does_not_apply_what_is_left_of_its_gradient(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     found = training_of(ledger, tmp_path, Notes(), gap_s=0.0)
-    await add(ledger, found, "m", training.CREATE)
+    await add(ledger, found, "m", requests.CREATE)
     await found._carry_out("m")
-    await add(ledger, found, "m", training.FORWARD, first=2)
+    await add(ledger, found, "m", requests.FORWARD, first=2)
     await found._skip_gaps()
-    await add(ledger, found, "m", training.OPTIM_STEP, training.OPTIM_STEP, first=3)
+    await add(ledger, found, "m", requests.OPTIM_STEP, requests.OPTIM_STEP, first=3)
     await found._carry_out("m")
     await found._carry_out("m")
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "done"]

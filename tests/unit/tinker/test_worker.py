@@ -19,7 +19,7 @@ from skyctl.tinker import wire  # noqa: E402
 from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
 from skyctl.tinker.losses import LossError  # noqa: E402
-from skyctl.tinker.worker import Trainer  # noqa: E402
+from skyctl.tinker.trainer import Trainer  # noqa: E402
 from tests.tiny import make_tiny_checkpoint  # noqa: E402
 
 LORA = {"rank": 4, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}

@@ -10,7 +10,7 @@ from typing import IO, Any
 _LENGTHS = struct.Struct("!IQ")
 
 
-def packed(header: dict[str, Any], body: bytes = b"") -> bytes:
+def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """One message in its wire form."""
     text = json.dumps(header).encode()
     return _LENGTHS.pack(len(text), len(body)) + text + body

@@ -12,32 +12,32 @@ class Doorbell:
     """For one event loop. Check first, then wait, then check again: a ring is not stored."""
 
     def __init__(self) -> None:
-        self._waiting: defaultdict[str, set[Listening]] = defaultdict(set)
+        self._waiters: defaultdict[str, set[Waiter]] = defaultdict(set)
 
     def ring(self, *names: str) -> None:
         """Wake the waiters for these names."""
         for name in names:
-            for event in self._waiting.get(name, ()):
-                event.set()
+            for waiter in self._waiters.get(name, ()):
+                waiter.set()
 
     @contextmanager
-    def listen(self, name: str) -> Iterator[Listening]:
+    def listen(self, name: str) -> Iterator[Waiter]:
         """Inside, receive every ring."""
-        waiting, listening = self._waiting[name], Listening()
-        waiting.add(listening)
+        waiters, waiter = self._waiters[name], Waiter()
+        waiters.add(waiter)
         try:
-            yield listening
+            yield waiter
         finally:
-            waiting.discard(listening)
-            if not waiting:
-                del self._waiting[name]
+            waiters.discard(waiter)
+            if not waiters:
+                del self._waiters[name]
 
 
-class Listening(asyncio.Event):
+class Waiter(asyncio.Event):
     """One waiter; made by `Doorbell.listen`."""
 
-    async def rung(self, timeout_s: float) -> bool:
-        """False if nobody rang for `timeout_s` seconds."""
+    async def notified(self, timeout_s: float) -> bool:
+        """False if nothing rang for `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.wait()
