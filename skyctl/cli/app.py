@@ -1,26 +1,22 @@
-"""The `skyctl` command: the table of all verbs, what follows from the arguments alone, and the one
-place where errors are printed.
-"""
+"""The `skyctl` command: the table of all verbs, and the one place where errors are printed."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import importlib
 import inspect
 import os
-import re
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import typer
-from typer.core import TyperArgument, TyperOption
 
 from skyctl import __version__, startup
+from skyctl.cli.arguments import command_name, given, options_first
+from skyctl.cli.plain_values import spare_validators
 from skyctl.errors import (
     ExitCode,
     InternalError,
@@ -74,37 +70,6 @@ VERBS = [
     Verb("smoke", "smoke", "smoke", CHECKS),
     Verb("help", "help", "help_", CHECKS),
 ]
-
-# valid with every command, before or after its name
-EVERYWHERE = ("-q", "--quiet", "--no-color", "--debug")
-EVERYWHERE_WITH_VALUE = ("--token-file", "--ca")
-WITHOUT_FLEET = ("", "init", "schema", "help")
-BEHIND_THE_COMMAND = {"-f": "FILE", "--file": "FILE", "--fleet": "NAME", "--json": ""}
-TAKES_SERVERS = ("pause", "resume", "sleep", "wake", "wait", "restart", "logs")
-
-IN_THE_FILE = {
-    "--replicas": "`replicas:` in the fleet file, or for now: skyctl scale N",
-    "--model": "`model:` in the fleet file",
-    "--gpus": "`gpus:` in the fleet file",
-    "--port": "`ports:` and `router: {port: …}` in the fleet file",
-}
-_ATTACH = "list the servers in a fleet file: name: …, and servers: [http://127.0.0.1:8000, …]"
-# the names that docker, kubectl, systemctl, vLLM's routes and trainers use
-_ELSEWHERE = {
-    "sync-weights CKPT": "push sync update update-weights load load-weights reload set-weights",
-    "up": "start run launch deploy apply create serve",
-    "down": "stop kill rm delete destroy terminate",
-    "status": "ps ls list get info show describe health",
-    "resume": "unpause thaw continue unfreeze",
-    "pause --mode keep": "freeze suspend hold",
-    "wake": "wakeup wake-up unsleep",
-    "generate PROMPT": "ask chat complete completion prompt",
-    "weights history": "history",
-    "sync-weights --rollback": "rollback undo revert",
-    "validate": "check lint config",
-    "top": "stats monitor watch",
-}
-_SAME = {word: command for command, words in _ELSEWHERE.items() for word in words.split()}
 
 _ADVICE = {
     errno.ENOSPC: "free space where it is written",
@@ -178,97 +143,6 @@ def register(verbs: Sequence[Verb]) -> None:
         else:
             text = flowing(command.__doc__)
             app.command(verb.name, help=text, rich_help_panel=verb.panel)(command)
-
-
-def options_first(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the options that are valid everywhere at the front."""
-    options, after = _split(arguments)
-    first, others, words = list[str](), list[str](), iter(options)
-    for word in words:
-        option, equals, _ = word.partition("=")
-        if option in EVERYWHERE_WITH_VALUE:
-            first += (
-                [word] if equals else [word, *(value for value in (next(words, None),) if value)]
-            )
-        else:
-            (first if word in EVERYWHERE else others).append(word)
-    return [*first, *others, *after]
-
-
-def given(option: str, arguments: Sequence[str]) -> bool:
-    """Whether an option is among the arguments (there are none after `--`)."""
-    return option in _split(arguments)[0]
-
-
-def command_name(arguments: Sequence[str], groups: Mapping[str, Collection[str]]) -> str:
-    """`jobs show` for `skyctl -q jobs -f x show push-1`; `groups` maps a group to its commands."""
-    typed = options_first(_split(arguments)[0])
-    before = ["", *typed]  # the word before: an option may take this one as its value
-    words = [
-        word
-        for option, word in zip(before, typed, strict=False)
-        if not word.startswith("-") and option not in EVERYWHERE_WITH_VALUE
-    ]
-    if not words:
-        return "skyctl"
-    below = next((word for word in words[1:] if word in groups.get(words[0], ())), None)
-    return f"{words[0]} {below}" if below else words[0]
-
-
-def explain(complaint: str, command: str) -> tuple[str, str]:
-    """The parser's complaint as a message and a hint; `command` is "" when unknown."""
-    help_hint = f"skyctl {command} --help" if command else "skyctl --help"
-    message, _, guess = complaint.replace("Value error, ", "").partition(" Did you mean ")
-    message = message[:1].lower() + message[1:].removesuffix(".")
-    if match := re.fullmatch(r"no such command '(.*)'", message):
-        return message, _other_command(match[1], guess.replace("'", ""))
-    if match := re.fullmatch(r"(no such option: \S+) \(Possible options: (.*)\)", message):
-        near = difflib.get_close_matches(match[1].split()[-1], match[2].split(", "), 1, 0.75)
-        guess = f"did you mean {near[0]}; " if near else ""
-        return match[1], f"{guess}all options: {help_hint}"
-    if guess:
-        return message, f"did you mean {guess.replace(chr(39), '')}"
-    option = message.partition("no such option: ")[2]
-    if option in IN_THE_FILE:
-        return message, IN_THE_FILE[option]
-    if option in BEHIND_THE_COMMAND:
-        example = f"skyctl status {option} {BEHIND_THE_COMMAND[option]}".rstrip()
-        return message, f"it goes behind the command, as in: {example}"
-    if option == "--server" and command in TAKES_SERVERS:
-        return message, f"servers are named without an option: skyctl {command} SERVER"
-    if command == "logs" and message == "option '-f' requires an argument":
-        return message, "-f names the fleet file; to follow: skyctl logs --follow"
-    extra = re.match(r"got unexpected extra arguments? *\((\S+)", message.replace("(s)", "s"))
-    if extra and command == "generate":
-        return message, 'several words are one prompt in quotes: skyctl generate "the fleet is up"'
-    if extra and command not in WITHOUT_FLEET:
-        word = extra[1].rstrip(")")
-        return message, f"{fleet_option(word)}; all options: {help_hint}"
-    return message, help_hint
-
-
-def fleet_option(word: str) -> str:
-    """The option to type before `word`, which names a fleet or its file."""
-    if word.endswith((".yaml", ".yml")) or "/" in word:
-        return f"a fleet file is named with: -f {word}"
-    return f"a fleet is named with: --fleet {word}"
-
-
-def _other_command(typed: str, guess: str) -> str:
-    """A hint at the command that an unknown name probably stands for."""
-    if typed == "attach":
-        return _ATTACH
-    if typed in _SAME:
-        return f"did you mean: skyctl {_SAME[typed]}"
-    if guess:
-        return f"did you mean {guess}"
-    return "every command: skyctl --help"
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The arguments before `--`, and from it on."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:end], arguments[end:]
 
 
 def flowing(docstring: str | None) -> str:
@@ -416,6 +290,8 @@ def _fail_unexpectedly(error: Exception) -> NoReturn:
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
     command = mode.command
     is_verb = command.split()[0] in {verb.name for verb in VERBS}
+    from skyctl.cli.mistyped import explain
+
     text: str = getattr(error, "format_message", error.__str__)()
     message, hint = explain(text, command if is_verb else "")
     _fail(UsageError(message, hint=hint))
@@ -431,40 +307,3 @@ def _groups() -> dict[str, set[str]]:
         for group in app.registered_groups
         if group.name and group.typer_instance
     }
-
-
-def spare_validators() -> None:
-    """Have Typer take plain values without pydantic, where the result is the same.
-
-    Typer builds a pydantic validator for every parameter, typed or not. Importing pydantic and
-    building them takes a third of a short command's time.
-    """
-    for kind in (TyperArgument, TyperOption):
-        _spare(kind)
-
-
-def _spare(kind: Any) -> None:
-    validated = kind.process_value
-
-    def process_value(self: Any, context: Any, value: Any) -> Any:
-        try:
-            plain = _plain(self, value)
-        except ValueError:
-            return validated(self, context, value)  # Typer says what is wrong with it
-        return plain if self.callback is None else self.callback(context, self, plain)
-
-    kind.process_value = process_value
-
-
-def _plain(parameter: Any, value: Any) -> Any:
-    """The value itself, or the member of an enumeration. Raises ValueError for any other."""
-    if value is None and not parameter.required:
-        return () if parameter.multiple or parameter.nargs != 1 else None
-    # Typer has it since it has had validators
-    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    if kind is str and isinstance(value, str):
-        value.encode()  # refuses lone surrogates
-        return value
-    raise ValueError

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from skyctl.cli.top_screen import Action
     from skyctl.core.registry import FleetRef
     from skyctl.core.service import Outcomes
-    from skyctl.monitoring.sampler import FleetSample, Sampler
+    from skyctl.monitoring.sampler import Sampler
+    from skyctl.monitoring.samples import FleetSample
     from skyctl.service import FleetService
 
 _NO_LOG = ["nothing yet (skyctl has the logs of servers that it started itself)"]

@@ -16,7 +16,7 @@ from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.cli.top_screen import TopScreen
-    from skyctl.monitoring.sampler import (
+    from skyctl.monitoring.samples import (
         FleetSample,
         JobSample,
         ReplicaSample,
@@ -201,20 +201,20 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
     columns = [
         Column("REPLICA", lambda r: r.name),
         Column("STATE", lambda r: output.styled(r.state)),
-        Column(">FOR", lambda r: _known(r.state_s, format_seconds), drop=4),
+        Column(">FOR", lambda r: _or_none(r.state_s, format_seconds), drop=4),
         Column(">RUN", lambda r: r.running, lambda all_: _sum(all_, "running")),
         Column(">WAIT", lambda r: r.waiting, lambda all_: _sum(all_, "waiting")),
-        Column(">KV", lambda r: _known(r.kv_usage, _percent)),
-        Column(">HIT", lambda r: _known(r.prefix_hit_rate, _percent), drop=5),
+        Column(">KV", lambda r: _or_none(r.kv_usage, _percent)),
+        Column(">HIT", lambda r: _or_none(r.prefix_hit_rate, _percent), drop=5),
         Column(
             ">PROMPT/S",
-            lambda r: _known(r.prompt_tokens_per_s, _rate),
-            lambda all_: _known(_sum(all_, "prompt_tokens_per_s"), _rate),
+            lambda r: _or_none(r.prompt_tokens_per_s, _rate),
+            lambda all_: _or_none(_sum(all_, "prompt_tokens_per_s"), _rate),
         ),
         Column(
             ">GEN/S",
-            lambda r: _known(r.generation_tokens_per_s, _rate),
-            lambda all_: _known(_sum(all_, "generation_tokens_per_s"), _rate),
+            lambda r: _or_none(r.generation_tokens_per_s, _rate),
+            lambda all_: _or_none(_sum(all_, "generation_tokens_per_s"), _rate),
         ),
     ]
     if on_gpus:
@@ -226,16 +226,16 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
         columns.insert(1, Column("ROLE", lambda r: r.role, drop=3))
     return [
         *columns,
-        Column(">CPU", lambda r: _known(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
-        Column(">MEMORY", lambda r: _known(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
+        Column(">CPU", lambda r: _or_none(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
+        Column(">MEMORY", lambda r: _or_none(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
         Column("WEIGHTS", lambda r: _shortened(r.weight_version or "base"), drop=6),
         Column("ROUTED", lambda r: ROUTED[r.routed], drop=7),
     ]
 
 
 def _gpu_utilization(replica: ReplicaSample) -> str | None:
-    known = [gpu.utilization for gpu in replica.gpus if gpu.utilization is not None]
-    return _percent(sum(known) / len(known)) if known else None
+    utilizations = [gpu.utilization for gpu in replica.gpus if gpu.utilization is not None]
+    return _percent(sum(utilizations) / len(utilizations)) if utilizations else None
 
 
 def _gpu_memory(replica: ReplicaSample) -> str | None:
@@ -251,10 +251,10 @@ def _router_line(router: RouterSample) -> Text:
     if router.workers is not None:
         line.append(f" → {router.workers} workers")
     if router.requests is not None:
-        rate = _known(router.requests_per_s, _rate) or "–"
+        rate = _or_none(router.requests_per_s, _rate) or "–"
         line.append(f"   {rate} requests/s   ")
         failing = bool(router.errors_per_s)
-        errors = _known(router.errors_per_s, _rate) or "–"
+        errors = _or_none(router.errors_per_s, _rate) or "–"
         line.append(f"{errors} errors/s", "bold red" if failing else "")
         line.append(
             f"   {router.requests} requests, {router.errors} errors, {router.retries} retries",
@@ -299,7 +299,7 @@ def _text(cell: Any) -> Text:
     return Text("–", "dim") if cell is None else Text(str(cell))
 
 
-def _known(value: Any, shown: Callable[[Any], str]) -> str | None:
+def _or_none(value: Any, shown: Callable[[Any], str]) -> str | None:
     return None if value is None else shown(value)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 OUTPUT = "What is printed"  # a panel of --help
 
 
-class FormatOption(StrEnum):
+class Format(StrEnum):
     """Programs whose configuration can be printed."""
 
     SKYRL = "skyrl"
@@ -29,32 +29,38 @@ class FormatOption(StrEnum):
     TINKER = "tinker"
 
 
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(help="What this program's configuration needs.", rich_help_panel=OUTPUT),
+]
+ExportOption = Annotated[
+    bool,
+    typer.Option("--export", help="Short for --format env.", rich_help_panel=OUTPUT),
+]
+PrometheusSdOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write Prometheus service discovery (file_sd, .json).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+ShowKeyOption = Annotated[
+    bool,
+    typer.Option("--show-key", help="The API key alone.", rich_help_panel=OUTPUT),
+]
+
+
 def urls(
     file: FileOption = None,
     fleet: FleetOption = None,
-    format: Annotated[
-        FormatOption | None,
-        typer.Option(help="What this program's configuration needs.", rich_help_panel=OUTPUT),
-    ] = None,
-    export: Annotated[
-        bool,
-        typer.Option("--export", help="Short for --format env.", rich_help_panel=OUTPUT),
-    ] = False,
-    prometheus_sd: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write Prometheus service discovery (file_sd, .json).",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    show_key: Annotated[
-        bool,
-        typer.Option("--show-key", help="The API key alone.", rich_help_panel=OUTPUT),
-    ] = False,
+    format: FormatOption = None,
+    export: ExportOption = False,
+    prometheus_sd: PrometheusSdOption = None,
+    show_key: ShowKeyOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the router's URL and every server's, and where the keys are that they ask for.
+    """Print the router's URL and every server's, and where their keys are.
 
     Keys are named; only --show-key prints one.
 
@@ -72,27 +78,38 @@ def urls(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.cli.fleet_calls import in_loop
-    from skyctl.core.registry import FleetRef, find, select
-    from skyctl.core.urls import FORMATS, notes, refused_rollouts, tinker_place
+    from skyctl.core.registry import find, select
+    from skyctl.core.urls import tinker_place
     from skyctl.errors import UsageError
 
-    if export and format not in (None, FormatOption.ENV):
+    if export and format not in (None, Format.ENV):
         raise UsageError("--export is short for --format env: give one of them")
     if show_key and (export or format or prometheus_sd):
         raise UsageError("--show-key prints the key alone: give no other format with it")
-    chosen = FormatOption.ENV if export else format
+    chosen = Format.ENV if export else format
     if show_key:
         key = _key(select(file, fleet))
         output.emit({"api_key": key}, Text(key))
         return
-    if chosen is FormatOption.TINKER:
-        where = tinker_place(select(file, fleet))
-        data = {"url": where.url, "key_file": str(where.key_file)}
-        output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
+    if chosen is Format.TINKER:
+        place = tinker_place(select(file, fleet))
+        data = {"url": place.url, "key_file": str(place.key_file)}
+        output.emit({**data, "format": chosen.value, "text": place.as_env()}, Text(place.as_env()))
         return
-    ref = find(file, fleet)
-    fleet_urls, refused = in_loop(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
+    _emit_urls(find(file, fleet), chosen, prometheus_sd)
+
+
+def _emit_urls(
+    ref: FleetRef | RemoteRef, chosen: Format | None, prometheus_sd: Path | None
+) -> None:
+    from rich.text import Text
+
+    from skyctl import output
+    from skyctl.cli.fleet_calls import in_loop
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.urls import FORMATS, notes, refused_rollouts
+
+    fleet_urls, refused = in_loop(_urls(ref, rollouts=chosen is Format.SKYRL))
     data = fleet_urls.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(fleet_urls, prometheus_sd)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from skyctl import engines
 from skyctl.errors import ServerError
-from skyctl.fleetfile.schema import HealthPolicy
+from skyctl.fleetfile.sections import HealthPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 

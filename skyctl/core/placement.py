@@ -11,7 +11,8 @@ from typing import Any
 from skyctl.engines.base import Engine
 from skyctl.engines.launches import ServerLaunch, Span
 from skyctl.fleetfile.arguments import merge_arguments
-from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.sections import ReplicaGroup
 from skyctl.launch.base import Cpu, Follower, Machine
 
 

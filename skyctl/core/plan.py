@@ -36,7 +36,8 @@ from skyctl.engines.launches import (
 )
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import PlanWarning, merge_arguments, plan_warnings, refusals
-from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
+from skyctl.fleetfile.schema import FleetConfig, resolve_relative
+from skyctl.fleetfile.sections import RouterSection
 from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Follower, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN

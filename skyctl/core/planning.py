@@ -13,7 +13,9 @@ from skyctl.core.pinning import Pins, moved, pin
 from skyctl.core.placement import expand_replicas, master_of
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
-from skyctl.fleetfile.schema import MOST_REPLICAS, FleetConfig, RouterSection
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.sections import RouterSection
+from skyctl.fleetfile.values import MOST_REPLICAS
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
 from skyctl.launch.remote.machines import read_machines

@@ -87,7 +87,7 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
     """
     if name is None or "://" not in name:
         return select(file, name)
-    from skyctl.fleetfile.schema import is_loopback
+    from skyctl.fleetfile.values import is_loopback
 
     try:
         parts = urlsplit(name)

@@ -10,7 +10,8 @@ from skyctl.core.plan import FleetPlan
 from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
 from skyctl.doctor.machine import MachineFacts
 from skyctl.engines import ENGINES
-from skyctl.fleetfile.schema import RouterSection, is_loopback
+from skyctl.fleetfile.sections import RouterSection
+from skyctl.fleetfile.values import is_loopback
 from skyctl.units import format_bytes
 
 _SLOTS = 2  # chunks that a push has in memory at once, plus one per worker

@@ -9,7 +9,9 @@ from typing import Any
 
 from skyctl.engines import ENGINES
 from skyctl.engines.launches import ServerLaunch
-from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup, RouterSection, is_loopback
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.sections import ReplicaGroup, RouterSection
+from skyctl.fleetfile.values import is_loopback
 from skyctl.fleetfile.yaml_source import Location
 
 _SHORT_REQUEST_S = 300

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-
-import psutil
 
 from skyctl import engines
 from skyctl.core.service import EventQuery, StatusQuery
@@ -22,235 +19,22 @@ from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage, gpu_reader
-from skyctl.store.state import Event
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
+from skyctl.monitoring.process_trees import ProcessTrees, TreeUsage
+from skyctl.monitoring.samples import (
+    FleetSample,
+    JobSample,
+    ReplicaSample,
+    RouterSample,
+    TinkerSample,
+)
 
-# finding children reads all of /proc, so it is done rarely; servers seldom get new ones
-TREES_EVERY_S = 5.0
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50
 # nvidia-smi takes tenths of a second of a core; utilisation moves slowly enough for this
 GPUS_EVERY_S = 2.0
-
-
-@dataclass(frozen=True)
-class ReplicaSample:
-    """One server. Rates are over the interval; unknown values are None."""
-
-    name: str
-    """The server's name."""
-    state: str
-    """Its state, as `skyctl status` shows it."""
-    reason: str
-    """Why it is in this state; "" if that is expected."""
-    state_s: float | None
-    """How long it has been in this state."""
-    routed: bool | None
-    """Whether the router sends it requests."""
-    running: int | None
-    """Requests that it computes."""
-    waiting: int | None
-    """Requests in its queue."""
-    kv_usage: float | None
-    """The used share of its KV cache, 0 to 1."""
-    prefix_hit_rate: float | None
-    """Cache hits per queried token, 0 to 1, in the last interval that had queries."""
-    prompt_tokens_per_s: float | None
-    """Tokens of prompts that it read."""
-    generation_tokens_per_s: float | None
-    """Tokens that it generated."""
-    cpu_percent: float | None
-    """100 per busy core of its process tree."""
-    rss_bytes: int | None
-    """Memory of its process tree."""
-    gpus: tuple[GpuUsage, ...]
-    """The GPUs it runs on."""
-    weight_version: str | None
-    """The version of its weights."""
-    restarts: int
-    """How many times it was started again."""
-    role: str = ""
-    """`prefill` or `decode`; "" for a server that does both."""
-
-
-@dataclass(frozen=True)
-class RouterSample:
-    """The router; counters since it started, rates over the interval, None where unknown."""
-
-    state: str
-    """Its state."""
-    workers: int | None
-    """Servers that it lists."""
-    requests: int | None
-    """Requests that it took."""
-    errors: int | None
-    """Requests that failed."""
-    retries: int | None
-    """Requests that it sent to another server."""
-    requests_per_s: float | None
-    """Rate of requests."""
-    errors_per_s: float | None
-    """Rate of failed requests."""
-    cpu_percent: float | None
-    """100 per busy core of its process tree."""
-    rss_bytes: int | None
-    """Memory of its process tree."""
-
-
-@dataclass(frozen=True)
-class TinkerSample:
-    """The Tinker API with its training process; None where unknown."""
-
-    state: str
-    cpu_percent: float | None
-    rss_bytes: int | None
-
-
-@dataclass(frozen=True)
-class JobSample:
-    """The push in progress."""
-
-    id: str
-    """Its job's id."""
-    stage: str
-    """The stage it is in."""
-    done_bytes: int
-    """Bytes that were sent."""
-    total_bytes: int
-    """Bytes to send."""
-    checkpoint: str
-    """What is pushed."""
-    running_s: float
-    """How long it has been running."""
-
-
-@dataclass(frozen=True)
-class FleetSample:
-    """A fleet at one moment."""
-
-    at: float
-    """When it was taken, in seconds since the epoch."""
-    interval_s: float | None
-    """The time that rates are over; None in a first sample."""
-    took_s: float
-    """How long the sample took."""
-    status: FleetStatus
-    """What `skyctl status` shows."""
-    replicas: tuple[ReplicaSample, ...]
-    """Every server."""
-    router: RouterSample | None
-    """The router; None without one."""
-    tinker: TinkerSample | None
-    """The Tinker API; None without one."""
-    job: JobSample | None
-    """The push in progress, if any."""
-    events: tuple[Event, ...]
-    """The latest events, oldest first."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What `skyctl top --json` prints."""
-        status = self.status
-        return {
-            "name": status.name,
-            "health": status.health,
-            "reasons": [asdict(reason) for reason in status.reasons],
-            "device": status.device,
-            "model": status.model,
-            "weight_version": status.weight_version,
-            "at": self.at,
-            "interval_s": self.interval_s,
-            "replicas": [asdict(replica) for replica in self.replicas],
-            "router": self.router and asdict(self.router),
-            "tinker": self.tinker and asdict(self.tinker),
-            "job": self.job and asdict(self.job),
-            "events": [asdict(event) for event in self.events],
-        }
-
-
-@dataclass(frozen=True)
-class TreeUsage:
-    """Usage of one process tree. `cpu_percent` is 100 per busy core, None in the first sample.
-
-    `rss_bytes` counts shared memory once for each process that shares it.
-    """
-
-    cpu_percent: float | None
-    rss_bytes: int
-    processes: int
-
-
-class ProcessTrees:
-    """Watches trees by the pid of their first process. Not for several threads at once."""
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._members: dict[int, list[psutil.Process]] = {}
-        self._looked_at = float("-inf")
-        self._cpu: dict[tuple[int, float], float] = {}
-        self._measured_at: float | None = None
-
-    def usage(self, roots: Iterable[int]) -> dict[int, TreeUsage]:
-        """Usage by root pid since the last call; roots that are gone are left out."""
-        now = self._clock()
-        watched = set(roots)
-        if now - self._looked_at >= TREES_EVERY_S or watched - self._members.keys():
-            self._members, self._looked_at = _trees(watched), now
-        before, since = self._cpu, self._measured_at
-        self._cpu, self._measured_at = {}, now
-        usages = {}
-        for root in watched:
-            usage = self._measure(self._members.get(root, []), before, since and now - since)
-            if usage.processes:
-                usages[root] = usage
-        return usages
-
-    def _measure(
-        self,
-        members: Iterable[psutil.Process],
-        before: Mapping[tuple[int, float], float],
-        seconds: float | None,
-    ) -> TreeUsage:
-        spent, rss, count, measured_before = 0.0, 0, 0, False
-        for process in members:
-            try:
-                with process.oneshot():
-                    key = (process.pid, process.create_time())
-                    times = process.cpu_times()
-                    rss += process.memory_info().rss
-            except psutil.Error:
-                continue
-            count += 1
-            self._cpu[key] = times.user + times.system
-            if key in before:
-                measured_before = True
-                spent += self._cpu[key] - before[key]
-        percent = 100 * spent / seconds if measured_before and seconds else None
-        return TreeUsage(percent, rss, count)
-
-
-def _trees(roots: Iterable[int]) -> dict[int, list[psutil.Process]]:
-    """Each root with all its descendants."""
-    children: dict[int, list[psutil.Process]] = {}
-    processes: dict[int, psutil.Process] = {}
-    for process in psutil.process_iter():
-        try:
-            parent = process.ppid()
-        except psutil.Error:
-            continue
-        processes[process.pid] = process
-        children.setdefault(parent, []).append(process)
-    trees = {}
-    for root in roots:
-        members: list[psutil.Process] = []
-        waiting = [processes[root]] if root in processes else []
-        while waiting:
-            process = waiting.pop()
-            members.append(process)
-            waiting += children.get(process.pid, [])
-        trees[root] = members
-    return trees
 
 
 class RateMeter:

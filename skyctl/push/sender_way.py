@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from skyctl.checkpoints.header import remembered
 from skyctl.errors import PreflightError
-from skyctl.fleetfile.schema import LEAST_STAGE_RATE
+from skyctl.fleetfile.values import LEAST_STAGE_RATE
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import available_memory
 from skyctl.push.delivery import ChunkDelivery

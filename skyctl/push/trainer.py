@@ -57,7 +57,7 @@ class SendTarget:
 
 def suggest(urls: Collection[str]) -> Rendezvous:
     """An address of this machine that servers at these URLs can reach, and a free port."""
-    from skyctl.fleetfile.schema import is_loopback
+    from skyctl.fleetfile.values import is_loopback
 
     with socket.socket() as probe:
         probe.bind(("", 0))

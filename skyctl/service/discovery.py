@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
-from skyctl.fleetfile.schema import refuse_password, refuse_route
+from skyctl.fleetfile.values import refuse_password, refuse_route
 from skyctl.http.lookup import addresses
 from skyctl.store.server_names import Located, normalized
 

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skyctl.core.service import FleetService
 from skyctl.errors import SkyctlError
-from skyctl.fleetfile.schema import SupervisorSection
+from skyctl.fleetfile.sections import SupervisorSection
 from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_secret, read_secret
 from skyctl.store.paths import FleetPaths, expanded, place_private_file

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.fleetfile.schema import RestartPolicy
+from skyctl.fleetfile.sections import RestartPolicy
 from skyctl.store.state import FleetState
 from skyctl.units import format_seconds
 

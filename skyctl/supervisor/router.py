@@ -15,7 +15,7 @@ from skyctl import engines
 from skyctl.children import EVERY_ADDRESS, bypassing
 from skyctl.core.plan import RouterSpec
 from skyctl.errors import SkyctlError
-from skyctl.fleetfile.schema import ServerRole
+from skyctl.fleetfile.sections import ServerRole
 from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
 
 _POLL_S = 0.05

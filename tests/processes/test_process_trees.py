@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from skyctl.monitoring.sampler import TREES_EVERY_S, ProcessTrees
+from skyctl.monitoring.process_trees import TREES_EVERY_S, ProcessTrees
 
 # a parent that waits, and a child that works until its standard input ends
 _PARENT = """

@@ -111,7 +111,7 @@ def _check_backends(transport: str, servers: Sequence[Reachable]) -> None:
 
 
 def _check_local(transport: str, servers: Sequence[Reachable]) -> None:
-    from skyctl.fleetfile.schema import is_loopback
+    from skyctl.fleetfile.values import is_loopback
 
     for server in servers:
         if not is_loopback(urlsplit(server.url).hostname or ""):

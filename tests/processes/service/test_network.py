@@ -19,7 +19,7 @@ from skyctl.adapters.requests import LoadAdapter
 from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
 from skyctl.core.service import OpenUpdate, Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
-from skyctl.fleetfile.schema import SupervisorSection
+from skyctl.fleetfile.sections import SupervisorSection
 from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.cli.app import command_name, explain, flowing, given, options_first
+from skyctl.cli.app import flowing
+from skyctl.cli.arguments import command_name, given, options_first
+from skyctl.cli.mistyped import explain
 
 GROUPS = {"jobs": {"show", "wait"}, "weights": {"verify"}}
 

@@ -9,6 +9,7 @@ import pytest
 import typer.main
 
 from skyctl.cli import app as app_module
+from skyctl.cli import mistyped
 from tests.unit.cli.commands import run
 
 MOST_LINES = 90
@@ -49,7 +50,7 @@ def test_servers_files_and_deadlines_are_typed_the_same_way(name: str) -> None:
 def test_a_command_about_some_servers_takes_their_names(name: str) -> None:
     arguments = [p for p in COMMANDS[name].params if p.param_type_name == "argument"]
     assert [(p.metavar, p.nargs) for p in arguments] == [("SERVER", -1)]
-    assert name in app_module.TAKES_SERVERS
+    assert name in mistyped.TAKES_SERVERS
 
 
 @pytest.mark.parametrize("name", ["up", "validate", "plan"])

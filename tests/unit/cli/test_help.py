@@ -12,7 +12,7 @@ from skyctl import errors
 from skyctl.cli import app as app_module
 from skyctl.cli.complete import topics
 from skyctl.cli.options import PauseModeOption
-from skyctl.cli.sync_weights import TransportOption
+from skyctl.cli.sync_weights import TransportChoice
 from skyctl.errors import ExitCode
 from skyctl.help import text_of
 from skyctl.help import topics as known_topics
@@ -68,7 +68,7 @@ def test_each_text_has_all_the_words_of_the_code() -> None:
     kinds = re.findall(r"\w+(?:Error|Failure|Unreachable|Exceeded)\b", codes)
     assert kinds and all(hasattr(errors, kind) for kind in kinds)
     assert all(re.search(rf"^  {mode} ", text_of("pause-modes"), re.M) for mode in PauseModeOption)
-    transports = [name for name in TransportOption if name != "auto"]
+    transports = [name for name in TransportChoice if name != "auto"]
     assert all(re.search(rf"^  {name} ", text_of("transports"), re.M) for name in transports)
     states = text_of("states")
     outcomes = {"ok", "routed", "loading", "skipped", "rolled-back", "timeout"}

@@ -17,14 +17,13 @@ from skyctl.cli import init as scaffold_module
 from skyctl.cli.init import ScaffoldRequest, fleet_file_text, name_for, scaffold
 from skyctl.errors import ConflictError, FleetFileError, SkyctlError, UsageError
 from skyctl.fleetfile.load import load_fleet, parse_fleet
-from skyctl.fleetfile.schema import (
-    FleetConfig,
+from skyctl.fleetfile.schema import FleetConfig, json_schema
+from skyctl.fleetfile.sections import (
     HealthPolicy,
     ReplicaGroup,
     RestartPolicy,
     RouterSection,
     WeightTransferSection,
-    json_schema,
 )
 
 EXAMPLE = Path(__file__).parents[3] / "fleet.yaml.example"

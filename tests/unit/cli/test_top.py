@@ -11,7 +11,7 @@ from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import fitting, once_view, screen_view
 from skyctl.core.status import FleetStatus
 from skyctl.launch.local.devices import GpuUsage
-from skyctl.monitoring.sampler import FleetSample
+from skyctl.monitoring.samples import FleetSample
 from tests.unit.monitoring.fleets import fleet_sample, replica_sample
 
 

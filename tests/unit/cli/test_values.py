@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperArgument, TyperOption
 from typer.testing import CliRunner
 
-from skyctl.cli.app import spare_validators
+from skyctl.cli.plain_values import spare_validators
 
 
 class _Way(StrEnum):

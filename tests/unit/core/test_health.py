@@ -9,7 +9,7 @@ import pytest
 from skyctl.core.health import FailureCount
 from skyctl.core.status import FrontStatus, Health, ReplicaStatus, RouterStatus, assess
 from skyctl.errors import ExitCode, ServerError
-from skyctl.fleetfile.schema import HealthPolicy
+from skyctl.fleetfile.sections import HealthPolicy
 
 
 def replicas(*states: str, **fields: Any) -> list[ReplicaStatus]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from skyctl.errors import FleetFileError
 from skyctl.fleetfile.load import LoadedFleet, load_fleet, parse_fleet
-from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup, RouterSection
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.sections import ReplicaGroup, RouterSection
 
 FILE = Path("fleet.yaml")
 

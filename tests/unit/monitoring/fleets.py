@@ -6,7 +6,7 @@ from typing import Any
 
 from skyctl.core.service import EventQuery, FleetService, StatusQuery
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
-from skyctl.monitoring.sampler import (
+from skyctl.monitoring.samples import (
     FleetSample,
     JobSample,
     ReplicaSample,

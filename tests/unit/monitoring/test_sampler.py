@@ -10,7 +10,8 @@ import httpx
 from skyctl.core.status import FrontStatus, ReplicaStatus
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage
-from skyctl.monitoring.sampler import Sampler, TinkerSample
+from skyctl.monitoring.sampler import Sampler
+from skyctl.monitoring.samples import TinkerSample
 from skyctl.store.journal import Job
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.monitoring.fleets import ToldFleet, replica, status

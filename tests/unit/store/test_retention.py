@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.fleetfile.schema import HistorySection
+from skyctl.fleetfile.sections import HistorySection
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.journal import RECENT, JobEvent

@@ -20,7 +20,7 @@ from skyctl.engines.logs import (
     why_it_died,
 )
 from skyctl.fleetfile.arguments import PlanWarning
-from skyctl.fleetfile.schema import RestartPolicy
+from skyctl.fleetfile.sections import RestartPolicy
 from skyctl.http.connections import KeptConnections
 from skyctl.supervisor import wire
 from skyctl.supervisor.interface import Reconcile, SupervisorClient

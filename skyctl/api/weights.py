@@ -1,0 +1,249 @@
+"""Weights from Python: checkpoints, tensors of a trainer, and updates that a trainer sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from skyctl.api.session import SessionHolder
+from skyctl.api.updates import Update, push_tensors, updating
+from skyctl.checkpoints.checkpoint import absolute
+from skyctl.checkpoints.live import NamedTensors
+from skyctl.core.registry import FleetRef
+from skyctl.core.results import KeptVersion, WeightsState
+from skyctl.core.service import (
+    Forget,
+)
+from skyctl.engines.base import PauseMode
+from skyctl.errors import UsageError
+from skyctl.push.canary import parse_canary, read_canary
+from skyctl.push.forecast import Stage
+from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
+from skyctl.push.verify import Verification
+from skyctl.service.ended import push_result
+from skyctl.store.journal import JobEvent
+from skyctl.store.state import TRAINER
+
+
+class WeightsFleet(SessionHolder):
+    """The part of `Fleet` that changes and examines weights."""
+
+    async def sync_weights(
+        self,
+        source: str | PathLike[str] | NamedTensors,
+        *,
+        weight_version: str | None = None,
+        dtype: object = None,
+        transport: str = "auto",
+        chunk_size: int | None = None,
+        stage: Stage = "auto",
+        stage_rate: int | None = None,
+        layout: Layout = "auto",
+        pause_mode: PauseMode | None = None,
+        verify: bool = True,
+        dry_run: bool = False,
+        scan_nan: bool | None = None,
+        allow_unproven_reload: bool = False,
+        allow_config: Sequence[str] = (),
+        canary: Mapping[str, Any] | str | PathLike[str] | None = None,
+        keep: bool = False,
+        rolling: int = 0,
+        colocated: bool = False,
+        sleep_after: int = 0,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> PushResult:
+        """Push weights into every server while it runs: all end verified at one version.
+
+        `source` is a checkpoint directory, or what a trainer has in memory after its optimizer
+        step: a state dict, or an iterator, plain or async, of (name, tensor). Names, shapes and
+        dtypes must be those of the Hugging Face checkpoint the servers run; sharded tensors are
+        gathered by the caller (on one rank: `(name, tensor.full_tensor())`).
+
+        Tensors are taken one by one: copied to host memory, written to a private directory, and
+        pushed from there once all have been checked, so the servers keep running until then. That
+        costs one copy of each tensor off its device and one write, and the size of the model in
+        /dev/shm if it fits (twice that during the push), else on the disk of the state directory.
+        The fleet keeps them until other weights replace them or it goes down, because a replica
+        that restarts is given the same weights. The tensors may change again as soon as the
+        iterator has been read, and at the latest when this returns. Dead processes leave nothing:
+        what they wrote is swept by the fleet's next push, `up` or `down`.
+
+        Args:
+            weight_version: label of the new weights; derived from their digest when None.
+            dtype: for tensors only. None refuses tensors of another dtype than what runs; "match"
+                converts each to that; a torch dtype (or its name) converts all floating-point
+                tensors; "as-is" leaves it to the servers to cast.
+            chunk_size: bytes per chunk; None takes the fleet's.
+            stage: where the checkpoint is before servers are frozen: "gpu", "host" or "stream".
+            stage_rate: bytes per second that are read at most while servers serve; None takes the
+                fleet's.
+            layout: "runtime" copies tensors straight into parameters, "checkpoint" passes them to
+                vLLM's loader; "auto" copies where a server has seen it proven.
+            pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
+            scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False checks
+                nothing, None checks what is sent.
+            allow_unproven_reload: accept weights that get another digest than expected.
+            allow_config: keys of config.json in which the checkpoint may differ from what the
+                servers run; they keep computing by theirs.
+            canary: prompts that the new weights must answer as expected before users get them, as
+                the path or the content of a canary file (docs/how-to/careful-pushes.md).
+            rolling: update this many servers at a time, out of the router, while the others serve.
+            colocated: sleeping servers are woken for it, weights first; asleep again on failure.
+            sleep_after: level to sleep at afterwards; 0 is none.
+            keep: make the fleet's own copy first, and push that; `kept_weights` lists the copies.
+            on_event: receives the push's stages, progress and notes as they happen.
+            timeout_s: bounds the wait for the push, from when the tensors are written.
+
+        Raises:
+            PreflightError, NotFoundError, UsageError: refused; nothing was paused.
+            ConflictError: another push is in progress.
+            CanaryFailed: the new weights were not accepted; `details["canary"]` has the answers.
+            PushError: it failed midway; `details["servers"]` says how each server was left.
+            DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
+        """
+        request = PushRequest(
+            checkpoint="",
+            transport=transport,
+            chunk_size=chunk_size,
+            stage=stage,
+            stage_rate=stage_rate,
+            layout=layout,
+            weight_version=weight_version,
+            pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
+            verify=verify,
+            dry_run=dry_run,
+            scan_nan=scan_nan,
+            allow_unproven_reload=allow_unproven_reload,
+            allow_config=tuple(allow_config),
+            canary=_canary(canary),
+            keep=keep,
+            rolling=rolling,
+            colocated=colocated,
+            sleep_after=sleep_after,
+        )
+        async with self._connected() as fleet:
+            if isinstance(source, str | PathLike):
+                request = replace(request, checkpoint=self._path(source))
+                job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
+            else:
+                job = await push_tensors(
+                    fleet, source, request, dtype=dtype, on_event=on_event, timeout_s=timeout_s
+                )
+        return push_result(job)
+
+    @asynccontextmanager
+    async def update(
+        self,
+        version: str,
+        *,
+        checkpoint: str | PathLike[str] | None = None,
+        digest: str | None = None,
+        pause_mode: PauseMode = "keep",
+        verify: bool = True,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Update]:
+        """Freeze the fleet while this process sends weights with an engine of its own.
+
+            async with fleet.update("step-12") as update:
+                for server in update.servers: ...  # init, start, update and finish, as it does
+
+        The block is entered when all servers are frozen. When it is left, sessions that are still
+        open are finished, caches dropped, the servers' weights compared, labelled with `version`
+        and resumed; the outcome is in `update.result`. If the block raises, servers that were not
+        written to go on at their old weights, and the others are quarantined, as after a push that
+        broke off.
+
+        Args:
+            checkpoint: the same weights on disk: servers are compared with it, and a server that
+                restarts gets them. Without it servers are only compared with each other, and a
+                server that restarts stays closed until the next push or update; unchanged weights
+                count as a failure, too.
+            digest: the digest that each server's weights must have (`weights_digest` of an earlier
+                push).
+            pause_mode: what becomes of running requests.
+            verify: whether to compare at all.
+            timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
+
+        Raises:
+            UsageError: a `digest` without `verify`, or no time to send in.
+            PreflightError: refused; nothing was paused. ConflictError: another command acts.
+            PushError: `details["servers"]` says how each server was left.
+        """
+        if digest is not None and not verify:
+            raise UsageError(
+                "a digest is compared as weights are verified, and verify is False",
+                hint="leave one of the two out",
+            )
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            # once the servers are frozen it could only quarantine them
+            raise UsageError(
+                f"timeout_s={timeout_s} leaves the trainer no time to send in, or no end of it",
+                hint="leave it out for weight_transfer.update_timeout_s",
+            )
+        request = PushRequest(
+            checkpoint="" if checkpoint is None else self._path(checkpoint),
+            transport=TRAINER,
+            weight_version=version,
+            pause_mode=pause_mode,
+            verify=verify,
+            weights_digest=digest,
+        )
+        async with (
+            self._connected() as fleet,
+            updating(fleet, request, on_event=on_event, timeout_s=timeout_s) as update,
+        ):
+            yield update
+
+    async def model_path(self) -> str | None:
+        """Directory or hub id of what the servers run now: what a trainer can start from.
+
+        None if an attached fleet does not say, or after an update whose weights are in no file.
+        """
+        async with self._connected() as fleet:
+            rows = (await fleet.weights()).servers
+            if any(row.weight_version is not None and not row.checkpoint for row in rows):
+                return None
+            return await fleet.model_path()
+
+    async def weights(self) -> WeightsState:
+        """What each server carries, and the history of pushes."""
+        async with self._connected() as fleet:
+            return await fleet.weights()
+
+    async def kept_weights(self) -> list[KeptVersion]:
+        """The versions of which the fleet keeps its own copy, newest first."""
+        async with self._connected() as fleet:
+            return list(await fleet.kept_versions())
+
+    async def forget_weights(self, version: str) -> int:
+        """Delete the fleet's own copy of a version; returns the bytes of weights in it.
+
+        Raises:
+            NotFoundError: it is not kept. ConflictError: the fleet runs it.
+        """
+        async with self._connected() as fleet:
+            return await fleet.forget_version(Forget(version))
+
+    async def verify_weights(self) -> Verification:
+        """Compare what the servers hold now, byte for byte."""
+        async with self._connected() as fleet:
+            return await fleet.verify_weights()
+
+    def _path(self, checkpoint: str | PathLike[str]) -> str:
+        """Absolute for a fleet on this machine; for another, a path on the fleet's machine."""
+        return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
+
+
+def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return parse_canary(given).model_dump(mode="json", exclude_none=True)
+    return read_canary(Path(given))
