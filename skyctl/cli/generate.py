@@ -151,8 +151,7 @@ def generate(
 
     given = {"max_tokens": max_tokens, "n": n, "model": model, "temperature": temperature}
     given |= {"ignore_eos": ignore_eos or None, "session_id": session_id}
-    defaults = {key: value for key, value in given.items() if value is not None}
-    requests = read_requests(prompt, input, defaults, chat)
+    requests = read_requests(prompt, input, given, chat)
     if input and output_file and output_file.resolve() == input.resolve():
         raise UsageError(f"{input} would be overwritten", hint="write to another --output")
     began = time.perf_counter()
@@ -260,9 +259,9 @@ async def why_requests_wait(running: FleetService) -> str:
 
 
 def read_requests(
-    prompt: str | None, path: Path | None, defaults: dict[str, Any], chat: bool
+    prompt: str | None, path: Path | None, given: dict[str, Any], chat: bool
 ) -> list[GenerationRequest]:
-    """The one prompt, or every line of the file.
+    """The one prompt, or every line of the file, with the options that were `given` (not None).
 
     Raises:
         UsageError: both or neither were given, or a line is wrong.
@@ -274,6 +273,7 @@ def read_requests(
     from skyctl.errors import NotFoundError, UsageError
     from skyctl.generate.prompts import parse_line, parse_lines
 
+    defaults = {key: value for key, value in given.items() if value is not None}
     if (prompt is None) == (path is None):
         raise UsageError("give one prompt or --input FILE", hint='skyctl generate "Hello"')
     if prompt is not None:

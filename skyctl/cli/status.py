@@ -18,19 +18,24 @@ if TYPE_CHECKING:
     from skyctl.service.drift import Drift
 
 
+WatchOption = Annotated[bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.")]
+IntervalOption = Annotated[float, seconds("Between redraws with --watch.", least=0.2)]
+ExitCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--exit-code",
+        help="Exit with 1 when users are not served, or something is wrong or not as the "
+        "fleet file says; 4 when down.",
+    ),
+]
+
+
 def status(
     file: FileOption = None,
     fleet: FleetOption = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.")] = False,
-    interval: Annotated[float, seconds("Between redraws with --watch.", least=0.2)] = 2.0,
-    exit_code: Annotated[
-        bool,
-        typer.Option(
-            "--exit-code",
-            help="Exit with 1 when users are not served, or something is wrong or not as the "
-            "fleet file says; 4 when down.",
-        ),
-    ] = False,
+    watch: WatchOption = False,
+    interval: IntervalOption = 2.0,
+    exit_code: ExitCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show one row per replica and the router: state, load, weights, process.

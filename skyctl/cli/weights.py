@@ -12,8 +12,11 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 
 if TYPE_CHECKING:
     from skyctl.core.results import WeightsState
+    from skyctl.errors import SkyctlError
     from skyctl.service import FleetService
     from skyctl.store.adapters import AdapterVersion
+    from skyctl.store.state import ServerRow
+    from skyctl.tables import Table
 
 app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
 
@@ -44,16 +47,6 @@ def weights(
 
     weights_state, adapters = call_chosen_fleet(file, fleet, read_state)
     servers, pushes = weights_state.servers, weights_state.pushes
-    rows = [
-        [
-            row.name,
-            row.weight_version or "(as started)",
-            (row.weights_digest or "")[:12] or None,
-            row.checkpoint,
-            output.styled(f"quarantined: {row.quarantine}") if row.quarantine else None,
-        ]
-        for row in servers
-    ]
     output.emit(
         {
             "servers": [
@@ -69,12 +62,26 @@ def weights(
             "pushes": [push.to_json() for push in pushes],
             "adapters": [adapter.to_json() for adapter in adapters],
         },
-        output.table(["SERVER", "VERSION", "WEIGHTS", "~CHECKPOINT", "~"], rows)
-        if rows
-        else "no server runs",
+        _servers_table(servers) if servers else "no server runs",
         *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
+
+
+def _servers_table(servers: Sequence[ServerRow]) -> Table:
+    from skyctl import output
+
+    rows = [
+        [
+            row.name,
+            row.weight_version or "(as started)",
+            (row.weights_digest or "")[:12] or None,
+            row.checkpoint,
+            output.styled(f"quarantined: {row.quarantine}") if row.quarantine else None,
+        ]
+        for row in servers
+    ]
+    return output.table(["SERVER", "VERSION", "WEIGHTS", "~CHECKPOINT", "~"], rows)
 
 
 def _adapter(adapter: AdapterVersion) -> str:
@@ -129,35 +136,13 @@ def verify(
     skyctl weights verify
     """
     from skyctl import output
-    from skyctl.errors import PartialFailure, SkyctlError
 
     verification = call_chosen_fleet(
         *chosen(context, file, fleet), lambda running: running.verify_weights()
     )
     report = verification.to_json()
     servers = report["servers"]
-    silent = [row["server"] for row in servers if not row["ok"]]
-    versions = {row["version"] for row in servers if row["ok"]}
-    error: SkyctlError | None = None
-    unlike = [row for row in servers if row["as_recorded"] is False]
-    if silent:
-        reason = next(row["detail"] for row in servers if not row["ok"])
-        error = PartialFailure(
-            f"{', '.join(silent)} could not be verified: {reason}", hint="skyctl status"
-        )
-    elif unlike:
-        error = SkyctlError(
-            f"{unlike[0]['server']}: {unlike[0]['detail']}",
-            hint="another program may push to it; push again: skyctl sync-weights CKPT",
-        )
-    elif report["agree"] is False:
-        error = SkyctlError(
-            "the servers hold different weights", hint="push again: skyctl sync-weights CKPT"
-        )
-    elif len(versions) > 1:
-        error = SkyctlError("the servers are labelled with different versions")
-    elif report["agree"] is None:
-        error = SkyctlError("the servers cannot digest their weights: nothing was compared")
+    error = _disagreement(report)
     rows = [
         [row["server"], row["version"], row["digest"][:12] or None, row["detail"]]
         for row in servers
@@ -168,6 +153,33 @@ def verify(
         None if error else _agreement(servers),
         error=error,
     )
+
+
+def _disagreement(report: Mapping[str, Any]) -> SkyctlError | None:
+    """The error of a verification in which servers differ or do not answer."""
+    from skyctl.errors import PartialFailure, SkyctlError
+
+    servers = report["servers"]
+    silent = [row["server"] for row in servers if not row["ok"]]
+    if silent:
+        reason = next(row["detail"] for row in servers if not row["ok"])
+        return PartialFailure(
+            f"{', '.join(silent)} could not be verified: {reason}", hint="skyctl status"
+        )
+    if unlike := [row for row in servers if row["as_recorded"] is False]:
+        return SkyctlError(
+            f"{unlike[0]['server']}: {unlike[0]['detail']}",
+            hint="another program may push to it; push again: skyctl sync-weights CKPT",
+        )
+    if report["agree"] is False:
+        return SkyctlError(
+            "the servers hold different weights", hint="push again: skyctl sync-weights CKPT"
+        )
+    if len({row["version"] for row in servers if row["ok"]}) > 1:
+        return SkyctlError("the servers are labelled with different versions")
+    if report["agree"] is None:
+        return SkyctlError("the servers cannot digest their weights: nothing was compared")
+    return None
 
 
 @app.command()

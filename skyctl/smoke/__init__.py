@@ -127,7 +127,7 @@ async def smoke(
     logs: dict[str, list[str]] = {}
     kept: Path | None = None
 
-    async def take(step: Step, timeout_s: float) -> bool:
+    async def take(step: Step, timeout_s: float) -> None:
         nonlocal logs, kept
         on_begin(step.name)
         result = await _run_step(step, run, timeout_s)
@@ -136,16 +136,13 @@ async def smoke(
         if not result.ok and not logs:
             logs = {log.stem: tail(log, _LOG_LINES) for log in sorted(ref.paths.logs.glob("*.log"))}
             kept = await _keep(ref, options)
-        return result.ok
 
     try:
-        failed = False
         for step in steps_for(options) if steps is None else steps:
-            if failed:
+            if all(result.ok for result in results):
+                await take(step, options.timeout_s - (time.monotonic() - began))
+            else:
                 results.append(StepResult(step.name, StepStatus.SKIPPED, 0.0, "not tried"))
-                continue
-            remaining_s = options.timeout_s - (time.monotonic() - began)
-            failed = not await take(step, remaining_s)
     finally:
         if not options.reuse:
             await take(last, DOWN_TIMEOUT_S)  # also after Ctrl-C: nothing of ours keeps running
