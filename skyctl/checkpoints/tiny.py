@@ -69,27 +69,7 @@ def make_tiny_checkpoint(
     import transformers
 
     tokenizer = _tokenizer(transformers)
-    mixture = {
-        "num_experts": experts,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": _HIDDEN // 2,
-        "norm_topk_prob": True,
-    }
-    config = (transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config)(
-        **(mixture if experts else {}),
-        vocab_size=len(tokenizer),
-        hidden_size=_HIDDEN,
-        intermediate_size=_HIDDEN * 2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=tie_word_embeddings,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    config = _config(transformers, len(tokenizer), experts, tie_word_embeddings)
     with torch.random.fork_rng(devices=[]):  # the caller's random state is left alone
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -99,6 +79,30 @@ def make_tiny_checkpoint(
         model.to(getattr(torch, dtype)).save_pretrained(directory, **options)
         tokenizer.save_pretrained(directory)
     return directory
+
+
+def _config(transformers: Any, vocabulary: int, experts: int, tied: bool) -> Any:
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _HIDDEN // 2,
+        "norm_topk_prob": True,
+    }
+    return (transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config)(
+        **(mixture if experts else {}),
+        vocab_size=vocabulary,
+        hidden_size=_HIDDEN,
+        intermediate_size=_HIDDEN * 2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
 
 
 @contextmanager

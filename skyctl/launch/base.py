@@ -43,7 +43,7 @@ PORT_AT_SPAWN = "(port at its start)"
 
 
 LEASE_VARIABLE = "SKYCTL_LEASE"
-"""Names the file that a server's guard touches when it is asked something (`inside/guard.py`)."""
+"""Names the file that a server's guard (`engines/inside/guard.py`) touches on each request."""
 
 
 A_GPU = "a GPU of the Ray cluster"

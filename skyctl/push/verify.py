@@ -5,7 +5,8 @@ Digests can be compared where workers hold the model in the same arrangement. A 
 tensor-parallel ranks holds different tensors from one with a single rank, and one that quantizes
 what it loads holds different numbers; all are right. A digest therefore ends in a colon, the
 version of the algorithm and the arrangement that the server's workers report
-(`inside/digest.py`): `5f0c…:v2-tp2-bfloat16`. Servers that report none are taken to share one.
+(`engines/vllm/inside/digest.py`): `5f0c…:v2-tp2-bfloat16`. Servers that report none are taken to
+share one.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Replica(KeptRunning):
             )
 
     def hold(self) -> None:
-        """Until it is up and not quarantined, have it answer only us (`inside/guard.py`)."""
+        """Until it is up and not quarantined, let it answer only us (`engines/inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
     def close(self) -> None:

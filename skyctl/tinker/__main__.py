@@ -74,35 +74,14 @@ async def serve(
     lock = _lock(directory)
     listener = _listen(settings.host, settings.port)
     ledger, bell = Ledger(directory / "ledger.sqlite"), Doorbell()
-    worker = Worker(
-        WorkerSettings(
-            settings.base_model,
-            settings.model,
-            settings.device,
-            settings.dtype,
-            settings.threads,
-            settings.batch_tokens,
-            settings.gradient_checkpointing,
-        )
-    )
+    worker = _worker(settings)
     training = Training(ledger, worker, directory, bell, limits)
     sampling = Sampling(ledger, servers, worker, bell)
     api = Api(settings, key, ledger, worker, training, sampling, bell, servers.context)
     try:
         await training.load()
         await sampling.load()
-        app = api.app()
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",  # which it would import
-            timeout_graceful_shutdown=2,
-        )
-        server = _Server(config)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        server = _http_server(api)
         tasks = [
             asyncio.create_task(server.serve(sockets=[listener])),
             asyncio.create_task(training.run()),
@@ -120,6 +99,36 @@ async def serve(
         ledger.close()
         listener.close()
         lock.close()
+
+
+def _worker(settings: TinkerSettings) -> Worker:
+    return Worker(
+        WorkerSettings(
+            settings.base_model,
+            settings.model,
+            settings.device,
+            settings.dtype,
+            settings.threads,
+            settings.batch_tokens,
+            settings.gradient_checkpointing,
+        )
+    )
+
+
+def _http_server(api: Api) -> _Server:
+    """A server that TERM or INT ends."""
+    config = uvicorn.Config(
+        api.app(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",  # which it would import
+        timeout_graceful_shutdown=2,
+    )
+    server = _Server(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+    return server
 
 
 class _Server(uvicorn.Server):

@@ -147,23 +147,19 @@ class SenderProcess:
         servers. `scan`: it refuses NaN and infinity. `programs`: each filled chunk comes with the
         numbers of the parameters it completes. `shown`: servers copy out of the slots by
         themselves; without `exports` no server reads them. It reads at most `bytes_per_s` until
-        `hurry`; None: as fast as it can. With a `relay_rank` it waits for `relay`; rank 0 passes on
-        what it reads, and others read nothing.
+        `lift_pace`; None: as fast as it can. With a `relay_rank` it waits for `relay`; rank 0
+        passes on what it reads, and others read nothing.
 
         `carrier` has the options of a new carrier; None keeps the existing one.
         """
         self._events.clear()
-        before, self._read_last = self._read_last, (plan, scan)
-        again = before is not None and before[0] is plan and before[1] is scan
         await self._command(
             op="open",
             transport=transport,
             session=session,
             shards=[] if relay_rank else [asdict(shard) for shard in checkpoint.shards],
             elsewhere=self._node is not None,
-            chunks=None  # those of the last push
-            if again
-            else [[_piece(placed, scan=scan) for placed in chunk.placed] for chunk in plan.chunks],
+            chunks=self._new_chunks(plan, scan=scan),
             slots=slots,
             ring_only=ring_only,
             reserve_bytes=reserve_bytes,
@@ -175,6 +171,13 @@ class SenderProcess:
             bytes_per_s=bytes_per_s,
             relay_rank=relay_rank,
         )
+
+    def _new_chunks(self, plan: ChunkPlan, *, scan: bool) -> list[list[Any]] | None:
+        """What the sender reads; None for the chunks of the last push."""
+        before, self._read_last = self._read_last, (plan, scan)
+        if before is not None and before[0] is plan and before[1] is scan:
+            return None
+        return [[_piece(placed, scan=scan) for placed in chunk.placed] for chunk in plan.chunks]
 
     async def relay(self, rank: int, world_size: int, unique_id: str = "") -> None:
         """Have it form a group with the senders of other machines. Rank 0 says the group's id

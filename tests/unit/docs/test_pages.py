@@ -15,21 +15,29 @@ TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "
 PAGES = [*TOP, ROOT / "fleet.yaml.example", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = sorted(found.parent for found in (ROOT / "skyctl").rglob("__init__.py"))
 README_WORDS = 1000
+VENDORS = {  # modules of other programs that docstrings name without a folder
+    "cpu_communicator.py",
+    "nccl_engine.py",
+    "packed_tensor.py",
+    "shm_broadcast.py",
+    "tokenizer_manager.py",
+    "unquantized_fused_moe_method.py",
+}
 # in backticks: a module, or a file or folder below a folder; `<name>` and `*` stand for any name
 PATH = re.compile(r"`([\w<>*-]+\.py|[\w.<>*-]+(?:/[\w.<>*-]+)*(?:/|/[\w.<>*-]+\.[a-z]+))`")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 BENCHMARK = re.compile(r"python -m (benchmarks\.\w+)")
 
 
-def missing_paths(text: str) -> list[str]:
-    """Paths of the repository, or of the package, that nothing matches."""
-    absent = []
+def missing_paths(text: str, *beside: Path) -> list[str]:
+    """Paths of the repository, of the package, or in folders `beside`, that nothing matches."""
+    absent, bases = [], (ROOT, ROOT / "skyctl", *beside)
     for path in PATH.findall(text):
         top = path.partition("/")[0]
-        if "/" in path and not any((base / top).is_dir() for base in (ROOT, ROOT / "skyctl")):
-            continue  # somebody else's: a checkpoint, a state directory
+        if "/" in path and not any((base / top).is_dir() for base in bases):
+            continue  # of another program: a checkpoint, a state directory
         pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
-        if not any(next(base.glob(pattern), None) for base in (ROOT, ROOT / "skyctl")):
+        if not any(next(base.glob(pattern), None) for base in bases):
             absent.append(path)
     return absent
 
@@ -40,6 +48,19 @@ def test_what_a_page_names_exists(page: Path) -> None:
     assert missing_paths(text) == []
     modules = [module.replace(".", "/") for module in BENCHMARK.findall(text)]
     assert [m for m in modules if not any((ROOT / m).parent.glob(f"{Path(m).name}*"))] == []
+
+
+def test_what_a_docstring_names_exists() -> None:
+    """Beside its module, too. Files of vLLM, SGLang and torch are named in vendors' folders."""
+    absent = {
+        f"{module.relative_to(ROOT)}:{node.lineno} {path}"
+        for module in sorted((ROOT / "skyctl").rglob("*.py"))
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        for path in missing_paths(str(node.value.value), module.parent, module.parents[1])
+        if path not in VENDORS and not path.startswith("./")
+    }
+    assert absent == set()
 
 
 @pytest.mark.parametrize("page", TOP, ids=lambda page: page.name)

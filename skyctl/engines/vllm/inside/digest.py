@@ -49,7 +49,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
         many packed layers were hashed by their output). Equal for equal weights on one machine
         with one version of vLLM; not comparable between kinds of processors. `dense` is the digest
         of everything but experts. `numbers` has those of the parameters `numbered`
-        (`device_digest.py`), on an accelerator.
+        (`wire/device_digest.py`), on an accelerator.
     """
     total, dense = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     probed = 0

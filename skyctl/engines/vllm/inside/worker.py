@@ -155,11 +155,11 @@ class SkyctlWorkerExtension:
         return {"unapplied": unapplied(model, names), "unread": unread(config)}
 
     def skyctl_nccl(self) -> dict[str, Any]:
-        """What a sender must know of this worker's NCCL; see `nccl.py`."""
+        """What a sender must know of this worker's NCCL; see `wire/nccl.py`."""
         return {"problem": nccl_problem(), "settings": nccl_settings()}
 
     def skyctl_leave_group(self) -> None:
-        """Leave the NCCL group of an earlier sender; see `nccl.py`."""
+        """Leave the NCCL group of an earlier sender; see `wire/nccl.py`."""
         leave_group(self.weight_transfer_engine)
 
     def skyctl_free_cached(self) -> None:
