@@ -58,7 +58,13 @@ def make_adapter(
     **config: Any,
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"], **config}
-    (directory / "adapter_config.json").write_text(json.dumps(said))
+    settings = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["up_proj"],
+        **config,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
     write_safetensors(directory / "adapter_model.safetensors", tensors or lora(UP), value)
     return directory

@@ -67,8 +67,8 @@ class Fleet:
         self, name: str, version: int, new: bool | None = True, timeout_s: float | None = None
     ) -> Any:
         directory = str(self.tmp_path / f"v{version}")
-        asked = LoadAdapter(name=name, directory=directory, new=new, timeout_s=timeout_s)
-        return await adapters.load(self.fleet, asked)
+        request = LoadAdapter(name=name, directory=directory, new=new, timeout_s=timeout_s)
+        return await adapters.load(self.fleet, request)
 
     async def sync(self, name: str, version: int) -> Any:
         return await self.load(name, version, new=False)
@@ -79,7 +79,8 @@ class Fleet:
     def serve(self) -> list[dict[str, str]]:
         """What each server serves: the versions by name."""
         return [
-            {name: one.name for name, one in stub.adapters.served.items()} for stub in self.stubs
+            {name: adapter.name for name, adapter in stub.adapters.served.items()}
+            for stub in self.stubs
         ]
 
     def fail(self, stub: int, path: str, kind: str, calls: tuple[int, ...] = ()) -> None:
@@ -136,7 +137,7 @@ async def test_each_version_has_a_directory_of_its_own_that_outlives_the_source(
         (lambda f: f.load("z", 8), PreflightError, "rank 32"),
     ],
 )
-async def test_what_cannot_be_is_refused_before_anything_is_sent(
+async def test_an_impossible_change_is_refused_before_anything_is_sent(
     fleet: Fleet, ask: Callable[[Fleet], Any], error: type[SkyctlError], words: str
 ) -> None:
     make_adapter(fleet.tmp_path / "v8", lora("base_model.model.up", rank=32), r=32)
@@ -169,8 +170,8 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize(("case", "path", "fault"), FAILURES, ids=[one[0] for one in FAILURES])
-async def test_what_one_server_cannot_do_is_undone_on_all(
+@pytest.mark.parametrize(("case", "path", "fault"), FAILURES, ids=[names[0] for names in FAILURES])
+async def test_a_change_that_fails_on_one_server_is_undone_on_all(
     fleet: Fleet, case: str, path: str, fault: dict[str, Any], before: int
 ) -> None:
     if before:
@@ -185,7 +186,7 @@ async def test_what_one_server_cannot_do_is_undone_on_all(
     assert fleet.serve() == was
     assert not fleet.quarantined and not store.unfinished(fleet.state)
     assert (await fleet.load("x", 3, new=None)).adapter.version == before + 2
-    assert {tuple(one.items()) for one in fleet.serve()} == {(("x", f"x@{before + 2}"),)}
+    assert {tuple(names.items()) for names in fleet.serve()} == {(("x", f"x@{before + 2}"),)}
 
 
 async def test_an_unload_that_one_server_refuses_is_undone(fleet: Fleet) -> None:
@@ -373,10 +374,10 @@ async def test_files_that_a_reboot_took_are_copied_anew_while_their_source_is_th
     lost = store.served(fleet.state)["x"]
     shutil.rmtree(Path(lost.path).parent)
     await adapters.restore(fleet.fleet, lost)
-    found = store.served(fleet.state)["x"]
-    assert adapters.read_adapter(found.path).digest == lost.digest
-    assert replace(found, path=lost.path) == lost
-    shutil.rmtree(Path(found.path).parent)
+    version = store.served(fleet.state)["x"]
+    assert adapters.read_adapter(version.path).digest == lost.digest
+    assert replace(version, path=lost.path) == lost
+    shutil.rmtree(Path(version.path).parent)
     make_adapter(fleet.tmp_path / "v1", value=0.9)
     with pytest.raises(PreflightError, match="is not what x@1 was made from any more"):
         await adapters.restore(fleet.fleet, lost)

@@ -18,8 +18,8 @@ ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def fits(adapter: Path, model: Path | str | None, **options: Any) -> list[str]:
-    asked = {"max_rank": 8, "bases": [str(model)], **options}
-    return check_fits(read_adapter(str(adapter)), model=model and str(model), **asked)
+    arguments = {"max_rank": 8, "bases": [str(model)], **options}
+    return check_fits(read_adapter(str(adapter)), model=model and str(model), **arguments)
 
 
 def test_an_adapter_of_the_running_model_is_taken(tmp_path: Path) -> None:
@@ -27,8 +27,8 @@ def test_an_adapter_of_the_running_model_is_taken(tmp_path: Path) -> None:
     both = {**lora(UP), **lora(ATTENTION, rows=8)}
     adapter = make_adapter(tmp_path / "one", both, base_model_name_or_path=str(model))
     assert fits(adapter, model) == []
-    found = read_adapter(str(adapter))
-    assert (found.rank, len(found.tensors)) == (4, 4)
+    adapter_read = read_adapter(str(adapter))
+    assert (adapter_read.rank, len(adapter_read.tensors)) == (4, 4)
 
 
 def test_an_adapter_is_read_where_its_link_leads(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_another_byte_or_another_scale_is_another_digest(tmp_path: Path) -> None
         make_adapter(tmp_path / "c", lora_alpha=16),
         make_adapter(tmp_path / "d"),
     )
-    first, *others, same = [read_adapter(str(one)).digest for one in made]
+    first, *others, same = [read_adapter(str(directory)).digest for directory in made]
     assert len({first, *others}) == 3
     assert same == first
 
@@ -170,13 +170,23 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str) -> None:
+def test_a_directory_that_is_not_an_adapter_is_refused_with_what_it_is(
+    tmp_path: Path, case: str
+) -> None:
     spoil, error, words = BROKEN[case]
     spoil(tmp_path / "one")
     with pytest.raises(error, match=words) as caught:
         read_adapter(str(tmp_path / "one"))
-    said = ("cut off", "half a module", "no LoRA", "ranks", "no rank", "no scale", "no pattern")
-    assert caught.value.hint or case in said or "scale" in case
+    configured = (
+        "cut off",
+        "half a module",
+        "no LoRA",
+        "ranks",
+        "no rank",
+        "no scale",
+        "no pattern",
+    )
+    assert caught.value.hint or case in configured or "scale" in case
 
 
 @pytest.mark.parametrize(
@@ -188,7 +198,9 @@ def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str
         {"qalora_group_size": 16, "megatron_core": "megatron.core", "something_new": None},
     ],
 )
-def test_what_servers_compute_as_peft_does_is_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_settings_that_servers_compute_as_peft_does_are_taken(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     assert read_adapter(str(make_adapter(tmp_path / "one", **config))).rank == 4
 
 
@@ -214,7 +226,7 @@ def test_a_base_of_fewer_bits_is_the_model_that_it_was_made_of(
         check_fits(adapter, model=None, bases=[fleet], max_rank=None)
 
 
-def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:
     model = make_model(tmp_path / "base")
     elsewhere = "base_model.model.model.layers.7.mlp.up_proj"
     misfits = {
@@ -285,13 +297,13 @@ def test_a_model_that_is_not_here_is_left_to_the_servers(tmp_path: Path) -> None
 async def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tensors = {name: torch.randn(shape) for name, shape in lora(UP).items()}
-    tensors = {name: one.to(torch.bfloat16) for name, one in tensors.items()}
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     await write_adapter(tensors, {"r": 4, "lora_alpha": 8}, tmp_path)
-    found = read_adapter(str(tmp_path))
-    assert found.config["target_modules"] == ["up_proj"]
+    written = read_adapter(str(tmp_path))
+    assert written.config["target_modules"] == ["up_proj"]
     safetensors = pytest.importorskip("safetensors.torch")
     back = safetensors.load_file(tmp_path / WEIGHTS)
-    assert all(torch.equal(back[name], one) for name, one in tensors.items())
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
 async def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Path) -> None:

@@ -115,17 +115,17 @@ async def test_generation_goes_through_the_router_in_the_order_of_prompts(
 ) -> None:
     servers = stubs(base)
     async with attached(tmp_path, servers) as fleet, fleet:
-        one = await fleet.generate("ab", max_tokens=3)
-        assert one.finish_reason == "length" and len(one.token_ids) == 3
-        assert one.prompt_token_ids == [97, 98]
+        single = await fleet.generate("ab", max_tokens=3)
+        assert single.finish_reason == "length" and len(single.token_ids) == 3
+        assert single.prompt_token_ids == [97, 98]
         many = await fleet.generate(
             ["x", [97, 98], {"prompt": "y", "id": "mine", "max_tokens": 1}], max_tokens=2
         )
         assert [r.id for r in many] == ["0", "1", "mine"]
         assert [len(r.token_ids) for r in many] == [2, 2, 1]
-        assert many[1].token_ids == one.token_ids[:2], "ids and text of one prompt differ"
+        assert many[1].token_ids == single.token_ids[:2], "ids and text of one prompt differ"
         straight = await fleet.generate("ab", max_tokens=3, server="demo-1")
-        assert straight.token_ids == one.token_ids
+        assert straight.token_ids == single.token_ids
         assert any(path == "/v1/completions" for path, _ in servers[1].bodies)
 
 
@@ -147,13 +147,13 @@ async def test_a_completion_waits_out_an_abort(tmp_path: Path, base: Path) -> No
     servers = stubs(base, 1)
     servers[0].gate.hold()
     async with attached(tmp_path, servers) as fleet, fleet:
-        asked = asyncio.create_task(fleet.completion("ab", max_tokens=2))
+        completion = asyncio.create_task(fleet.completion("ab", max_tokens=2))
         while not servers[0].engine.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await fleet.pause("abort")
         servers[0].gate.grant(10)
         await fleet.resume()
-        answer = await asyncio.wait_for(asked, 20)
+        answer = await asyncio.wait_for(completion, 20)
         assert answer["choices"][0]["finish_reason"] == "length"
 
 
@@ -173,9 +173,9 @@ async def test_several_answers_to_each_prompt_come_one_after_the_other(
     tmp_path: Path, base: Path
 ) -> None:
     async with attached(tmp_path, stubs(base, 1)) as fleet, fleet:
-        found = await fleet.generate(["ab", {"prompt": "c", "n": 1}], n=2, max_tokens=2)
-        assert [(one.id, one.sample) for one in found] == [("0", 0), ("0", 1), ("1", 0)]
-        assert all(len(one.token_ids) == 2 for one in found)
+        results = await fleet.generate(["ab", {"prompt": "c", "n": 1}], n=2, max_tokens=2)
+        assert [(result.id, result.sample) for result in results] == [("0", 0), ("0", 1), ("1", 0)]
+        assert all(len(result.token_ids) == 2 for result in results)
         with pytest.raises(UsageError, match="several answers are a list"):
             await fleet.generate("ab", n=2)
 
@@ -326,22 +326,22 @@ async def test_it_serves_many_tasks_and_other_threads_loops_at_once(
             async with fleet:
                 return len((await fleet.generate("ab", max_tokens=2)).token_ids)
 
-        def elsewhere(found: list[int]) -> None:
-            found.append(asyncio.run(block()))
-            found.append(asyncio.run(block()))
+        def elsewhere(lengths: list[int]) -> None:
+            lengths.append(asyncio.run(block()))
+            lengths.append(asyncio.run(block()))
 
-        found: list[int] = []
-        thread = threading.Thread(target=elsewhere, args=(found,))
+        lengths: list[int] = []
+        thread = threading.Thread(target=elsewhere, args=(lengths,))
         async with fleet:
             thread.start()
             assert await asyncio.gather(*(block() for _ in range(5))) == [2] * 5
             await asyncio.to_thread(thread.join, 30)
             assert (await fleet.generate("ab", max_tokens=2)).retries == 0
-        assert found == [2, 2]
+        assert lengths == [2, 2]
         assert not fleet._sessions, "a loop's connections outlived its blocks"
 
 
-async def test_what_is_not_ours_to_start_is_not_started(tmp_path: Path, base: Path) -> None:
+async def test_lifecycle_verbs_of_an_attached_fleet_are_refused(tmp_path: Path, base: Path) -> None:
     async with attached(tmp_path, stubs(base, 1)) as fleet:
         for call in (fleet.up(), fleet.down(), fleet.restart(), fleet.scale(2)):
             with pytest.raises(UsageError, match="did not start"):

@@ -74,7 +74,9 @@ async def test_an_update_is_verified_labelled_and_resumed(trained: Trained, fini
     before = trained.digests
     async with trained.fleet.update("step-1") as update:
         assert all(engine.paused for engine in trained.engines)
-        assert [(one.server, one.rank_offset, one.workers) for one in update.servers] == [
+        assert [
+            (target.server, target.rank_offset, target.workers) for target in update.servers
+        ] == [
             ("demo-0", 1, 1),
             ("demo-1", 2, 1),
         ]
@@ -125,7 +127,7 @@ async def test_a_trainer_that_fails_before_it_sends_leaves_the_old_weights(
 
 
 @pytest.mark.parametrize("how", ["raises", "is cancelled", "is late", "forgets one"])
-async def test_what_may_be_half_updated_stays_closed_until_the_next_update(
+async def test_a_server_that_may_be_half_updated_stays_closed_until_the_next_update(
     trained: Trained, how: str
 ) -> None:
     before = trained.digests
@@ -167,10 +169,10 @@ async def test_a_cancelled_trainer_still_says_that_it_sends_nothing_more(
     """Servers would stay frozen until its time is over, and closed for as long as it lives."""
     close, closes, reported = AttachedFleet.close_update, asyncio.Event(), asyncio.Event()
 
-    async def as_over_a_network(fleet: AttachedFleet, asked: CloseUpdate) -> None:
+    async def as_over_a_network(fleet: AttachedFleet, request: CloseUpdate) -> None:
         closes.set()
         await asyncio.sleep(0.05)
-        await close(fleet, asked)
+        await close(fleet, request)
         reported.set()
 
     monkeypatch.setattr(AttachedFleet, "close_update", as_over_a_network)
@@ -200,7 +202,9 @@ async def test_a_dead_update_is_undone_by_recovery(trained: Trained) -> None:
             await send(update, 1)
             raise ValueError("no")
     async with trained.fleet._connected() as fleet:
-        assert [(one.action, one.ok) for one in await fleet.recover()] == [("push", True)] * 2
+        assert [(repair.action, repair.ok) for repair in await fleet.recover()] == [
+            ("push", True)
+        ] * 2
     assert trained.digests == before and not any(e.paused for e in trained.engines)
     await trained.update("step-2", 2)
     with pytest.raises(ValueError, match="no"):
@@ -208,8 +212,8 @@ async def test_a_dead_update_is_undone_by_recovery(trained: Trained) -> None:
             await send(update, 3)
             raise ValueError("no")
     async with trained.fleet._connected() as fleet:
-        for one in await fleet.recover():
-            assert not one.ok and "no file has it; push or update again" in one.detail
+        for repair in await fleet.recover():
+            assert not repair.ok and "no file has it; push or update again" in repair.detail
     assert all(engine.paused for engine in trained.engines)
     new = write_checkpoint(trained.directory / "new", tiny_tensors(50))
     await trained.fleet.sync_weights(new)
@@ -259,8 +263,8 @@ async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained
             async with trained.fleet.update(version):
                 pass
         assert version not in {engine.weight_version for engine in trained.engines}
-        held = await trained.update("step-0", 7)
-    digest = held.servers[0].weights_digest
+        first = await trained.update("step-0", 7)
+    digest = first.servers[0].weights_digest
     assert (await trained.update("step-3", 7, digest=digest)).version == "step-3"
 
 
@@ -273,7 +277,7 @@ async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained
         ({"timeout_s": float("nan")}, "no time to send in"),
     ],
 )
-async def test_what_could_only_fail_is_refused_before_anything_is_frozen(
+async def test_an_update_that_could_only_fail_is_refused_before_anything_is_frozen(
     trained: Trained, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):

@@ -75,7 +75,7 @@ def test_all_times_of_a_picture_have_one_unit() -> None:
         assert words == {unit}
 
 
-def test_what_a_server_went_through_can_be_told_without_colours() -> None:
+def test_the_states_of_a_server_are_distinct_without_colours() -> None:
     lines = shown(timeline_view(push(), columns=COLUMNS))
     first, second = lines[-2:]
     assert "░" in first and first.index("░") < first.index("▒") < first.index("▓")

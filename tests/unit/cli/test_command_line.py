@@ -42,7 +42,7 @@ def test_the_commands_name_is_found(typed: str, name: str) -> None:
     assert command_name(typed.split(), GROUPS) == name
 
 
-def test_what_comes_after_two_dashes_is_no_option() -> None:
+def test_words_after_two_dashes_are_not_options() -> None:
     assert given("--json", ["status", "--json"])
     assert not given("--json", ["generate", "--", "--json"])
 
@@ -92,6 +92,10 @@ def test_help_texts_flow_but_examples_keep_their_lines() -> None:
 def test_the_parsers_complaints_become_one_line_and_a_hint(
     complaint: str, command: str, message: str, hint: str | None
 ) -> None:
-    told = explain(complaint, command)
-    assert told[0] == message
-    assert told[1] == hint if hint is not None else "skyctl status -f" in told[1]
+    message_and_hint = explain(complaint, command)
+    assert message_and_hint[0] == message
+    assert (
+        message_and_hint[1] == hint
+        if hint is not None
+        else "skyctl status -f" in message_and_hint[1]
+    )

@@ -58,10 +58,10 @@ def test_a_file_that_does_not_load_is_a_finding_and_the_machine_is_examined_all_
 ) -> None:
     write(directory, "replcas: 2\n")
     code, out, _ = run(monkeypatch, capsys, "doctor", "--json")
-    found = json.loads(out)["data"]["findings"]
+    findings = json.loads(out)["data"]["findings"]
     assert code == 1
-    assert "replicas" in found[-1]["message"] + found[-1]["fix"]
-    assert {finding["section"] for finding in found} == {"machine", "fleet-file"}
+    assert "replicas" in findings[-1]["message"] + findings[-1]["fix"]
+    assert {finding["section"] for finding in findings} == {"machine", "fleet-file"}
 
 
 def test_without_a_fleet_the_machine_is_examined_but_a_named_one_must_exist(

@@ -72,8 +72,8 @@ def test_each_text_has_all_the_words_of_the_code() -> None:
     assert all(re.search(rf"^  {name} ", text_of("transports"), re.M) for name in transports)
     states = text_of("states")
     outcomes = {"ok", "routed", "loading", "skipped", "rolled-back", "timeout"}
-    wanted = {*STATE_STYLES, *journal.ENDED, "healthy", "down"} - outcomes
-    assert [w for w in sorted(wanted) if not re.search(rf"^  {w} ", states, re.M)] == []
+    documented = {*STATE_STYLES, *journal.ENDED, "healthy", "down"} - outcomes
+    assert [w for w in sorted(documented) if not re.search(rf"^  {w} ", states, re.M)] == []
 
 
 def test_every_command_that_a_text_mentions_exists() -> None:

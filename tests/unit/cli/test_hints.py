@@ -102,8 +102,8 @@ def text_of(node: ast.AST) -> str | None:
 
 def mentions() -> Iterator[Mention]:
     for place, text, shown in texts():
-        for found in _MENTION.finditer(text) if shown else ():
-            before, after = text[: found.start()], text[found.end() :]
+        for mention in _MENTION.finditer(text) if shown else ():
+            before, after = text[: mention.start()], text[mention.end() :]
             end = _END.search(strip_quotes(after))
             offered = ".py:" in place and _OFFER.search(before) is not None
             yield Mention(place, after[: end.start()] if end else after, offered)
@@ -119,9 +119,9 @@ def typed(group: Any, words: list[str], parent: Any = None, name: str = "skyctl"
     context = group.make_context(name, list(words), parent=parent)
     if not hasattr(group, "commands"):
         return
-    rest = [*context._protected_args, *context.args]
-    if rest:
-        below, command, arguments = group.resolve_command(context, rest)
+    leftover = [*context._protected_args, *context.args]
+    if leftover:
+        below, command, arguments = group.resolve_command(context, leftover)
         typed(command, arguments, context, below)
     elif not group.invoke_without_command:
         raise ValueError("missing command")
@@ -159,14 +159,14 @@ def test_every_option_that_is_named_exists(root: Any) -> None:
         for below in getattr(command, "commands", {}).values():
             yield from options(below)
 
-    known = {*options(root), "--help", *OF_OTHERS}
+    existing = {*options(root), "--help", *OF_OTHERS}
     named = [
         (place, option)
         for place, text, shown in texts()
         if shown and place.startswith("skyctl/") and not place.startswith(OTHERS)
         for option in _OPTION.findall(text)
     ]
-    unknown = [f"{place}: {option}" for place, option in named if option not in known]
+    unknown = [f"{place}: {option}" for place, option in named if option not in existing]
     assert not unknown, unknown
     assert len(named) > 200
 

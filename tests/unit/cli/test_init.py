@@ -183,7 +183,7 @@ def test_a_file_that_cannot_be_written_again_stays_and_a_link_is_followed(
     real = tmp_path / "real.yaml"
     real.write_text("name: old\n")
     (tmp_path / "fleet.yaml").symlink_to(real)
-    asked = ScaffoldRequest(tmp_path, servers=("http://127.0.0.1:8000",), force=True)
+    request = ScaffoldRequest(tmp_path, servers=("http://127.0.0.1:8000",), force=True)
 
     def full(path: Path, text: str, **_: Any) -> None:
         path.touch()
@@ -192,9 +192,9 @@ def test_a_file_that_cannot_be_written_again_stays_and_a_link_is_followed(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         with pytest.raises(SkyctlError, match="No space left"):
-            scaffold(asked)
+            scaffold(request)
     assert real.read_text() == "name: old\n"
-    scaffold(asked)
+    scaffold(request)
     assert (tmp_path / "fleet.yaml").is_symlink()
     assert load_fleet(real, {}).config.servers
     assert {path.name for path in tmp_path.iterdir()} == {"fleet.yaml", "real.yaml"}

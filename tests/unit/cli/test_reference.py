@@ -37,8 +37,8 @@ def test_help_and_no_command_print_the_front_page(
 def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
     named = set(re.findall(r"\S+\.md$", config, re.MULTILINE))
-    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert named == there
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert named == pages
 
 
 def test_no_two_pages_of_the_site_are_called_the_same() -> None:

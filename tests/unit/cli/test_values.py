@@ -52,7 +52,7 @@ def test_plain_values_are_taken_without_pydantic(monkeypatch: pytest.MonkeyPatch
 
 def _given(typed: list[str]) -> dict[str, Any]:
     """What a command is called with, or what Typer says."""
-    app, found = typer.Typer(), dict[str, Any]()
+    app, received = typer.Typer(), dict[str, Any]()
 
     @app.command()
     def command(
@@ -63,7 +63,7 @@ def _given(typed: list[str]) -> dict[str, Any]:
         file: Annotated[Path | None, typer.Option()] = None,
         json: Annotated[bool, typer.Option("--json")] = False,
     ) -> None:
-        found.update(locals())
+        received.update(locals())
 
     result = CliRunner().invoke(app, typed)
-    return {key: found[key] for key in found if key != "found"} | {"says": result.output}
+    return {key: received[key] for key in received if key != "received"} | {"says": result.output}

@@ -43,7 +43,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "up", "version", "version=", "ready=1", "Ready"])
-def test_what_cannot_be_waited_for_is_refused(text: str) -> None:
+def test_an_unknown_condition_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="nothing to wait for"):
         Condition.parse(text)
 

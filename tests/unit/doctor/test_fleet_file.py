@@ -37,24 +37,24 @@ def findings(
     gpus = [] if config.get("device") == "cpu" else GPUS
     ports = iter(range(20_000, 20_100))
     plan = plan_fleet(fleet, Path(), gpus=gpus, next_port=lambda: next(ports), environ={})
-    found = check_fleet_file(FilePlan(plan, problems, model, running), facts)
-    assert all(finding.section == "fleet-file" for finding in found)
-    assert all(finding.fix for finding in found if finding.severity != "ok")
-    return found
+    checked = check_fleet_file(FilePlan(plan, problems, model, running), facts)
+    assert all(finding.section == "fleet-file" for finding in checked)
+    assert all(finding.fix for finding in checked if finding.severity != "ok")
+    return checked
 
 
-def wrong(found: list[Finding]) -> list[tuple[str, str]]:
-    return [(f.severity.value, f.check) for f in found if f.severity != "ok"]
+def wrong(given: list[Finding]) -> list[tuple[str, str]]:
+    return [(f.severity.value, f.check) for f in given if f.severity != "ok"]
 
 
 def test_a_good_file_has_nothing_to_fix() -> None:
-    found = findings()
-    assert wrong(found) == []
-    assert found[0].message == "2 replicas of m on cuda"
-    assert any("grow to 1.0 GiB for model.embed_tokens.weight" in f.message for f in found)
+    checked = findings()
+    assert wrong(checked) == []
+    assert checked[0].message == "2 replicas of m on cuda"
+    assert any("grow to 1.0 GiB for model.embed_tokens.weight" in f.message for f in checked)
 
 
-def test_what_up_would_refuse_is_an_error_with_its_hint() -> None:
+def test_problems_that_up_would_refuse_are_errors_with_their_hints() -> None:
     [error] = [f for f in findings(problems=(Problem("port 1 is taken", "stop it"),)) if f.fix]
     assert (error.severity.value, error.message, error.fix) == (
         "error",
@@ -112,20 +112,20 @@ def test_weights_that_do_not_fit_on_a_gpu_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("engine", "share"), [("vllm", "gpu-memory-utilization"), ("sglang", "mem-fraction-static")]
 )
-@pytest.mark.parametrize("said", ["most", "nan", "inf", "1e999"])
+@pytest.mark.parametrize("value", ["most", "nan", "inf", "1e999"])
 def test_a_share_or_a_cache_that_is_no_number_is_left_to_the_server(
-    engine: str, share: str, said: str
+    engine: str, share: str, value: str
 ) -> None:
-    given = {"engine": engine, "args": {share: said}, "env": {"VLLM_CPU_KVCACHE_SPACE": said}}
+    given = {"engine": engine, "args": {share: value}, "env": {"VLLM_CPU_KVCACHE_SPACE": value}}
     assert ("error", "gpu-memory") in wrong(findings(model=ModelFacts(100 * GIB, "x", 1), **given))
     assert wrong(findings(model=TINY, device="cpu", **given)) == []
 
 
 def test_gpus_that_somebody_else_uses_are_found_unless_it_is_this_fleet() -> None:
     busy = MachineFacts(gpus=(GpuFacts(0, "H100", 80 * GIB, 60 * GIB),), memory_available=64 * GIB)
-    found = findings(busy)
-    assert wrong(found) == [("warning", "gpus-in-use")]
-    assert any("GPU 0 (f-0) has 60.0 GiB of 80.0 GiB in use" in f.message for f in found)
+    checked = findings(busy)
+    assert wrong(checked) == [("warning", "gpus-in-use")]
+    assert any("GPU 0 (f-0) has 60.0 GiB of 80.0 GiB in use" in f.message for f in checked)
     assert wrong(findings(busy, running=True)) == []
 
 

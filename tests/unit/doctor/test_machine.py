@@ -34,7 +34,7 @@ SOUND = MachineFacts(
 CUDA = Needs(cuda=True, largest_world_size=2)
 
 
-def found(needs: Needs = CUDA, **changes: Any) -> list[tuple[str, str]]:
+def findings(needs: Needs = CUDA, **changes: Any) -> list[tuple[str, str]]:
     """(severity, check) of everything that is not ok."""
     findings = check_machine(replace(SOUND, **changes), needs)
     assert all(finding.section == "machine" for finding in findings)
@@ -43,7 +43,7 @@ def found(needs: Needs = CUDA, **changes: Any) -> list[tuple[str, str]]:
 
 
 def test_a_sound_machine_has_nothing_to_fix_and_says_what_it_has() -> None:
-    assert found() == []
+    assert findings() == []
     messages = [finding.message for finding in check_machine(SOUND, CUDA)]
     assert "2 × NVIDIA H100 (80.0 GiB)" in messages
     assert "driver 580.65.06, CUDA 13" in messages
@@ -78,20 +78,20 @@ def test_a_sound_machine_has_nothing_to_fix_and_says_what_it_has() -> None:
 def test_each_fault_is_found_and_only_that(
     changes: dict[str, Any], expected: list[tuple[str, str]]
 ) -> None:
-    assert found(**changes) == expected
+    assert findings(**changes) == expected
 
 
-def test_what_a_fleet_does_not_need_is_not_asked_of_the_machine() -> None:
-    assert found(Needs(cuda=False), gpus=(), driver=None) == []
-    assert found(Needs(cuda=True), shm_size=64 * 1024**2) == [("warning", "shared-memory")]
-    assert found(Needs(cuda=True, router=False), open_files=1024) == []
+def test_checks_that_the_fleet_does_not_need_are_left_out() -> None:
+    assert findings(Needs(cuda=False), gpus=(), driver=None) == []
+    assert findings(Needs(cuda=True), shm_size=64 * 1024**2) == [("warning", "shared-memory")]
+    assert findings(Needs(cuda=True, router=False), open_files=1024) == []
 
 
 def test_cuda_12_runs_on_an_older_driver() -> None:
     packages = {"vllm": "0.26.0", "nvidia-nccl-cu12": "2.27"}
-    assert found(driver="550.1", packages=packages) == []
+    assert findings(driver="550.1", packages=packages) == []
     both = {**packages, "nvidia-nccl-cu13": "2.28"}
-    assert found(packages=both) == [("warning", "nccl")]
+    assert findings(packages=both) == [("warning", "nccl")]
 
 
 def test_clients_of_servers_elsewhere_need_them_in_no_proxy() -> None:
@@ -104,8 +104,8 @@ def test_clients_of_servers_elsewhere_need_them_in_no_proxy() -> None:
 
 
 def test_a_machine_without_vllm_is_told_so_only_where_no_fleet_file_says_it() -> None:
-    assert found(Needs(), packages={}) == [("warning", "packages")]
-    assert found(Needs(cuda=False), packages={}) == []
+    assert findings(Needs(), packages={}) == [("warning", "packages")]
+    assert findings(Needs(cuda=False), packages={}) == []
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ def facts(*replicas: ReplicaStatus, supervised: bool | None = True, **more: Any)
 
 
 def wrong(given: RunningFacts) -> list[Finding]:
-    found = [f for f in check_running(given) if f.severity is not Severity.OK]
-    assert all(finding.section == "running" and finding.fix for finding in found)
-    return found
+    findings = [f for f in check_running(given) if f.severity is not Severity.OK]
+    assert all(finding.section == "running" and finding.fix for finding in findings)
+    return findings
 
 
 def names(given: RunningFacts) -> list[tuple[str, str]]:
@@ -68,8 +68,8 @@ def test_a_dead_supervisor_is_an_error_of_its_own() -> None:
     [("dead", "error"), ("failed", "error"), ("starting", "warning"), ("restarting", "warning")],
 )
 def test_replicas_that_do_not_serve_are_found(state: str, severity: str) -> None:
-    found = names(facts(replica(0), replica(1, state=state)))
-    assert (severity, "replicas") in found
+    checks = names(facts(replica(0), replica(1, state=state)))
+    assert (severity, "replicas") in checks
 
 
 def test_a_replica_that_died_often_is_worth_a_look() -> None:
@@ -139,8 +139,8 @@ def test_a_verification_made_now_counts_more_than_the_records(
     rows = [ServerRow("f-0", False, 0, "v1", None, None, digest) for digest in ("aa", "bb")]
     server = {"server": "f-0", "digest": "aa", "detail": "labelled x", "as_recorded": as_recorded}
     report = {"servers": [server], "agree": agree}
-    found = wrong(facts(rows=rows, verification=report))
-    assert [f.severity.value for f in found] == expected
+    findings = wrong(facts(rows=rows, verification=report))
+    assert [f.severity.value for f in findings] == expected
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def test_a_verification_made_now_counts_more_than_the_records(
 def test_a_router_out_of_step_is_found(
     second: dict[str, Any], workers: list[str], expected: str
 ) -> None:
-    found = wrong(facts(replica(0), replica(1, **second), workers=workers))
-    assert [f.check for f in found] == ["router"]
-    assert expected in found[0].message
+    findings = wrong(facts(replica(0), replica(1, **second), workers=workers))
+    assert [f.check for f in findings] == ["router"]
+    assert expected in findings[0].message
 
 
 def test_a_wholly_frozen_fleet_stays_routed_and_that_is_right() -> None:

@@ -125,7 +125,7 @@ def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, exp
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("discovery", "expected"),
     [
         ("{command: ' '}", "servers.command: expected a shell command, got ' '"),
         ("{dns: 'h:0'}", "servers.dns: expected a host name and a port"),
@@ -133,8 +133,8 @@ def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, exp
         ("{}", "servers: write either `dns` or `command`"),
     ],
 )
-def test_a_place_where_no_server_can_be_found_is_refused(found: str, expected: str) -> None:
-    (line,) = refused(f"name: demo\nservers: {found}\n")
+def test_a_place_where_no_server_can_be_found_is_refused(discovery: str, expected: str) -> None:
+    (line,) = refused(f"name: demo\nservers: {discovery}\n")
     assert line.startswith(f"fleet.yaml:2: {expected}")
     assert parse("name: demo\nservers: {dns: 'h:65535'}\n").servers
 
@@ -171,7 +171,7 @@ def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
     assert caught.value.message.startswith("fleet.yaml:1: name: expected lower-case letters")
 
 
-def test_what_is_missing_is_named() -> None:
+def test_a_missing_key_is_named() -> None:
     assert refused("model: x\n") == ["fleet.yaml:1: key 'name' is missing"]
     assert refused("name: a\n") == [
         "fleet.yaml:1: `model` is missing (or `servers`, for servers already running)"
@@ -300,7 +300,9 @@ def test_environment_values_keep_their_text() -> None:
         ),
     ],
 )
-def test_what_skyctl_sets_itself_is_refused_with_the_key_to_use(text: str, expected: str) -> None:
+def test_arguments_that_skyctl_sets_are_refused_with_the_key_to_use(
+    text: str, expected: str
+) -> None:
     assert refused(f"name: a\nmodel: x\n{text}\n") == [f"fleet.yaml:3: {expected}"]
 
 
@@ -459,7 +461,7 @@ def test_auth_is_one_of_three_words_and_all_when_not_said(written: str) -> None:
         ("env: {VLLM_ALLOW_INSECURE_SERIALIZATION: 1}\n", "skyctl sets it"),
     ],
 )
-def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> None:
+def test_settings_that_leave_servers_open_are_refused(text: str, expected: str) -> None:
     (line,) = refused(STARTED + text)
     assert expected in line
 
@@ -480,7 +482,7 @@ def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> N
         (SSH + "replicas: [{gpus: [[0]]}]\n", "a group's `gpus` goes with one machine"),
     ],
 )
-def test_what_does_not_go_with_other_machines_is_refused(text: str, expected: str) -> None:
+def test_settings_of_one_machine_are_refused_with_several(text: str, expected: str) -> None:
     (line,) = refused(STARTED + text)
     assert expected in line
 
@@ -501,7 +503,7 @@ def test_what_does_not_go_with_other_machines_is_refused(text: str, expected: st
         (SPAN + "args: {node-rank: 1}\n", "use the key `nodes_per_replica`"),
     ],
 )
-def test_what_does_not_go_with_a_replica_on_several_machines_is_refused(
+def test_settings_of_one_machine_are_refused_for_a_replica_on_several(
     text: str, expected: str
 ) -> None:
     assert parse(STARTED + SPAN).nodes_per_replica == 2

@@ -273,9 +273,9 @@ async def test_an_attempt_whose_tokens_are_all_taken_back_brought_nothing() -> N
 
 
 def with_logprobs(ids: list[int], finish: str | None = None) -> dict[str, Any]:
-    found = event(ids, finish, prompt=[7])
-    found["choices"][0]["logprobs"] = {"token_logprobs": [-id / 100 for id in ids]}
-    return found
+    chunk = event(ids, finish, prompt=[7])
+    chunk["choices"][0]["logprobs"] = {"token_logprobs": [-id / 100 for id in ids]}
+    return chunk
 
 
 async def test_logprobs_are_one_per_token_also_across_a_cut() -> None:
@@ -415,7 +415,7 @@ def test_results_come_to_one_error() -> None:
     assert type(failure([late, bad])) is ServerError
 
 
-async def test_what_the_router_takes_the_key_off_is_asked_of_servers_one_after_the_other() -> None:
+async def test_requests_that_the_router_strips_of_their_key_go_to_servers_in_turn() -> None:
     script = Script(
         httpx.ConnectError("refused"),
         httpx.Response(200, json={"tokens": [1]}),

@@ -118,7 +118,7 @@ def test_a_file_without_prompts_is_refused() -> None:
         parse_lines(["\n"], "p.jsonl", defaults=DEFAULTS)
 
 
-def test_what_is_no_text_on_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_not_text_on_stdin_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xff"}'), "utf-8"))
     with pytest.raises(UsageError, match=r"cannot read -: .*0xff"):
         read_requests(None, Path("-"), DEFAULTS, chat=False)

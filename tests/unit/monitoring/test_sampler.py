@@ -26,11 +26,11 @@ class Clock:
 
 def sampler(fleet: ToldFleet, clock: Clock, pages: list[str] | None = None) -> Sampler:
     """A sampler whose router answers these metrics pages, one per look."""
-    left = list(pages or [])
+    remaining = list(pages or [])
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == "http://127.0.0.1:3/metrics"
-        return httpx.Response(200, text=left.pop(0)) if left else httpx.Response(500)
+        return httpx.Response(200, text=remaining.pop(0)) if remaining else httpx.Response(500)
 
     client = ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer)))
     usage = {1: GpuUsage(1, 0.9, 8, 10)}
@@ -55,9 +55,9 @@ async def test_rates_are_between_two_looks() -> None:
         second = await looks.sample()
     assert first.interval_s is None and second.interval_s == 2.0
     assert first.replicas[0].generation_tokens_per_s is None
-    [found] = second.replicas
-    assert (found.prompt_tokens_per_s, found.generation_tokens_per_s) == (25.0, 200.0)
-    assert found.prefix_hit_rate == 0.5
+    [sample] = second.replicas
+    assert (sample.prompt_tokens_per_s, sample.generation_tokens_per_s) == (25.0, 200.0)
+    assert sample.prefix_hit_rate == 0.5
 
 
 async def test_only_the_first_look_makes_servers_say_whether_they_are_paused() -> None:
@@ -102,8 +102,8 @@ async def test_the_routers_page_gives_its_rates_and_the_tinker_api_is_beside_it(
 
 async def test_time_in_state_is_the_supervisors_or_counted_from_first_sight() -> None:
     clock = Clock()
-    told = ToldFleet(status(replica(state="paused", state_s=77.0)))
-    async with sampler(told, clock) as looks:
+    fleet = ToldFleet(status(replica(state="paused", state_s=77.0)))
+    async with sampler(fleet, clock) as looks:
         assert (await looks.sample()).replicas[0].state_s == 77.0
     attached = ToldFleet(
         status(replica(), supervised=None),
@@ -138,11 +138,11 @@ async def test_gpus_are_those_the_replica_runs_on_and_looked_at_seldom() -> None
 
 
 async def test_the_pid_and_gpus_of_another_machine_are_not_looked_for_here() -> None:
-    told = status(
+    fleet_status = status(
         replica(pid=os.getpid(), gpus=(1,), rss_bytes=7, node="me@far"),
         replica(pid=os.getpid(), gpus=(1,)),
     )
-    async with sampler(ToldFleet(told), Clock()) as looks:
+    async with sampler(ToldFleet(fleet_status), Clock()) as looks:
         far, near = (await looks.sample()).replicas
     assert (far.rss_bytes, far.gpus) == (7, ())
     assert near.rss_bytes and near.rss_bytes > 7 and [gpu.index for gpu in near.gpus] == [1]
@@ -152,10 +152,10 @@ async def test_the_push_in_progress_is_shown_with_how_far_it_is() -> None:
     request: dict[str, Any] = {"checkpoint": "runs/step-200"}
     job = Job("push-3", "push", "running", "update", 5, 10, request, {}, created_at=0.0)
     for supervised in (True, None):
-        told = ToldFleet(status(replica(), job="push-3", supervised=supervised), job=job)
-        async with sampler(told, Clock()) as looks:
-            found = (await looks.sample()).job
-        assert found is not None
-        assert (found.id, found.stage, found.done_bytes) == ("push-3", "update", 5)
+        fleet = ToldFleet(status(replica(), job="push-3", supervised=supervised), job=job)
+        async with sampler(fleet, Clock()) as looks:
+            job_sample = (await looks.sample()).job
+        assert job_sample is not None
+        assert (job_sample.id, job_sample.stage, job_sample.done_bytes) == ("push-3", "update", 5)
     async with sampler(ToldFleet(status(replica()), job=job), Clock()) as looks:
         assert (await looks.sample()).job is None
