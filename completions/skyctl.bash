@@ -208,9 +208,8 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --svg) _skyctl_files; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeline --svg --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeline --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs wait")
@@ -232,9 +231,8 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --svg) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --plot --svg --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet --plot --json -h --help -q --quiet --no-color --debug" ;;
         "weights verify")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -319,7 +317,7 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --format) _skyctl_words "skyrl verl prime-rl openai env tinker"; return ;;
+                --format) _skyctl_words "skyrl prime-rl openai env tinker"; return ;;
                 --prometheus-sd) _skyctl_files; return ;;
             esac
             _skyctl_words "-f --file --fleet --format --export --prometheus-sd --show-key --json -h --help -q --quiet --no-color --debug" ;;

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -23,10 +20,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 from rich.table import Table as RichTable
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from skyctl.errors import ExitCode, SkyctlError, UsageError
+from skyctl.errors import ExitCode, SkyctlError
 from skyctl.output_mode import discard_stdout, mode, on_mode_change
 from skyctl.sanitize import sanitized
 from skyctl.tables import Table
@@ -45,7 +41,6 @@ STATE_STYLES = {state: style for style, states in _STATES.items() for state in s
 
 # a table in a file or a pipe is not cut to a terminal's width
 WIDTH_WITHOUT_TERMINAL = 200
-PICTURE_COLUMNS = 100
 _MOST_OUTCOMES = 64
 """The most servers of a fan-out that are listed one by one."""
 
@@ -222,65 +217,6 @@ def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[s
 
     room = max(20, console.width - indent)
     return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def svg(title: str, *views: RenderableType, width: int, identifier: str = "") -> str:
-    """The views as a picture of a terminal of `width` columns. It loads no fonts but uses the
-    reader's own: some places it is shown in do not allow that. Pictures on one page differ in
-    `identifier` (default: the title's).
-    """
-    console = Console(
-        record=True, width=width, force_terminal=True, highlight=False, file=StringIO()
-    )
-    for view in views:
-        console.print(view, soft_wrap=True)
-    identifier = re.sub(r"[^a-z0-9]+", "-", (identifier or title).lower())
-    drawn = console.export_svg(title=title, unique_id=identifier, theme=_SVG_THEME)
-    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
-    return drawn.replace("font-family: Fira Code, monospace", f"font-family: {_FONTS}")
-
-
-def write_picture(path: Path, title: str, *views: RenderableType) -> None:
-    """Write an SVG of `PICTURE_COLUMNS` columns, and say where.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    drawn = svg(title, *views, width=PICTURE_COLUMNS)
-    try:
-        path.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
-    note(f"wrote {path}")
-
-
-# colours that are distinct on the picture's background, blue from cyan too
-_SVG_THEME = TerminalTheme(
-    (17, 21, 28),
-    (214, 219, 227),
-    [
-        (63, 71, 84),
-        (255, 123, 114),
-        (86, 211, 100),
-        (227, 179, 65),
-        (88, 141, 255),
-        (210, 120, 235),
-        (64, 224, 208),
-        (214, 219, 227),
-    ],
-    [
-        (125, 135, 150),
-        (255, 161, 152),
-        (126, 231, 135),
-        (242, 204, 96),
-        (140, 180, 255),
-        (226, 160, 245),
-        (120, 240, 228),
-        (255, 255, 255),
-    ],
-)
-
-_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 def outcome_table(outcomes: Sequence[Any]) -> RenderableType:

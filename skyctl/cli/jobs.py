@@ -8,7 +8,7 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption, seconds
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.units import format_ago
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ def show(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Draw its stages and servers over time.")
     ] = False,
-    svg: SvgOption = None,
     json: JsonOption = False,
 ) -> None:
     """One job: what was asked, how far it came, how it ended, and when each stage ran.
@@ -76,7 +75,6 @@ def show(
     \b
     skyctl jobs show push-3
     skyctl jobs show push-3 --timeline
-    skyctl jobs show push-3 --svg push-3.svg
     """
     from skyctl import output
     from skyctl.cli.bars_view import legend, timeline_view
@@ -91,11 +89,7 @@ def show(
     )
     job, drawn = changes.job, timeline_of(changes.events)
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
-    if svg is not None:
-        title = f"skyctl jobs show {job.id} --timeline"
-        picture = timeline_view(drawn, columns=output.PICTURE_COLUMNS)
-        output.write_picture(svg, title, picture, "", legend(drawn))
-    if timeline or svg is not None:
+    if timeline:
         output.emit(data, timeline_view(drawn, columns=output.out.width), "", legend(drawn))
         return
     error = job_error(job)

@@ -57,7 +57,3 @@ TimeoutOption = Annotated[
 
 PauseModeOption = StrEnum("PauseModeOption", {"ABORT": "abort", "WAIT": "wait", "KEEP": "keep"})
 """What happens to running requests."""
-
-SvgOption = Annotated[
-    Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG, too.")
-]

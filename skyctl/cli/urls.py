@@ -22,7 +22,6 @@ class Format(StrEnum):
     """Programs whose configuration can be printed."""
 
     SKYRL = "skyrl"
-    VERL = "verl"
     PRIME_RL = "prime-rl"
     OPENAI = "openai"
     ENV = "env"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.core.results import WeightsState
@@ -97,14 +97,12 @@ def history(
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw freeze windows and rates as bars, oldest first.")
     ] = False,
-    svg: SvgOption = None,
     json: JsonOption = False,
 ) -> None:
     """Every push of the fleet, newest first.
 
     \b
     skyctl weights history --plot
-    skyctl weights history --svg pushes.svg
     skyctl weights history --json
     """
     from skyctl import output
@@ -113,9 +111,7 @@ def history(
     pushes = call_chosen_fleet(
         *chosen(context, file, fleet), lambda running: running.weights()
     ).pushes
-    if svg is not None:
-        output.write_picture(svg, "skyctl weights history --plot", history_plot(pushes))
-    show = history_plot if plot or svg is not None else _history
+    show = history_plot if plot else _history
     output.emit(
         {"pushes": [push.to_json() for push in pushes]},
         show(pushes) if pushes else "no pushes yet",

@@ -35,8 +35,6 @@ SKYRL_ARGS = ("enable-scale-out",)
 _NOTES = {
     "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
     "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
-    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
-    "reward function that asks a judge",
     "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
     "evaluate here, push with skyctl",
 }
@@ -148,27 +146,6 @@ def as_skyrl(urls: FleetUrls) -> str:
     return "\n".join(lines)
 
 
-def as_verl(urls: FleetUrls) -> str:
-    """verl: overrides that give the fleet to a custom reward function (a judge), one per line.
-
-    verl starts its rollout servers itself, as Ray actors, and has no key for others. What it can
-    use of a fleet is an endpoint for rewards: `reward_kwargs` become keyword arguments of the
-    function at `reward.custom_reward_function.path`. Source: verl-project/verl 1dda039,
-    verl/workers/rollout/replica.py (RolloutReplica), verl/trainer/ppo/reward.py
-    (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml (Hydra; `reward_kwargs` is not in
-    it, hence the `+`).
-    """
-    prefix = "+reward.custom_reward_function.reward_kwargs"
-    lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
-    if urls.model:
-        lines.append(f"{prefix}.model={urls.model}")
-    if urls.access.api_key_file:
-        lines.append(f"{prefix}.api_key_file={urls.access.api_key_file}")
-    elif urls.access.api_key_env:
-        lines.append(f"{prefix}.api_key_env={urls.access.api_key_env}")
-    return "\n".join(lines)
-
-
 def as_prime_rl(urls: FleetUrls) -> str:
     """prime-rl: the TOML table of the policy's client, for an `rl` config without `[inference]`.
 
@@ -224,7 +201,6 @@ def as_env(urls: FleetUrls) -> str:
 
 FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
     "skyrl": as_skyrl,
-    "verl": as_verl,
     "prime-rl": as_prime_rl,
     "openai": as_openai,
     "env": as_env,

@@ -82,7 +82,6 @@ def test_secrets_are_in_their_files_alone_and_servers_that_restart_keep_them(
             ("urls", "--format", "openai"),
             ("urls", "--format", "skyrl"),
             ("urls", "--format", "prime-rl"),
-            ("urls", "--format", "verl"),
             ("jobs", "--json"),
             ("weights", "--json"),
             ("logs", "-n", "1000"),

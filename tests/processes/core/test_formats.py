@@ -32,7 +32,6 @@ def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
     script = f"{FORMATS['env'](own)}\nprintenv OPENAI_API_KEY"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "s3cret\n"
-    assert f"api_key_file={file}" in texts["verl"]
     assert "OPENAI_API_KEY=${SKYCTL_API_KEY}" in texts["openai"]
     assert 'api_key_var = "SKYCTL_API_KEY"' in texts["prime-rl"]
     export = next(line for line in notes("openai", own) if "export" in line)

@@ -23,7 +23,6 @@ from skyctl.core.urls import (
     FORMATS,
     Access,
     FleetUrls,
-    notes,
     refused_rollouts,
     target_groups,
     write_targets,
@@ -93,17 +92,6 @@ def test_skyrls_own_schema_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(config.PlacementConfig, found.trainer.placement).colocate_all is False
     with pytest.raises(ValueError, match=r"external_server_url\b"):
         build(config.InferenceEngineConfig, {"external_server_url": "http://127.0.0.1:8001"})
-
-
-def test_verl_gets_arguments_of_a_reward_function_and_is_told_why() -> None:
-    found = overrides(FORMATS["verl"](URLS))
-    prefix = "+reward.custom_reward_function.reward_kwargs"  # not in reward.yaml: added with +
-    assert found == {
-        f"{prefix}.base_url": f"{URLS.router}/v1",
-        f"{prefix}.model": URLS.model,
-        f"{prefix}.api_key_env": "DEMO_KEY",
-    }
-    assert "did not start" in notes("verl", URLS)[0]
 
 
 def test_prime_rl_gets_its_clients_and_the_models_name() -> None:
