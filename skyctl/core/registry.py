@@ -172,18 +172,6 @@ def base_dir_of(ref: FleetRef) -> Path:
 
 def _origin(paths: FleetPaths) -> dict[str, str]:
     """`file`, `base_dir` and `kind` of a remembered fleet; {} for another."""
-    if written := _written_origin(paths):
-        return written
-    if not paths.database.exists():
-        return {}
-    from skyctl.store.state import FleetState
-
-    with FleetState(paths.database, or_memory=True) as state:  # where an older skyctl kept them
-        known = {key: state.get(key) for key in ("file", "base_dir")}
-    return {key: value for key, value in known.items() if value}
-
-
-def _written_origin(paths: FleetPaths) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(paths.origin.read_bytes()))
     return {}
@@ -196,7 +184,7 @@ def _copy(text: bytes, path: Path) -> None:
 
 def was_attached(paths: FleetPaths) -> bool:
     """Whether the fleet is remembered as one whose servers skyctl did not start."""
-    return _written_origin(paths).get("kind") == "attached"
+    return _origin(paths).get("kind") == "attached"
 
 
 def refuse_another_file(ref: FleetRef) -> None:
@@ -303,7 +291,7 @@ def _up_from(file: Path) -> FleetRef | None:
         text = file.read_bytes()
         for name in known_fleets() if b"$" not in text else ():
             paths = fleet_paths(name)
-            known = _written_origin(paths)
+            known = _origin(paths)
             if (known.get("file"), known.get("kind")) != (str(absolute), "supervised"):
                 continue
             if paths.fleet_file.read_bytes() == text and supervisor_running(paths):

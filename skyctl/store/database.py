@@ -26,7 +26,7 @@ from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.owned import after_fork_in_child
 from skyctl.store.paths import place_private_file, private_directory
-from skyctl.store.schema import roll_back, upgrade
+from skyctl.store.schema import create_tables, roll_back
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
@@ -75,7 +75,7 @@ class Database:
     with `or_memory` an empty state that is `unread`.
 
     Raises:
-        SkyctlError: the file was written by a newer skyctl, or cannot be opened.
+        SkyctlError: the file was written by another skyctl, or cannot be opened.
         StateUnwritable: it cannot even be read, and not `or_memory`.
     """
 
@@ -348,7 +348,7 @@ class Database:
                 raise self._unwritable() from unreadable
             self.unread = True
             self._memory = opening.in_memory()
-            upgrade(self._memory, self.path)
+            create_tables(self._memory, self.path)
         self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
 
     def _open_or_begin_anew(self) -> sqlite3.Connection:

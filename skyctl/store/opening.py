@@ -13,7 +13,7 @@ from pathlib import Path
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, place_private_file
-from skyctl.store.schema import migrate, upgrade
+from skyctl.store.schema import create_tables
 
 BUSY_TIMEOUT_S = 10.0
 WAL_LIMIT_BYTES = 4 * 1024 * 1024
@@ -43,7 +43,7 @@ def disk_failed(error: BaseException) -> bool:
 
 
 def open_file(path: Path, connect: Connect = connect, *, owner: bool = False) -> sqlite3.Connection:
-    """A connection to the state file, which is created or upgraded if need be.
+    """A connection to the state file, which is created if there is none.
 
     The `owner` checks all of it, and raises DatabaseError if it is corrupt.
     """
@@ -56,7 +56,7 @@ def open_file(path: Path, connect: Connect = connect, *, owner: bool = False) ->
         connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
         if owner and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("integrity check failed")
-        migrate(connection, path, owner=owner)
+        create_tables(connection, path)
     except BaseException:
         connection.close()
         raise
@@ -88,7 +88,7 @@ def read_into_memory(path: Path) -> sqlite3.Connection:
         memory = in_memory()
     else:
         memory = _copy_of(path)
-    upgrade(memory, path)
+    create_tables(memory, path)
     return memory
 
 

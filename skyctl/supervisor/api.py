@@ -84,7 +84,7 @@ def make_app(
         return Response(content, status, headers, media_type="application/json")
 
     def failed(_: Request, __: Exception) -> Response:
-        # with our version, or it would be taken for an older skyctl; the log has the error
+        # with our version, or it would be taken for another skyctl; the log has the error
         return Response(status_code=500, headers=headers)
 
     return Starlette(

@@ -67,7 +67,7 @@ class Ledger:
     """The database of one API process. Its rows are `sqlite3.Row`.
 
     Raises:
-        SkyctlError: the file is of a newer skyctl, or cannot be used.
+        SkyctlError: the file is of another skyctl, or cannot be used.
         StateUnwritable: it cannot be written.
     """
 
@@ -189,9 +189,9 @@ def _open(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA journal_size_limit = 16777216")
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-        if version > VERSION:
+        if version not in (0, VERSION):
             raise SkyctlError(
-                f"{path} was written by a newer skyctl", hint="update skyctl, or move it away"
+                f"{path} was written by another skyctl", hint="use that one, or move the file away"
             )
         if version == 0:
             connection.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")

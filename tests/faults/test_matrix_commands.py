@@ -208,7 +208,7 @@ def test_a_full_file_system_stops_an_up_before_anything_is_spawned(fleet: StubFl
 # --- the state file ------------------------------------------------------------------------------
 
 
-def test_a_state_file_of_a_newer_skyctl_is_refused_by_every_command_and_left_alone(
+def test_a_state_file_of_another_skyctl_is_refused_by_every_command_and_left_alone(
     fleet: StubFleet,
 ) -> None:
     remember_a_push(fleet)
@@ -216,7 +216,7 @@ def test_a_state_file_of_a_newer_skyctl_is_refused_by_every_command_and_left_alo
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     for command in (["up"], ["status"], ["down"], ["weights", "history"]):
         message = one_line_error(fleet.run(*command, expect=1).stderr)
-        assert "written by a newer skyctl" in message, command
+        assert "written by another skyctl" in message, command
     with sqlite3.connect(state_file(fleet)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION + 1,)
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from skyctl.checkpoints.header import FileIdentity
 from skyctl.store import opening
-from skyctl.store.schema import upgrade
+from skyctl.store.schema import create_tables
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import PROCESS
 
@@ -99,7 +99,7 @@ def _new_file() -> sqlite3.Connection:
     if _EMPTY:
         return _EMPTY.pop()
     file = opening.in_memory()
-    upgrade(file, Path("state.db"))
+    create_tables(file, Path("state.db"))
     return file
 
 
