@@ -278,8 +278,8 @@ def fullscreen(render: Callable[[], RenderableType]) -> Live:
 
 
 def can_fill_screen() -> bool:
-    """Whether both stdin and stdout are a terminal that can be redrawn."""
-    return out.is_terminal and sys.stdin.isatty() and os.environ.get("TERM") != "dumb"
+    """Whether stdout is a terminal that can be redrawn."""
+    return out.is_terminal and os.environ.get("TERM") != "dumb"
 
 
 class LiveView:

@@ -15,7 +15,6 @@ from skyctl.cli.fleet_view import ROUTED, headline, reason_lines
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from skyctl.cli.top_screen import TopScreen
     from skyctl.monitoring.samples import (
         FleetSample,
         JobSample,
@@ -25,13 +24,6 @@ if TYPE_CHECKING:
     )
     from skyctl.store.state import Event
 
-KEYS = (
-    ("↑↓", "select"),
-    ("p", "pause"),
-    ("r", "resume"),
-    ("l", "log"),
-    ("q", "quit"),
-)
 _LONGEST_VERSION = 24
 _GAP = 2  # blanks between columns
 _FEWEST_EVENTS = 3
@@ -54,34 +46,26 @@ def once_view(sample: FleetSample) -> RenderableType:
     """Everything, each line as long as it needs."""
     parts: list[RenderableType] = [headline(sample.status)]
     if sample.replicas:
-        parts += [Text(), *_table(sample, None, None, len(sample.replicas)), *_below(sample, None)]
+        parts += [Text(), *_table(sample, None, len(sample.replicas)), *_below(sample, None)]
     if sample.events:
         parts += [Text(), *_event_lines(sample.events[-5:])]
     return Group(*parts)
 
 
-def screen_view(
-    sample: FleetSample, screen: TopScreen, log: Sequence[str], width: int, height: int
-) -> RenderableType:
-    """One screen of `width` times `height` characters; `log` is the end of the open log."""
+def screen_view(sample: FleetSample, failure: str, width: int, height: int) -> RenderableType:
+    """One screen of `width` times `height` characters; `failure`: why there is no newer sample."""
     head = headline(sample.status)
     clock = time.strftime("%H:%M:%S", time.localtime(sample.at))
     head.truncate(max(0, width - len(clock) - _GAP), overflow="ellipsis", pad=True)
     head.append(" " * _GAP + clock, style="dim")
-    foot = _foot(screen, width)
-    if screen.log is not None:
-        room = height - 4
-        title = Text(f"log of {screen.log}", "bold")
-        lines = [Text(line, "dim") for line in log[-room:]] if room > 0 else []
-        return _page([head, Text()], [title, *lines], foot, height)
-    rest = [*_below(sample, width)]
-    # the table scrolls; at least a few events stay visible
-    room = height - 4 - len(rest) - _FEWEST_EVENTS - 2
-    body = [*_table(sample, screen.selected, width, max(1, room)), *rest]
+    below = _below(sample, width)
+    # at least a few events stay visible below a long table
+    room = height - 4 - len(below) - _FEWEST_EVENTS - 2
+    body = [*_table(sample, width, max(1, room)), *below]
     events_room = height - 4 - len(body) - 1
     if sample.events and events_room > 0:
         body += [Text(), *_event_lines(sample.events[-events_room:])]
-    return _page([head, Text()], body, foot, height)
+    return _page([head, Text()], body, _foot(failure, width), height)
 
 
 def _page(
@@ -98,18 +82,9 @@ def _page(
     return Group(*lines)
 
 
-def _foot(screen: TopScreen, width: int) -> list[RenderableType]:
-    if screen.question is not None:
-        whom = screen.question.server or f"all {len(screen.names)} replicas"
-        text = f" pause {whom}, requests stay frozen where they are (mode keep)?  y / n"
-        return [Text(text.ljust(width), "bold black on yellow")]
-    line = Text(style="on grey15")
-    for key, what in KEYS:
-        line.append(f" {key}", "bold cyan").append(f" {what} ")
-    if screen.message:
-        line.append(f" {screen.message}", "bold")
-    else:
-        line.append(f" p and r: {screen.selected or 'the whole fleet'}", "dim")
+def _foot(failure: str, width: int) -> list[RenderableType]:
+    line = Text(style="on grey15").append(" Ctrl-C", "bold cyan").append(" quit ")
+    line.append(f" {failure}", "bold")
     line.append(" " * max(0, width - line.cell_len))
     return [line]
 
@@ -129,14 +104,12 @@ def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:
     return [*lines, *([Text()] if reasons else []), *reasons]
 
 
-def _table(
-    sample: FleetSample, selected: str | None, width: int | None, room: int
-) -> list[RenderableType]:
-    """Lines of the table: its heading, at most `room` replicas around the selected one, the sum."""
+def _table(sample: FleetSample, width: int | None, room: int) -> list[RenderableType]:
+    """Lines of the table: its heading, the first `room` replicas, the sum of all."""
     if not sample.replicas:
         return []
     columns = _columns(sample.replicas)
-    shown = _window(sample.replicas, selected, room)
+    shown = sample.replicas[:room]
     cells = [[column.cell(replica) for column in columns] for replica in shown]
     if len(sample.replicas) > 1:
         cells.append([column.total(sample.replicas) for column in columns])
@@ -154,11 +127,7 @@ def _table(
     lines: list[RenderableType] = [_row(heads, [widths[i] for i in kept], right)]
     for index, row in enumerate(texts):
         line = _row([row[i] for i in kept], [widths[i] for i in kept], right)
-        if index < len(shown) and shown[index].name == selected:
-            line = Text(
-                line.plain.ljust(width or 0), "bold reverse"
-            )  # colours would make boxes in it
-        elif index == len(shown):
+        if index == len(shown):
             line.stylize("dim")
         lines.append(line)
     return lines
@@ -173,16 +142,6 @@ def fitting(drops: Sequence[int], widths: Sequence[int], width: int | None) -> l
             break
         kept.remove(max(droppable, key=lambda i: drops[i]))
     return kept
-
-
-def _window(
-    replicas: Sequence[ReplicaSample], selected: str | None, room: int
-) -> Sequence[ReplicaSample]:
-    """`room` replicas that include the selected one."""
-    names = [replica.name for replica in replicas]
-    at = names.index(selected) if selected in names else 0
-    first = max(0, min(at - room // 2, len(replicas) - room))
-    return replicas[first : first + room]
 
 
 def _row(cells: Sequence[Text], widths: Sequence[int], right: Sequence[bool]) -> Text:

@@ -1,4 +1,4 @@
-"""What the keys of `top` do, and that its screen fits every terminal."""
+"""The screen of `top` fits every terminal."""
 
 from __future__ import annotations
 
@@ -7,60 +7,11 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import fitting, once_view, screen_view
 from skyctl.core.status import FleetStatus
 from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.samples import FleetSample
 from tests.unit.monitoring.fleets import fleet_sample, replica_sample
-
-
-def screen(*keys: str, names: tuple[str, ...] = ("tiny-0", "tiny-1")) -> TopScreen:
-    made = TopScreen()
-    made.see(names)
-    for key in keys:
-        made.press(key)
-    return made
-
-
-def test_pausing_asks_first_and_means_the_whole_fleet_without_a_selection() -> None:
-    top = screen("p")
-    assert top.press("y") == Action("pause")
-    assert screen("p").press("x") is None
-
-
-def test_pause_and_resume_mean_the_selected_replica() -> None:
-    assert screen("down", "down", "p").press("y") == Action("pause", "tiny-1")
-    assert screen("down").press("r") == Action("resume", "tiny-0")
-
-
-def test_no_other_key_gets_through_while_it_asks() -> None:
-    top = screen("p")
-    assert top.press("q") is None
-    assert top.press("q") == Action("quit")
-
-
-def test_the_selection_stays_inside_the_list_and_escape_clears_it() -> None:
-    assert screen("up").selected == "tiny-1"
-    assert screen("down", "up", "up").selected == "tiny-0"
-    assert screen("down", "down", "down").selected == "tiny-1"
-    assert screen("down", "escape").selected is None
-    assert screen("down", names=()).selected is None
-
-
-def test_a_selected_replica_that_goes_away_is_selected_and_asked_about_no_more() -> None:
-    top = screen("down", "down", "p")
-    top.see(["tiny-0"])
-    assert top.selected is None
-    assert top.press("y") is None
-
-
-def test_the_log_follows_the_selection_and_closes_with_the_same_key() -> None:
-    assert screen("l").log == "tiny-0"
-    assert screen("l", "down").log == "tiny-1"
-    assert screen("l", "l").log is None
-    top = screen("l", "escape")
-    assert (top.log, top.selected) == (None, "tiny-0")
 
 
 def drawn(view: RenderableType, width: int = 300) -> list[str]:
@@ -77,25 +28,18 @@ def sample(replicas: int = 2) -> FleetSample:
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 @pytest.mark.parametrize("height", [12, 24, 50])
 @pytest.mark.parametrize("replicas", [1, 3, 40])
-@pytest.mark.parametrize("log", [False, True])
-def test_the_screen_fits_the_terminal(width: int, height: int, replicas: int, log: bool) -> None:
-    top = screen(names=tuple(f"tiny-{index}" for index in range(replicas)))
-    if log:
-        top.press("l")
-    view = screen_view(sample(replicas), top, ["a line"] * height, width, height)
-    lines = drawn(view, width)
+def test_the_screen_fits_the_terminal(width: int, height: int, replicas: int) -> None:
+    lines = drawn(screen_view(sample(replicas), "", width, height), width)
     assert len(lines) == height
     assert max(map(len, lines)) <= width
-    assert "quit" in lines[-1]
+    assert "Ctrl-C quit" in lines[-1]
 
 
-def test_a_long_list_scrolls_with_the_selection() -> None:
-    names = tuple(f"tiny-{index}" for index in range(40))
-    top = screen(*["down"] * 30, names=names)
-    lines = drawn(screen_view(sample(40), top, [], 100, 24), 100)
-    assert any(line.startswith("tiny-29") for line in lines)
-    assert not any(line.startswith("tiny-0 ") for line in lines)
+def test_a_long_list_is_cut_and_its_sum_says_how_long_it_is() -> None:
+    lines = drawn(screen_view(sample(40), "the supervisor does not answer", 100, 24), 100)
+    assert any(line.startswith("tiny-0 ") for line in lines)
     assert any(line.startswith("all 40") for line in lines)
+    assert "the supervisor does not answer" in lines[-1]
 
 
 def test_rates_are_summed_over_the_fleet_and_the_rest_is_named() -> None:
@@ -143,4 +87,4 @@ def test_a_fleet_that_is_down_is_a_line_and_not_an_empty_table() -> None:
         events=(),
     )
     assert drawn(once_view(down)) == ["tiny  down    start it: skyctl up"]
-    assert len(drawn(screen_view(down, TopScreen(), [], 80, 12), 80)) == 12
+    assert len(drawn(screen_view(down, "", 80, 12), 80)) == 12
