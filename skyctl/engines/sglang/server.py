@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from skyctl.engines.base import (
@@ -22,15 +22,13 @@ from skyctl.engines.base import (
     StartedWith,
 )
 from skyctl.engines.dialect import GROUP_PREFIX
-from skyctl.engines.http_server import HttpServer, ignoring_status
+from skyctl.engines.http_server import ignoring_status
 from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.sglang.inside import keeper
+from skyctl.engines.sglang.state import POLL_S, SGLangState
 from skyctl.errors import DeadlineExceeded, ServerError
-from skyctl.http.target import ServerTarget
 
-_MANAGED = keeper.CALLS | {"/update_weight_version", "/weights_checker", "/flush_cache"}
-"""Routes that require the admin key if there are two keys (`utils/auth.py`)."""
 _COUNTS = {
     "running": "sglang:num_running_reqs",
     "waiting": "sglang:num_queue_reqs",
@@ -40,43 +38,13 @@ _COUNTS = {
     "prefix_cache_hits": "sglang:cached_tokens_total",
 }
 _SLEEP_TAGS = ("kv_cache", "weights")
-_POLL_S = 0.1
-_ASKED_AGAIN = 2
-_PROBE = {
-    "input_ids": [0],
-    "lora_path": "skyctl-asks-whether-you-are-paused",
-    "sampling_params": {"max_new_tokens": 1},
-}
-"""A running server refuses it (there is no such adapter); a paused one reads it when resumed."""
 
 
-@dataclass(frozen=True)
-class _State:
-    """The keeper's report (`inside/keeper.py`)."""
-
-    paused: bool
-    """Whether the scheduler runs no requests."""
-    locked: bool
-    """Whether the lock of updates is taken."""
-    released: frozenset[str]
-    """What memory was given back, by tag."""
-    memory_saver: bool
-    """Whether it was started so that it can give memory back."""
-    cpu_backup: bool
-    """Whether sleeping keeps a copy of the weights."""
-    groups: frozenset[str]
-    """The groups of senders that its workers are in."""
-    nccl: Mapping[str, str]
-    """Its environment variables of NCCL."""
-
-
-class SGLangServer(HttpServer):
+class SGLangServer(SGLangState):
     """`Server` (`engines/base.py`) of SGLang. A server that skyctl did not start, and that has no
-    keeper, can neither sleep nor wake; it counts as paused if it does not answer a probe within
-    `probe_s` seconds while it answers other questions.
+    keeper, can neither sleep nor wake.
     """
 
-    probe_s = 1.0
     _updates = False
 
     async def health(self) -> None:
@@ -134,31 +102,6 @@ class SGLangServer(HttpServer):
         return replace(metrics, running=1)
 
     # control
-
-    async def is_paused(self) -> bool:
-        """Round-trips the scheduler, which answers even while it is paused."""
-        state = await self._state()
-        if state is not None:
-            return state.paused
-        return await self._holds_a_probe()
-
-    async def _holds_a_probe(self) -> bool:
-        """Whether it answers later questions but not the probe; a busy one is late with all."""
-        probe = asyncio.create_task(self._call("POST", "/generate", json=_PROBE))
-        try:
-            for _ in range(2):
-                await asyncio.wait([probe], timeout=self.probe_s / 2)
-                if probe.done():
-                    break
-                await self._info()
-            if not probe.done():
-                return True
-            with ignoring_status(400):
-                await probe
-        finally:
-            probe.cancel()
-            await asyncio.wait([probe])
-        return False
 
     async def pause(
         self, mode: PauseMode = "abort", *, clear_cache: bool = True, timeout_s: float | None = None
@@ -366,43 +309,6 @@ class SGLangServer(HttpServer):
 
     # requests
 
-    async def _state(self, target: ServerTarget | None = None) -> _State | None:
-        """The keeper's report; None without a keeper."""
-        target, key = target or self.target, self.target.inference_key
-        try:
-            answer = await self._client.call(target, "GET", keeper.STATE, timeout_s=self._timeout_s)
-        except ServerError as error:
-            if error.status == 401 and key not in (None, target.api_key):
-                # SGLang's own key check takes an unknown path for one of the users' routes
-                return await self._state(replace(target, api_key=key))
-            if error.status != 404:
-                raise
-            return None
-        state = self._mapping(answer, keeper.STATE)
-        return self._understood(
-            keeper.STATE,
-            lambda: _State(
-                bool(state["paused"]),
-                bool(state["locked"]),
-                frozenset(map(str, state["released"])),
-                bool(state["memory_saver"]),
-                bool(state["cpu_backup"]),
-                frozenset(map(str, state.get("groups", ()))),
-                dict(state.get("nccl", {})),
-            ),
-        )
-
-    async def _kept(self, verb: str) -> _State:
-        state = await self._state()
-        if state is None:
-            raise ServerError(
-                f"{self.target.name} cannot {verb} by skyctl: SGLang does not say what memory it "
-                "has released, and ends when it is asked for the same twice",
-                hint="let skyctl start it; or start it with `python -m "
-                "skyctl.engines.sglang.inside.serve` in place of `sglang serve`",
-            )
-        return state
-
     async def _drain(self, timeout_s: float) -> None:
         """Pause once nothing runs."""
         ends = asyncio.get_running_loop().time() + timeout_s
@@ -420,24 +326,12 @@ class SGLangServer(HttpServer):
                     if await self._flush():  # fails if requests came in between
                         return
                 await self.resume()
-            if asyncio.get_running_loop().time() + _POLL_S > ends:
+            if asyncio.get_running_loop().time() + POLL_S > ends:
                 raise DeadlineExceeded(
                     f"{self.target.name} was not idle within {timeout_s:g} s, and runs on: SGLang "
                     "holds no new requests back while it waits for those that run"
                 )
-            await asyncio.sleep(_POLL_S)
-
-    async def _idle(self, state: _State | None) -> bool:
-        """Whether no request runs or is held; without a keeper, some steps ago."""
-        if state is not None:
-            return not state.locked
-        loads = (await self._object("GET", "/v1/loads")).get("loads")
-        return self._understood(
-            "/v1/loads",
-            lambda: (
-                not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads or ())
-            ),
-        )
+            await asyncio.sleep(POLL_S)
 
     async def _flush(self) -> bool:
         """Drop the KV cache; False while requests run or are held."""
@@ -448,21 +342,6 @@ class SGLangServer(HttpServer):
 
     async def _pause(self, mode: str, timeout_s: float | None) -> None:
         await self._call("POST", keeper.PAUSE, json={"mode": mode}, timeout_s=timeout_s)
-
-    async def _info(self) -> dict[str, Any]:
-        """Its arguments and version; the scheduler answers as well. Without a keeper, SGLang fails
-        some concurrent questions (`inside/keeper.py`), which are repeated.
-        """
-        for _ in range(_ASKED_AGAIN):
-            with ignoring_status(500):
-                return await self._object("GET", "/server_info")
-            await asyncio.sleep(_POLL_S)
-        return await self._object("GET", "/server_info")
-
-    def _target_at(self, path: str) -> ServerTarget:
-        if path in _MANAGED or self.target.inference_key is None:
-            return self.target
-        return replace(self.target, api_key=self.target.inference_key)
 
     def _lacks(self, feature: str, refusal: Refusal) -> NoReturn:
         error = ServerError(f"{self.target.name}: SGLang servers have no {feature}")
