@@ -39,10 +39,10 @@ async def catch_up(
     committed = store.served(state)
     ours = store.names(state)
 
-    async def settle_server(target: ServerTarget) -> None:
+    async def serve_committed(target: ServerTarget) -> None:
         await serve_exactly(engines.server(client, target, timeout_s=timeout_s), committed, ours)
 
-    outcomes = await fan_out(targets, settle_server, timeout_s=timeout_s * (1 + len(committed)))
+    outcomes = await fan_out(targets, serve_committed, timeout_s=timeout_s * (1 + len(committed)))
     for outcome in outcomes:
         if outcome.ok:
             store.record_server(state, outcome.server, committed)

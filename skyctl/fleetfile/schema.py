@@ -307,7 +307,7 @@ class FleetConfig(Section):
         if self.auth == "all":
             raise ValueError(
                 "with prefill and decode servers vllm-router sends no client's key on, and asks "
-                "for none: write `auth: control` (inference asks for nothing)"
+                "for none: write `auth: control` (inference needs no key)"
             )
         if isinstance(self.router, RouterSection) and not self.router.enabled:
             raise ValueError("prefill and decode servers need the router: leave `enabled` out")

@@ -123,8 +123,7 @@ async def smoke(
     _refuse(ref, options)
     run = FleetUnderTest(ref, options)
     began_at, began = time.time(), time.monotonic()
-    results: list[StepResult] = []
-    logs: dict[str, list[str]] = {}
+    results, logs = list[StepResult](), dict[str, list[str]]()
     kept: Path | None = None
 
     async def take(step: Step, timeout_s: float) -> None:

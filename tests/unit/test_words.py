@@ -17,6 +17,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "adapters",
     "api",
     "checkpoints",
+    "cli",
     "doctor",
     "fleetfile",
     "generate",
