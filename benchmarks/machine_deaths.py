@@ -1,4 +1,4 @@
-"""Every death of docs/how-to/many-machines.md, again and again, on a stub fleet over two machines.
+"""Every death of docs/how-to/ssh.md and ray.md, again and again, on a stub fleet over two machines.
 
     python -m benchmarks.machine_deaths --way ssh [--rounds 20] [--write]
     python -m benchmarks.machine_deaths --way ray [--only node head] [--minutes 20]

@@ -1,6 +1,7 @@
-"""docs/mistakes.md: each mistake is made with the real command, and shows what the page says.
+"""docs/mistakes.md, and mistakes.md beside this file: each mistake is made with the real command,
+and shows what the page says.
 
-The page holds what is shown (message, hint, exit code); here stands the situation that each mistake
+The pages hold what is shown (message, hint, exit code); here stands the situation that each mistake
 is made in. Quotes in the page stand for the backticks that Markdown has no room for.
 """
 
@@ -25,7 +26,10 @@ from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 from tests.unit.push.checkpoints import CONFIG, tiny_tensors, write_checkpoint
 
-PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
+PAGES = (
+    Path(__file__).parents[2] / "docs" / "mistakes.md",
+    Path(__file__).with_name("mistakes.md"),
+)
 AT_LEAST = 20
 NO_VLLM = "#!/bin/sh\necho vllm\n"
 KNOWS_ITS_ARGUMENTS = """#!/bin/sh
@@ -50,7 +54,7 @@ class Mistake:
 
 def mistakes() -> list[Mistake]:
     found = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in (line for page in PAGES for line in page.read_text(encoding="utf-8").splitlines()):
         if not line.startswith("| ") or line.startswith("| mistake "):
             continue
         made, shown, code, _ = (cell.strip() for cell in line.strip("|").split(" | "))

@@ -1,4 +1,4 @@
-"""docs/failure-matrix.md: every cell names a test that exists, and there are enough of them."""
+"""tests/failure-matrix.md: every cell names a test that exists, and there are enough of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import COLLECTED
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "failure-matrix.md"
+PAGE = ROOT / "tests" / "failure-matrix.md"
 HEADER = "| command | fault | what holds | test | servers |"
 AT_LEAST = 60
 
