@@ -1,4 +1,4 @@
-"""What an SGLang server says of its state, by skyctl's keeper or, without one, by its own routes."""
+"""What an SGLang server says of its state, by skyctl's keeper or else by its own routes."""
 
 from __future__ import annotations
 
