@@ -31,8 +31,8 @@ class ByteServer:
         self.heard: list[bytes] = []
 
     def close(self) -> None:
-        for one in (*self.accepted, self._listener):
-            one.close()
+        for connection in (*self.accepted, self._listener):
+            connection.close()
 
     def accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -50,11 +50,11 @@ class ByteServer:
             self._listener.settimeout(_PATIENCE_S)
         return False
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Read one request on the latest connection."""
         self.heard.append(self.accepted[-1].recv(65536))
 
-    def say(self, answer: bytes, *, hang_up: bool = False) -> None:
+    def send(self, answer: bytes, *, hang_up: bool = False) -> None:
         self.accepted[-1].sendall(answer)
         if hang_up:
             self.accepted[-1].close()
@@ -62,21 +62,21 @@ class ByteServer:
     async def serve(
         self,
         connections: KeptConnections,
-        asked: Request,
+        request: Request,
         answer: bytes = OK,
         *,
         fresh: bool,
         hang_up: bool = False,
     ) -> Answer:
-        """Have `asked` sent, on a new connection or the latest one, and answer it."""
+        """Have `request` sent, on a new connection or the latest one, and answer it."""
 
         def act() -> None:
             if fresh:
                 self.accept()
-            self.hear()
-            self.say(answer, hang_up=hang_up)
+            self.receive()
+            self.send(answer, hang_up=hang_up)
 
-        sending = asyncio.create_task(connections.send(asked, timeout_s=_PATIENCE_S))
+        sending = asyncio.create_task(connections.send(request, timeout_s=_PATIENCE_S))
         await in_thread(act)
         return await sending
 

@@ -72,17 +72,17 @@ WHOLE = {
 async def test_an_answer_is_the_same_wherever_it_is_cut(answer: bytes, body: bytes) -> None:
     status = int(answer.rpartition(b"HTTP/1.1 ")[2][:3])
     for cut in range(1, len(answer)):
-        found = await Wire().answers([answer[:cut], answer[cut:]])
-        assert (found.status, found.body) == (status, body)
-        assert "link" not in found.headers
-    found = await Wire().answers([bytes([byte]) for byte in answer])
-    assert (found.status, found.body) == (status, body)
+        parsed = await Wire().answers([answer[:cut], answer[cut:]])
+        assert (parsed.status, parsed.body) == (status, body)
+        assert "link" not in parsed.headers
+    parsed = await Wire().answers([bytes([byte]) for byte in answer])
+    assert (parsed.status, parsed.body) == (status, body)
 
 
 async def test_without_a_length_the_answer_ends_with_the_connection() -> None:
     wire = Wire()
-    found = await wire.answers([b"HTTP/1.1 500 Oops\r\n\r\nwho", b"le"], then_ends=True)
-    assert (found.status, found.reason, found.body) == (500, "Oops", b"whole")
+    parsed = await wire.answers([b"HTTP/1.1 500 Oops\r\n\r\nwho", b"le"], then_ends=True)
+    assert (parsed.status, parsed.reason, parsed.body) == (500, "Oops", b"whole")
     assert wire.lost == [] or wire.lost == [wire.connection]
     assert not wire.connection.is_fresh()
 

@@ -32,10 +32,10 @@ async def test_two_requests_go_over_one_connection() -> None:
 async def test_a_request_is_written_as_servers_expect_it() -> None:
     connections = KeptConnections()
     with byte_server() as server:
-        asked = request(
+        sent = request(
             server.url + "/prefix", path="/x?a=1", headers={"authorization": "Bearer t"}, body=b"{}"
         )
-        await server.serve(connections, asked, fresh=True)
+        await server.serve(connections, sent, fresh=True)
         await connections.aclose()
     line, *headers = server.heard[0].decode().partition("\r\n\r\n")[0].split("\r\n")
     assert line == "POST /prefix/x?a=1 HTTP/1.1"
@@ -86,7 +86,7 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used_again() -> No
 
 @pytest.mark.parametrize(
     "meanwhile",
-    [lambda server: server.accepted[0].close(), lambda server: server.say(b"HTTP/1.1 408 x\r\n")],
+    [lambda server: server.accepted[0].close(), lambda server: server.send(b"HTTP/1.1 408 x\r\n")],
     ids=["closed", "spoke"],
 )
 async def test_an_end_that_the_event_loop_has_not_seen_costs_no_request(
@@ -125,7 +125,7 @@ async def test_a_cancelled_request_takes_its_connection_with_it() -> None:
     connections = KeptConnections()
     with byte_server() as server:
         sending = asyncio.create_task(connections.send(request(server.url), timeout_s=10))
-        await in_thread(lambda: (server.accept(), server.hear())[1])
+        await in_thread(lambda: (server.accept(), server.receive())[1])
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
@@ -141,9 +141,11 @@ async def test_no_more_connections_are_open_than_allowed() -> None:
             asyncio.create_task(connections.send(request(server.url), timeout_s=10))
             for _ in range(3)
         ]
-        await in_thread(lambda: (server.accept(), server.hear(), server.accept(), server.hear())[1])
+        await in_thread(
+            lambda: (server.accept(), server.receive(), server.accept(), server.receive())[1]
+        )
         assert server.nobody_waits()
-        await in_thread(lambda: (server.say(OK), server.hear(), server.say(OK))[1])
+        await in_thread(lambda: (server.send(OK), server.receive(), server.send(OK))[1])
         server.accepted[0].sendall(OK)
         assert [answer.status for answer in await asyncio.gather(*calls)] == [200] * 3
         await connections.aclose()
@@ -155,7 +157,7 @@ async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
     connections = KeptConnections(max_connections=1)
     with byte_server() as server:
         first = asyncio.create_task(connections.send(request(server.url), timeout_s=0.2))
-        await in_thread(lambda: (server.accept(), server.hear(), server.say(OK[:30]))[1])
+        await in_thread(lambda: (server.accept(), server.receive(), server.send(OK[:30]))[1])
         with pytest.raises(NoAnswer, match="no connection in time"):
             await asyncio.wait_for(connections.send(request(server.url), timeout_s=0.01), 5)
         with pytest.raises(NoAnswer, match="no answer in time"):
@@ -175,26 +177,26 @@ async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
 async def test_an_answered_request_is_never_late_and_hides_no_other_that_is() -> None:
     connections = KeptConnections()
     with byte_server() as server, byte_server() as silent:
-        asked = asyncio.create_task(connections.send(request(server.url), timeout_s=0.1))
+        sending = asyncio.create_task(connections.send(request(server.url), timeout_s=0.1))
         waiting = asyncio.create_task(connections.send(request(silent.url), timeout_s=0.2))
-        await in_thread(lambda: (server.accept(), server.hear(), server.say(OK))[1])
-        assert (await asked).is_success
+        await in_thread(lambda: (server.accept(), server.receive(), server.send(OK))[1])
+        assert (await sending).is_success
         # the same connection, with a later deadline: the first one passes meanwhile
         again = asyncio.create_task(connections.send(request(server.url), timeout_s=5.0))
         with pytest.raises(NoAnswer, match="no answer in time"):
             await asyncio.wait_for(waiting, 5)
         assert not again.done()
-        await in_thread(lambda: (server.hear(), server.say(OK))[1])
+        await in_thread(lambda: (server.receive(), server.send(OK))[1])
         assert (await again).is_success and len(server.accepted) == 1
         await connections.aclose()
 
 
 async def test_a_kept_connection_makes_room_for_another_server() -> None:
     connections = KeptConnections(max_connections=1)
-    with byte_server() as one, byte_server() as other:
-        await one.serve(connections, request(one.url), fresh=True)
+    with byte_server() as server, byte_server() as other:
+        await server.serve(connections, request(server.url), fresh=True)
         await other.serve(connections, request(other.url), fresh=True)
-        assert await asyncio.to_thread(one.accepted[0].recv, 1) == b""
+        assert await asyncio.to_thread(server.accepted[0].recv, 1) == b""
         await connections.aclose()
 
 
@@ -229,9 +231,9 @@ async def test_what_http_cannot_carry_is_refused_before_anything_is_sent(
     url: str, path: str, headers: dict[str, str]
 ) -> None:
     with byte_server() as server:
-        asked = request(url.format(port=server.port), path=path, headers=headers)
+        refused = request(url.format(port=server.port), path=path, headers=headers)
         with pytest.raises(Unusable) as caught:
-            await KeptConnections().send(asked, timeout_s=10)
+            await KeptConnections().send(refused, timeout_s=10)
         assert "s3cret" not in str(caught.value)
         assert server.nobody_waits()
 
@@ -250,8 +252,8 @@ async def _served(
 
     server = await start(serve)
     port = next((s.getsockname()[1] for s in server.sockets if s.family is socket.AF_INET), 0)
-    asked = request(url.format(port=port), method="GET")
-    answers = [await connections.send(asked, timeout_s=10) for _ in range(2)]
+    sent = request(url.format(port=port), method="GET")
+    answers = [await connections.send(sent, timeout_s=10) for _ in range(2)]
     await connections.aclose()
     server.close()
     return answers

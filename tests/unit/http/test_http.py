@@ -35,18 +35,18 @@ def client(answer: Callable[[Request], Answer]) -> ControlClient:
     return ControlClient(transport=Told(answer))
 
 
-def said(status: int = 200, body: Any = None, *, text: str = "") -> Answer:
+def reply(status: int = 200, body: Any = None, *, text: str = "") -> Answer:
     return Answer(status, "", {}, text.encode() if body is None else json.dumps(body).encode())
 
 
 async def test_a_call_sends_the_key_and_returns_the_parsed_body() -> None:
-    told = Told(lambda _: said(body={"is_paused": True}))
-    async with ControlClient(transport=told) as control:
+    transport = Told(lambda _: reply(body={"is_paused": True}))
+    async with ControlClient(transport=transport) as control:
         body = await control.call(
             TARGET, "POST", "/wake_up", params={"tags": ["weights", "kv_cache"]}, json={"a": 1}
         )
     assert body == {"is_paused": True}
-    assert told.seen == [
+    assert transport.seen == [
         Request(
             "POST",
             "http://127.0.0.1:8001",
@@ -58,11 +58,11 @@ async def test_a_call_sends_the_key_and_returns_the_parsed_body() -> None:
 
 
 async def test_a_query_says_flags_and_urls_as_servers_read_them() -> None:
-    told = Told(lambda _: said())
+    transport = Told(lambda _: reply())
     params = {"include_dp": True, "level": 2, "url": "http://a:1", "name[]": ("x", "y z")}
-    async with ControlClient(transport=told) as control:
+    async with ControlClient(transport=transport) as control:
         await control.call(TARGET, "GET", "/x", params=params)
-    path, _, query = told.seen[0].path.partition("?")
+    path, _, query = transport.seen[0].path.partition("?")
     assert path == "/x"
     assert parse_qs(query) == {
         "include_dp": ["true"],
@@ -73,12 +73,12 @@ async def test_a_query_says_flags_and_urls_as_servers_read_them() -> None:
 
 
 async def test_an_empty_body_is_none() -> None:
-    async with client(lambda _: said()) as control:
+    async with client(lambda _: reply()) as control:
         assert await control.call(TARGET, "GET", "/health") is None
 
 
 async def test_a_body_that_is_not_json_is_a_server_error() -> None:
-    async with client(lambda _: said(text="<html>proxy</html>")) as control:
+    async with client(lambda _: reply(text="<html>proxy</html>")) as control:
         with pytest.raises(ServerError, match=r"demo-0: GET .*/is_paused .*not JSON.*<html>"):
             await control.call(TARGET, "GET", "/is_paused")
 
@@ -94,7 +94,7 @@ async def test_a_body_that_is_not_json_is_a_server_error() -> None:
     ],
 )
 async def test_the_servers_own_words_are_in_the_message(body: object, text: str) -> None:
-    async with client(lambda _: said(500, body)) as control:
+    async with client(lambda _: reply(500, body)) as control:
         with pytest.raises(ServerError) as caught:
             await control.call(TARGET, "POST", "/pause")
     assert caught.value.status == 500
@@ -104,7 +104,7 @@ async def test_the_servers_own_words_are_in_the_message(body: object, text: str)
 
 
 async def test_a_long_error_is_shortened_and_the_key_never_shown() -> None:
-    async with client(lambda _: said(500, text="s3cret " + "x" * 5000)) as control:
+    async with client(lambda _: reply(500, text="s3cret " + "x" * 5000)) as control:
         with pytest.raises(ServerError) as caught:
             await control.call(TARGET, "POST", "/pause")
     assert "s3cret" not in caught.value.message
@@ -121,7 +121,7 @@ async def test_a_long_error_is_shortened_and_the_key_never_shown() -> None:
 async def test_statuses_with_a_known_cause_say_what_to_change(
     status: int, text: str, hint: str
 ) -> None:
-    async with client(lambda _: said(status, text=text)) as control:
+    async with client(lambda _: reply(status, text=text)) as control:
         with pytest.raises(ServerError) as caught:
             await control.call(TARGET, "GET", "/is_paused")
     assert hint in caught.value.hint
@@ -169,7 +169,7 @@ async def test_only_a_get_is_sent_again_when_its_connection_breaks(
 
 
 async def test_a_get_that_works_the_second_time_is_answered() -> None:
-    answers = iter([None, said(body={"version": "0.32.0"})])
+    answers = iter([None, reply(body={"version": "0.32.0"})])
 
     def answer(request: Request) -> Answer:
         following = next(answers)
@@ -183,15 +183,15 @@ async def test_a_get_that_works_the_second_time_is_answered() -> None:
 
 async def test_a_server_that_sends_us_elsewhere_does_not_get_the_token_sent_there() -> None:
     elsewhere = {"location": "http://elsewhere/is_paused"}
-    told = Told(lambda _: Answer(307, "Temporary Redirect", elsewhere, b""))
-    async with ControlClient(transport=told) as control:
+    transport = Told(lambda _: Answer(307, "Temporary Redirect", elsewhere, b""))
+    async with ControlClient(transport=transport) as control:
         with pytest.raises(ServerError, match="answered 307: Temporary Redirect"):
             await control.call(TARGET, "GET", "/is_paused")
-    assert [request.url for request in told.seen] == [TARGET.url]
+    assert [request.url for request in transport.seen] == [TARGET.url]
 
 
 async def test_a_token_that_a_server_repeats_is_not_shown() -> None:
-    async with client(lambda _: said(401, text="bad token s3cret")) as control:
+    async with client(lambda _: reply(401, text="bad token s3cret")) as control:
         with pytest.raises(ServerError) as caught:
             await control.call(TARGET, "GET", "/is_paused")
     assert "s3cret" not in str(caught.value) and "s3cret" not in repr(TARGET)

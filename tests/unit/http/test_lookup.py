@@ -17,24 +17,24 @@ from tests.unit.http.byte_servers import byte_server, request
 NAME = "gpu7.example"
 
 
-def resolver(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
+def resolver(monkeypatch: pytest.MonkeyPatch, *known_addresses: str) -> None:
     def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
         assert host == NAME
-        if not found:
+        if not known_addresses:
             raise socket.gaierror(-2, "Name or service not known")
-        return [(None, None, 0, "", (address, port)) for address in found]
+        return [(None, None, 0, "", (address, port)) for address in known_addresses]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 def test_a_resolver_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks meanwhile shares the lookup."""
-    answers, asked = threading.Event(), list[str]()
+    answers, calls = threading.Event(), list[str]()
 
     def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
-        asked.append(host)
+        calls.append(host)
         answers.wait(10)
-        asked.append("answered")
+        calls.append("answered")
         return []
 
     async def two() -> None:
@@ -45,7 +45,7 @@ def test_a_resolver_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     try:
         asyncio.run(two())
-        assert asked == [NAME]
+        assert calls == [NAME]
     finally:
         answers.set()
 
@@ -56,8 +56,8 @@ async def test_a_connection_goes_to_the_first_address_that_takes_it(
     resolver(monkeypatch, "127.0.0.9", "127.0.0.1")
     connections = KeptConnections()
     with byte_server() as server:
-        there = request(server.url.replace("127.0.0.1", NAME))
-        assert (await server.serve(connections, there, fresh=True)).status == 200
+        sent = request(server.url.replace("127.0.0.1", NAME))
+        assert (await server.serve(connections, sent, fresh=True)).status == 200
         await connections.aclose()
 
 

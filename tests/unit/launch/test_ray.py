@@ -60,9 +60,9 @@ def test_without_a_token_nobody_is_asked(blank: bool, monkeypatch: pytest.Monkey
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "version", lambda _: "2.60.0")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(HostUnreachable, match=f"no Ray cluster answers at {address}"):
             connection.connect(RayCluster(address))
 
@@ -103,13 +103,13 @@ def test_a_command_runs_on_a_node_by_its_way_there() -> None:
     by_srun = replace(by_ssh, target="n7", command=("srun", "--nodelist={host}", "sh", "-c"))
     assert command_on(by_srun, argv)[1:] == ["--nodelist=n7", "sh", "-c", "env 'A=1 2' python"]
     by_ray = Node("10.0.0.7", "10.0.0.7", "python", (), 60.0, CLUSTER)
-    *driver, cluster, address, there = command_on(by_ray, argv)
+    *driver, cluster, address, remote = command_on(by_ray, argv)
     assert driver[1:4] == ["-P", "-m", "skyctl.launch.ray.client"]
     assert ('"address": "127.0.0.1:9"' in cluster, address) == (True, "10.0.0.7")
-    assert there == "env 'A=1 2' python"
-    *_, address, there = command_on(by_ray.with_a_gpu, argv)
-    assert (address, there) == (A_GPU, "env 'A=1 2' python")
-    *_, address, there = command_on(by_ray.cluster, argv)
+    assert remote == "env 'A=1 2' python"
+    *_, address, remote = command_on(by_ray.with_a_gpu, argv)
+    assert (address, remote) == (A_GPU, "env 'A=1 2' python")
+    *_, address, remote = command_on(by_ray.cluster, argv)
     assert address == ""
 
 

@@ -80,8 +80,8 @@ async def test_each_log_of_a_fleet_is_looked_after_as_its_file_says(tmp_path: Pa
         {"name": "a", "model": "m", "logs": {"max_size": "1500B", "keep": 1}}
     )
     await look_after_logs(paths, config)
-    left = {path.name: path.stat().st_size for path in paths.logs.glob("*.log")}
-    assert left.pop("a-1.log") == 1000 and set(left.values()) == {0}
+    sizes = {path.name: path.stat().st_size for path in paths.logs.glob("*.log")}
+    assert sizes.pop("a-1.log") == 1000 and set(sizes.values()) == {0}
 
 
 async def test_logs_of_a_hundred_thousand_pushes_stay_within_their_bound(tmp_path: Path) -> None:

@@ -33,32 +33,32 @@ def shared(tmp_path: Path) -> Path:
     return directory
 
 
-def left(shared: Path) -> set[str]:
+def remaining(shared: Path) -> set[str]:
     return {path.name for path in shared.iterdir()}
 
 
 def test_what_a_process_had_mapped_is_removed(tmp_path: Path, shared: Path) -> None:
-    before, inode = left(shared), (shared / OURS).stat().st_ino
+    before, inode = remaining(shared), (shared / OURS).stat().st_ino
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "maps").write_text(MAPS.format(inode=inode, name=OURS))
-    found = mapped_by([7, 8], proc=tmp_path)  # there is no process 8 any more
-    assert found == {(OURS, inode)}
-    remove(found, root=shared)
-    remove(found, root=shared)
-    assert left(shared) == before - {OURS}
+    mapped = mapped_by([7, 8], proc=tmp_path)  # there is no process 8 any more
+    assert mapped == {(OURS, inode)}
+    remove(mapped, root=shared)
+    remove(mapped, root=shared)
+    assert remaining(shared) == before - {OURS}
 
 
 def test_a_name_that_another_file_has_now_is_left_alone(shared: Path) -> None:
     remove([(OURS, (shared / OURS).stat().st_ino + 1)], root=shared)
-    assert OURS in left(shared)
+    assert OURS in remaining(shared)
 
 
 def test_rendezvous_files_of_the_fleet_tell_what_is_left(tmp_path: Path, shared: Path) -> None:
-    before, scratch = left(shared), tmp_path / "scratch"
+    before, scratch = remaining(shared), tmp_path / "scratch"
     scratch.mkdir()
     (scratch / "vllm_dist_0a1b").touch()
     remove_left(scratch, root=shared)
-    assert left(shared) == before - {OURS}
+    assert remaining(shared) == before - {OURS}
 
 
 def test_who_has_removed_the_rendezvous_files_meanwhile_has_removed_what_they_tell(
@@ -67,11 +67,11 @@ def test_who_has_removed_the_rendezvous_files_meanwhile_has_removed_what_they_te
     def gone(path: Path) -> None:
         raise FileNotFoundError(path)
 
-    before = left(shared)
+    before = remaining(shared)
     monkeypatch.setattr(os, "scandir", gone)
     remove_left(tmp_path, root=shared)
     monkeypatch.undo()
-    assert left(shared) == before
+    assert remaining(shared) == before
 
 
 @pytest.fixture

@@ -46,9 +46,9 @@ class Busy:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Any:
-    found = Ledger(tmp_path / "ledger.sqlite")
-    yield found
-    found.close()
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
 
 
 def sampling_of(ledger: Ledger, **kwargs: Any) -> Sampling:
@@ -144,15 +144,15 @@ class Fleet:
     async def adapters(self) -> tuple[Any, ...]:
         return ()
 
-    async def load_adapter(self, asked: Any) -> None:
+    async def load_adapter(self, request: Any) -> None:
         self._fail_if_broken()
-        self.loaded.append(asked.name)
+        self.loaded.append(request.name)
 
-    async def unload_adapter(self, asked: Any) -> None:
+    async def unload_adapter(self, request: Any) -> None:
         self._fail_if_broken()
-        if asked.name not in self.loaded:
+        if request.name not in self.loaded:
             raise NotFoundError("unknown")
-        self.loaded.remove(asked.name)
+        self.loaded.remove(request.name)
 
     def _fail_if_broken(self) -> None:
         if self.broken:
@@ -201,8 +201,8 @@ async def test_an_adapter_whose_loading_was_given_up_goes_before_the_next_is_loa
     fleet, load = Fleet(), Fleet.load_adapter
     servers = FleetServers(fleet, None, "served", 64, 1, None)  # type: ignore[arg-type]
 
-    async def slow(self: Fleet, asked: Any) -> None:
-        await load(self, asked)  # the supervisor carries it out, whoever still waits for it
+    async def slow(self: Fleet, request: Any) -> None:
+        await load(self, request)  # the supervisor carries it out, whoever still waits for it
         await asyncio.Event().wait()
 
     async def sample() -> None:
@@ -237,5 +237,5 @@ def test_what_is_no_number_is_the_callers_mistake(name: str) -> None:
 
 
 async def test_fewer_than_no_top_logprobs_of_a_prompt_are_not_asked_for(ledger: Ledger) -> None:
-    asked = question({"prompt": {"chunks": [{"tokens": [1, 2]}]}, "topk_prompt_logprobs": -1})
-    assert await sampling_of(ledger)._about_prompt(asked, None) == b""  # there is no worker to ask
+    sample = question({"prompt": {"chunks": [{"tokens": [1, 2]}]}, "topk_prompt_logprobs": -1})
+    assert await sampling_of(ledger)._about_prompt(sample, None) == b""  # there is no worker to ask

@@ -24,8 +24,8 @@ class Notes:
 
     def __init__(self) -> None:
         self.life = 1
-        self.asked: list[str] = []
-        self.held: set[str] = set()
+        self.calls: list[str] = []
+        self.opened: set[str] = set()
         self.turns: list[str] = []
         self.refused: set[str] = set()
 
@@ -35,11 +35,11 @@ class Notes:
     async def call(
         self, header: dict[str, Any], body: bytes = b"", *, life: int | None = None
     ) -> Any:
-        self.asked.append(header["do"])
+        self.calls.append(header["do"])
         if header["do"] == "close":
-            self.held.discard(header["model"])
+            self.opened.discard(header["model"])
         elif header["do"] != "save":
-            self.held.add(header["model"])
+            self.opened.add(header["model"])
             self.turns.append(header["model"])
         if header["do"] in self.refused:
             raise Refused("no", "user")
@@ -48,9 +48,9 @@ class Notes:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    found = Ledger(tmp_path / "ledger.sqlite")
-    yield found
-    found.close()
+    opened = Ledger(tmp_path / "ledger.sqlite")
+    yield opened
+    opened.close()
 
 
 def training_of(ledger: Ledger, directory: Path, worker: Notes, **limits: float) -> Training:
@@ -59,7 +59,7 @@ def training_of(ledger: Ledger, directory: Path, worker: Notes, **limits: float)
 
 
 async def add(
-    ledger: Ledger, found: Training, model: str, *kinds: str, first: int = 0, rank: int = 8
+    ledger: Ledger, scheduler: Training, model: str, *kinds: str, first: int = 0, rank: int = 8
 ) -> None:
     """Accept requests of a model, in this order."""
     for seq, kind in enumerate(kinds, first):
@@ -71,15 +71,15 @@ async def add(
             records.add_request(connection, model, seq, kind, extra, b"")
 
         await ledger.run(commit)
-        found.accepted(model, seq)
+        scheduler.accepted(model, seq)
 
 
 async def until_ended(ledger: Ledger, model: str) -> list[str]:
     sql = "SELECT state FROM requests WHERE owner = ? ORDER BY seq"
     async with asyncio.timeout(5):
-        while "accepted" in (found := [row[0] for row in await ledger.rows(sql, model)]):  # noqa: ASYNC110
+        while "accepted" in (states := [row[0] for row in await ledger.rows(sql, model)]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    return found
+    return states
 
 
 async def test_a_ledger_goes_on_after_an_error_of_the_disk_in_a_change(ledger: Ledger) -> None:
@@ -113,9 +113,9 @@ def test_a_disk_that_fails_at_any_step_of_a_save_leaves_no_part_of_it(
 async def test_checkpoints_of_a_storage_that_was_moved_are_kept_and_found(
     ledger: Ledger, tmp_path: Path
 ) -> None:
-    now, here = time.time(), tmp_path / "here"
+    now, storage = time.time(), tmp_path / "here"
     for name in ("checkpoints/c", "snapshots/s", "checkpoints/unrecorded"):
-        (here / name).mkdir(parents=True)
+        (storage / name).mkdir(parents=True)
     await ledger.run(lambda c: records.add_model(c, "m", "s", {}, None))
     await ledger.write("UPDATE models SET snapshot = '/before/snapshots/s'")
     await ledger.write(
@@ -124,10 +124,10 @@ async def test_checkpoints_of_a_storage_that_was_moved_are_kept_and_found(
         "'{}', 1, ?, 1)",
         now,
     )
-    await training_of(ledger, here, Notes()).load()
-    assert sorted(found.name for found in here.glob("*/*")) == ["c", "s"]
+    await training_of(ledger, storage, Notes()).load()
+    assert sorted(found.name for found in storage.glob("*/*")) == ["c", "s"]
     [row] = await ledger.rows("SELECT directory, snapshot FROM checkpoints, models")
-    assert tuple(row) == (str(here / "checkpoints/c"), str(here / "snapshots/s"))
+    assert tuple(row) == (str(storage / "checkpoints/c"), str(storage / "snapshots/s"))
 
 
 async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
@@ -135,12 +135,12 @@ async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
 ) -> None:
     worker = Notes()
     worker.refused.add("forward_backward")
-    found = training_of(ledger, tmp_path, worker)
+    scheduler = training_of(ledger, tmp_path, worker)
     kinds = (requests.CREATE, requests.FORWARD_BACKWARD, requests.LOAD, requests.OPTIM_STEP)
-    await add(ledger, found, "m", *kinds)
-    task = asyncio.create_task(found.run())
+    await add(ledger, scheduler, "m", *kinds)
+    task = asyncio.create_task(scheduler.run())
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
-    assert worker.asked[-1] == "zero_gradients" and "optim_step" not in worker.asked
+    assert worker.calls[-1] == "zero_gradients" and "optim_step" not in worker.calls
     task.cancel()
 
 
@@ -148,24 +148,24 @@ async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_d
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyctl.tinker.ledger._DISK_S", 0.01)
-    worker, run, left = Notes(), ledger.run, 3
-    found = training_of(ledger, tmp_path, worker)
-    await add(ledger, found, "m", requests.CREATE, requests.OPTIM_STEP)
+    worker, run, failures = Notes(), ledger.run, 3
+    scheduler = training_of(ledger, tmp_path, worker)
+    await add(ledger, scheduler, "m", requests.CREATE, requests.OPTIM_STEP)
 
     async def full(change: Any) -> Any:
-        nonlocal left
-        if change.__name__ == "commit" and "optim_step" in worker.asked and left:  # no read
-            left -= 1
+        nonlocal failures
+        if change.__name__ == "commit" and "optim_step" in worker.calls and failures:  # no read
+            failures -= 1
             raise StateUnwritable("the disk is full")
         return await run(change)
 
     monkeypatch.setattr(ledger, "run", full)
-    task = asyncio.create_task(found.run())
+    task = asyncio.create_task(scheduler.run())
     async with asyncio.timeout(5):
-        while left and not task.done():  # noqa: ASYNC110
+        while failures and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await until_ended(ledger, "m") == ["done", "done"]
-    assert worker.asked.count("optim_step") == 1
+    assert worker.calls.count("optim_step") == 1
     task.cancel()
 
 
@@ -174,11 +174,11 @@ async def test_a_step_is_done_though_its_snapshot_cannot_be_written(
 ) -> None:
     worker = Notes()
     worker.refused.add("save")
-    found = training_of(ledger, tmp_path, worker, snapshot_steps=2)
-    await add(ledger, found, "m", requests.CREATE, *[requests.OPTIM_STEP] * 5)
-    task = asyncio.create_task(found.run())
+    scheduler = training_of(ledger, tmp_path, worker, snapshot_steps=2)
+    await add(ledger, scheduler, "m", requests.CREATE, *[requests.OPTIM_STEP] * 5)
+    task = asyncio.create_task(scheduler.run())
     assert await until_ended(ledger, "m") == ["done"] * 6
-    assert (worker.asked.count("optim_step"), worker.asked.count("save")) == (5, 2)
+    assert (worker.calls.count("optim_step"), worker.calls.count("save")) == (5, 2)
     task.cancel()
 
 
@@ -189,23 +189,23 @@ async def test_a_worker_that_dies_while_the_disk_is_full_ends_no_training(
     worker, run, failures = Notes(), ledger.run, iter(range(3))
 
     async def full(change: Any) -> Any:
-        said = [str(cell.cell_contents) for cell in change.__closure__ or ()]
-        counts = any(text.startswith("UPDATE requests SET attempts") for text in said)
+        texts = [str(cell.cell_contents) for cell in change.__closure__ or ()]
+        counts = any(text.startswith("UPDATE requests SET attempts") for text in texts)
         if counts and next(failures, None) is not None:
             raise StateUnwritable("the disk is full")
         return await run(change)
 
-    async def die(header: dict[str, Any], *rest: Any, **named: Any) -> Any:
+    async def die(header: dict[str, Any], *args: Any, **named: Any) -> Any:
         if header["do"] == "optim_step" and worker.life == 1:
             worker.life = 2
             raise WorkerDied("killed")
-        return await Notes.call(worker, header, *rest, **named)
+        return await Notes.call(worker, header, *args, **named)
 
     monkeypatch.setattr(worker, "call", die)
     monkeypatch.setattr(ledger, "run", full)
-    found = training_of(ledger, tmp_path, worker)
-    await add(ledger, found, "m", requests.CREATE, requests.OPTIM_STEP)
-    task = asyncio.create_task(found.run())
+    scheduler = training_of(ledger, tmp_path, worker)
+    await add(ledger, scheduler, "m", requests.CREATE, requests.OPTIM_STEP)
+    task = asyncio.create_task(scheduler.run())
     assert await until_ended(ledger, "m") == ["done", "done"]
     assert not task.done()
     task.cancel()
@@ -215,12 +215,12 @@ async def test_eight_models_have_turns_and_nobody_waits_for_anothers_queue(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     worker = Notes()
-    found = training_of(ledger, tmp_path, worker)
+    scheduler = training_of(ledger, tmp_path, worker)
     models = [f"m{number}" for number in range(8)]
-    await add(ledger, found, models[0], requests.CREATE, *[requests.OPTIM_STEP] * 30)
+    await add(ledger, scheduler, models[0], requests.CREATE, *[requests.OPTIM_STEP] * 30)
     for model in models[1:]:
-        await add(ledger, found, model, requests.CREATE, *[requests.OPTIM_STEP] * 3)
-    task = asyncio.create_task(found.run())
+        await add(ledger, scheduler, model, requests.CREATE, *[requests.OPTIM_STEP] * 3)
+    task = asyncio.create_task(scheduler.run())
     for model in models:
         await until_ended(ledger, model)
     task.cancel()
@@ -233,32 +233,32 @@ async def test_the_worker_holds_one_whole_model_and_few_adapters(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     worker = Notes()
-    found = training_of(ledger, tmp_path, worker, open_models=3)
+    scheduler = training_of(ledger, tmp_path, worker, open_models=3)
     kinds = (requests.CREATE, requests.OPTIM_STEP)
     for number in range(4):
-        await add(ledger, found, f"whole-{number}", *kinds, rank=0)
-        await add(ledger, found, f"lora-{number}", *kinds)
-    task = asyncio.create_task(found.run())
+        await add(ledger, scheduler, f"whole-{number}", *kinds, rank=0)
+        await add(ledger, scheduler, f"lora-{number}", *kinds)
+    task = asyncio.create_task(scheduler.run())
     for number in range(4):
         assert await until_ended(ledger, f"whole-{number}") == ["done", "done"]
         assert await until_ended(ledger, f"lora-{number}") == ["done", "done"]
     task.cancel()
-    assert len([name for name in worker.held if name.startswith("whole")]) == 1
-    assert len(worker.held) <= 3
+    assert len([name for name in worker.opened if name.startswith("whole")]) == 1
+    assert len(worker.opened) <= 3
 
 
 async def test_a_gap_is_given_up_while_another_model_is_busy(
     ledger: Ledger, tmp_path: Path
 ) -> None:
-    found = training_of(ledger, tmp_path, Notes(), gap_s=1.0)
-    await add(ledger, found, "gap", requests.CREATE)
-    await add(ledger, found, "gap", requests.OPTIM_STEP, first=2)
-    await add(ledger, found, "busy", requests.CREATE)
-    task = asyncio.create_task(found.run())
+    scheduler = training_of(ledger, tmp_path, Notes(), gap_s=1.0)
+    await add(ledger, scheduler, "gap", requests.CREATE)
+    await add(ledger, scheduler, "gap", requests.OPTIM_STEP, first=2)
+    await add(ledger, scheduler, "busy", requests.CREATE)
+    task = asyncio.create_task(scheduler.run())
 
     async def keep_busy() -> None:
         for seq in range(1, 10_000):
-            await add(ledger, found, "busy", requests.OPTIM_STEP, first=seq)
+            await add(ledger, scheduler, "busy", requests.OPTIM_STEP, first=seq)
             await asyncio.sleep(0.005)
 
     busy = asyncio.create_task(keep_busy())
@@ -275,10 +275,10 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
 ) -> None:
     """It is on disk before the scheduler is told: one that was skipped then had no answer, ever."""
     worker = Notes()
-    found = training_of(ledger, tmp_path, worker, gap_s=0.0)
-    await add(ledger, found, "m", requests.CREATE)
-    await found._carry_out("m")
-    await add(ledger, found, "m", requests.OPTIM_STEP, first=2)
+    scheduler = training_of(ledger, tmp_path, worker, gap_s=0.0)
+    await add(ledger, scheduler, "m", requests.CREATE)
+    await scheduler._carry_out("m")
+    await add(ledger, scheduler, "m", requests.OPTIM_STEP, first=2)
     done: list[int] = []
 
     def commit(connection: Any) -> None:
@@ -286,13 +286,13 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
         if done[0] < 1:  # as the API, which refuses it otherwise
             records.add_request(connection, "m", 1, requests.OPTIM_STEP, {"params": {}}, b"")
 
-    order = [ledger.run(commit), found._skip_gaps()]
+    order = [ledger.run(commit), scheduler._skip_gaps()]
     await asyncio.gather(*(order if late == "is there" else reversed(order)))
     if late == "is there":
-        found.accepted("m", 1)
+        scheduler.accepted("m", 1)
     else:
         assert done == [2]
-    task = asyncio.create_task(found.run())
+    task = asyncio.create_task(scheduler.run())
     states = ["done", "done", "done"] if late == "is there" else ["done", "failed"]
     assert await until_ended(ledger, "m") == states
     task.cancel()
@@ -301,12 +301,12 @@ async def test_a_request_that_comes_as_its_gap_is_given_up_is_done_or_refused(
 async def test_a_step_after_a_gap_does_not_apply_what_is_left_of_its_gradient(
     ledger: Ledger, tmp_path: Path
 ) -> None:
-    found = training_of(ledger, tmp_path, Notes(), gap_s=0.0)
-    await add(ledger, found, "m", requests.CREATE)
-    await found._carry_out("m")
-    await add(ledger, found, "m", requests.FORWARD, first=2)
-    await found._skip_gaps()
-    await add(ledger, found, "m", requests.OPTIM_STEP, requests.OPTIM_STEP, first=3)
-    await found._carry_out("m")
-    await found._carry_out("m")
+    scheduler = training_of(ledger, tmp_path, Notes(), gap_s=0.0)
+    await add(ledger, scheduler, "m", requests.CREATE)
+    await scheduler._carry_out("m")
+    await add(ledger, scheduler, "m", requests.FORWARD, first=2)
+    await scheduler._skip_gaps()
+    await add(ledger, scheduler, "m", requests.OPTIM_STEP, requests.OPTIM_STEP, first=3)
+    await scheduler._carry_out("m")
+    await scheduler._carry_out("m")
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "done"]

@@ -54,12 +54,12 @@ class Fleet:
         good = [job for job in self.done if job.state == "succeeded"]
         return good[-1].request["checkpoint"] if good else "/base"
 
-    async def start_push(self, asked: Any) -> str:
+    async def start_push(self, request: Any) -> str:
         state: dict[str, Any] = {}
         if self.fails:
             self.fails = False
             state = {"error": {"kind": "PreflightError", "message": "too large"}, "state": "failed"}
-        job = self.push(asked.checkpoint, asked.weight_version, state="running")
+        job = self.push(request.checkpoint, request.weight_version, state="running")
         await asyncio.sleep(0.02)
         self.done[-1] = replace(job, **{"state": "succeeded", **state})
         return job.id
@@ -108,11 +108,11 @@ async def test_models_are_served_in_turn_and_each_push_serves_all_who_wait(
 ) -> None:
     fleet = Fleet()
     weights = served(fleet, tmp_path)
-    wanted = [None, "a", "b", "a", None, "b"]
+    models = [None, "a", "b", "a", None, "b"]
     answers = await asyncio.gather(
-        *(at(fleet, weights, trained[one] if one else None) for one in wanted)
+        *(at(fleet, weights, trained[model] if model else None) for model in models)
     )
-    assert answers == [one or "base" for one in wanted]
+    assert answers == [model or "base" for model in models]
     assert fleet.pushed == ["a", "b", "base"]
 
 
@@ -138,7 +138,8 @@ async def test_who_gives_up_waiting_holds_nobody_up(
     fleet = Fleet()
     weights = served(fleet, tmp_path)
     tasks = [
-        asyncio.create_task(at(fleet, weights, one)) for one in (None, trained["a"], trained["b"])
+        asyncio.create_task(at(fleet, weights, directory))
+        for directory in (None, trained["a"], trained["b"])
     ]
     await asyncio.sleep(0.01)
     tasks[1].cancel()
@@ -174,14 +175,14 @@ async def test_what_was_answered_during_anybodys_push_is_asked_again(
         await go_on.wait()
         return Path(before).name
 
-    asked = asyncio.create_task(weights.answer(trained["a"], ask))
+    answering = asyncio.create_task(weights.answer(trained["a"], ask))
     await begun.wait()
     job = fleet.push("/theirs", state="running")
     go_on.set()
     await asyncio.sleep(0.05)
-    assert not asked.done()  # servers may answer with either
+    assert not answering.done()  # servers may answer with either
     fleet.done[-1] = replace(job, state="succeeded")
-    assert await asked == "a"
+    assert await answering == "a"
     assert fleet.pushed == ["a", "theirs", "a"]
 
 
@@ -227,10 +228,10 @@ async def test_a_push_whose_supervisor_died_may_have_been_finished_by_recovery(
 
     with monkeypatch.context() as dying:
         dying.setattr(fleet, "wait_job", wait_job)
-        asked = asyncio.create_task(at(fleet, weights, trained["a"]))
+        answering = asyncio.create_task(at(fleet, weights, trained["a"]))
         while not fleet.done or fleet.done[0].state != "interrupted":  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert await asked == "a"
+    assert await answering == "a"
     assert fleet.pushed == ["a", "a"]
     fleet.push(trained["b"], "tinker-b", state="interrupted")  # of an earlier process
     assert await at(fleet, weights, None) == "base"
@@ -265,13 +266,13 @@ async def test_weights_that_go_away_are_taken_from_the_servers_first(
             raise AssertionError("servers have them")
     monkeypatch.setattr("skyctl.tinker.weights._LEAVE_TIMEOUT_S", 0.05)
     stop = asyncio.Event()
-    held = asyncio.create_task(weights.answer(trained["a"], stop.wait))
+    answering = asyncio.create_task(weights.answer(trained["a"], stop.wait))
     await asyncio.sleep(0.1)
     with pytest.raises(ConflictError, match="answer from these"):
         async with weights.leaving(trained["a"]):
             raise AssertionError("a sample is under way")
     stop.set()
-    await held
+    await answering
 
 
 async def test_a_fleet_that_offers_no_whole_models_any_more_is_brought_back(

@@ -19,15 +19,15 @@ _ALIKE = {3: "varint", 5: "varint", 13: "varint", 14: "varint"}
 
 def described(descriptor: Any) -> dict[int, tuple[Any, ...]]:
     """number → name, how it is written, repeated, and of which message."""
-    found = {}
+    fields = {}
     for field in descriptor.fields:
-        of = field.message_type
-        inner: Any = of and of.name
-        if of is not None and of.GetOptions().map_entry:
-            inner = {n: kind[:2] for n, kind in described(of).items()}
+        message = field.message_type
+        inner: Any = message and message.name
+        if message is not None and message.GetOptions().map_entry:
+            inner = {n: kind[:2] for n, kind in described(message).items()}
         kind = _ALIKE.get(field.type, field.type)
-        found[field.number] = (field.name, kind, field.is_repeated, str(inner))
-    return found
+        fields[field.number] = (field.name, kind, field.is_repeated, str(inner))
+    return fields
 
 
 @pytest.mark.parametrize("name", sorted(wire._MESSAGES))

@@ -90,33 +90,33 @@ def asked_of(
 ) -> Any:
     """What the trainer says about a prompt, as the SampleResponse that it is."""
     where = None if directory is None else str(directory)
-    asked = {"directory": where, "tokens": tokens, "wanted": True, "top": top, "last": last}
-    return wire.message("SampleResponse").FromString(trainer.prompt_logprobs(asked, body))
+    header = {"directory": where, "tokens": tokens, "wanted": True, "top": top, "last": last}
+    return wire.message("SampleResponse").FromString(trainer.prompt_logprobs(header, body))
 
 
 def inputs_for(loss: str, count: int, generator: Any) -> dict[str, Tensor]:
-    found = {"target_tokens": torch.randint(0, 512, (count,), generator=generator)}
+    inputs = {"target_tokens": torch.randint(0, 512, (count,), generator=generator)}
     if loss == "cross_entropy":
-        return {**found, "weights": torch.rand(count, generator=generator)}
-    found["logprobs"] = -6 - 0.5 * torch.rand(count, generator=generator)
-    found["advantages"] = torch.randn(count, generator=generator)
+        return {**inputs, "weights": torch.rand(count, generator=generator)}
+    inputs["logprobs"] = -6 - 0.5 * torch.rand(count, generator=generator)
+    inputs["advantages"] = torch.randn(count, generator=generator)
     if loss == "gspo":
-        found["sequence_ratio_mask"] = (torch.arange(count) > 0).float()
-    return found
+        inputs["sequence_ratio_mask"] = (torch.arange(count) > 0).float()
+    return inputs
 
 
 def reference(
     trainer: Trainer, loss: str, data: list[tuple[list[int], dict[str, Tensor]]], config: Any
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Loss, gradients and logprobs from merged weights, one row and one token at a time."""
-    found = trainer.models["m"]
+    model = trainer.models["m"]
     lora = {
-        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+        name: value.detach().clone().requires_grad_() for name, value in model.parameters.items()
     }
-    weights = {**trainer.base.model.state_dict(), **({} if found.config.rank else lora)}
+    weights = {**trainer.base.model.state_dict(), **({} if model.config.rank else lora)}
     for name in [key[: -len(".lora_A")] for key in lora if key.endswith("lora_A")]:
         change = lora[f"{name}.lora_B"] @ lora[f"{name}.lora_A"]
-        weights[f"{name}.weight"] = weights[f"{name}.weight"] + 32 / found.config.rank * change
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + 32 / model.config.rank * change
     total, all_logprobs = torch.zeros((), dtype=torch.float64), []
     for tokens, inputs in data:
         answer = functional_call(trainer.base.model, weights, (torch.tensor([tokens]),))
@@ -185,9 +185,9 @@ def test_losses_and_their_gradients_are_those_of_the_formula(
     for record, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
         got = torch.frombuffer(bytearray(record.fields["logprobs"].data), dtype=torch.float32)
         assert torch.allclose(got.double(), expected, atol=1e-5)
-    found = trainer.models["m"]
-    assert found.gradients is not None
-    for (name, expected), got in zip(gradients.items(), found.gradients, strict=True):
+    model = trainer.models["m"]
+    assert model.gradients is not None
+    for (name, expected), got in zip(gradients.items(), model.gradients, strict=True):
         scale = float(expected.abs().max())
         assert scale > 0 or loss == "ppo", name
         assert float((got - expected).abs().max()) <= 1e-5 * max(scale, 1.0), name
@@ -214,9 +214,9 @@ def test_several_targets_of_a_token_are_summed_with_their_weights(
 def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: Trainer) -> None:
     generator = torch.Generator().manual_seed(3)
     data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
-    found = trainer.models["m"]
+    model = trainer.models["m"]
     mine = {
-        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+        name: value.detach().clone().requires_grad_() for name, value in model.parameters.items()
     }
     adam = torch.optim.AdamW(mine.values(), lr=3e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
     params = {
@@ -235,17 +235,17 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         assert metrics["tokens_per_s"] > 0
         for name, value in mine.items():
-            assert torch.allclose(found.parameters[name], value, atol=1e-5), name
+            assert torch.allclose(model.parameters[name], value, atol=1e-5), name
         with torch.no_grad():  # the next step begins at the same point
             for name, value in mine.items():
-                value.copy_(found.parameters[name])
+                value.copy_(model.parameters[name])
 
 
 def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
     trainer = Trainer(base, name="org/tiny", batch_tokens=16)
     trainer.create("m", WHOLE)
-    found = trainer.models["m"]
-    assert found.parameters.keys() == dict(base.model.named_parameters()).keys()
+    model = trainer.models["m"]
+    assert model.parameters.keys() == dict(base.model.named_parameters()).keys()
     generator = torch.Generator().manual_seed(5)
     data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
     loss, gradients, logprobs = reference(trainer, "cross_entropy", data, {})
@@ -253,17 +253,17 @@ def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
         trainer.forward_backward("m", request("cross_entropy", data))
     )
     assert answer.metrics["loss:sum"] == pytest.approx(loss, abs=1e-4)
-    for output, wanted in zip(answer.loss_fn_outputs, logprobs, strict=True):
+    for output, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
         seen = torch.frombuffer(bytearray(output.fields["logprobs"].data), dtype=torch.float32)
-        assert torch.allclose(seen.double(), wanted, atol=1e-5)
-    assert found.gradients is not None
-    for name, gradient in zip(found.parameters, found.gradients, strict=True):
+        assert torch.allclose(seen.double(), expected, atol=1e-5)
+    assert model.gradients is not None
+    for name, gradient in zip(model.parameters, model.gradients, strict=True):
         assert torch.allclose(gradient, gradients[name].float(), atol=1e-5), name
     before = {name: value.clone() for name, value in base.model.named_parameters()}
     trainer.optim_step("m", {"learning_rate": 1e-2})
     for name, value in base.model.named_parameters():
         assert torch.equal(value, before[name])  # nobody else's base
-        assert not torch.equal(found.parameters[name], value), name
+        assert not torch.equal(model.parameters[name], value), name
 
 
 @pytest.mark.parametrize("config", [LORA, WHOLE], ids=["adapter", "whole"])
@@ -280,7 +280,7 @@ def test_what_is_computed_again_comes_to_the_same_bits(
         for _ in range(2):
             data = [(row, {"target_tokens": torch.tensor(row)}) for row in ROWS]
             outputs.append(trainer.forward_backward("m", request("cross_entropy", data)))
-            gradients.append([one.clone() for one in trainer.models["m"].gradients or ()])
+            gradients.append([gradient.clone() for gradient in trainer.models["m"].gradients or ()])
             trainer.optim_step("m", {"learning_rate": 1e-2})
     assert len(entered) == 4  # each step once more for its gradient
     assert outputs[:2] == outputs[2:] and outputs[0] != outputs[1]
@@ -313,7 +313,7 @@ def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
 
     trainer = Trainer(base, name="org/tiny")
     trainer.create("m", WHOLE)
-    trainer.forward_backward("m", request("cross_entropy", one()))
+    trainer.forward_backward("m", request("cross_entropy", single_datum()))
     trainer.optim_step("m", {"learning_rate": 1e-2})
     trainer.save("m", tmp_path / "c", optimizer=False)
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto")
@@ -328,9 +328,9 @@ def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
     assert names == {tensor.name for tensor in read_checkpoint(base.path).tensors}
     answer = asked_of(trainer, tmp_path / "c", ROWS[0])
     with torch.no_grad():
-        wanted = torch.log_softmax(read(torch.tensor([ROWS[0]])).logits[0], -1)
+        expected = torch.log_softmax(read(torch.tensor([ROWS[0]])).logits[0], -1)
     seen = torch.frombuffer(bytearray(answer.prompt_logprobs), dtype=torch.float32)
-    assert torch.allclose(seen[1:], wanted[range(5), ROWS[0][1:]], atol=1e-5)
+    assert torch.allclose(seen[1:], expected[range(5), ROWS[0][1:]], atol=1e-5)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 128])
@@ -371,7 +371,7 @@ def test_a_damaged_checkpoint_is_not_opened(trainer: Trainer, tmp_path: Path) ->
     assert "n" not in trainer.models
 
 
-def one(**changes: Any) -> list[tuple[list[int], dict[str, Tensor]]]:
+def single_datum(**changes: Any) -> list[tuple[list[int], dict[str, Tensor]]]:
     inputs = {"target_tokens": torch.tensor([1, 2]), **changes}
     return [([5, 6], {name: value for name, value in inputs.items() if value is not None})]
 
@@ -382,23 +382,23 @@ RATIO = {"logprobs": torch.zeros(2), "advantages": torch.ones(2)}
 @pytest.mark.parametrize(
     ("loss", "data", "config", "said"),
     [
-        ("nothing", one(), {}, "not offered"),
-        ("stable_reinforce", one(), {}, "not offered"),
+        ("nothing", single_datum(), {}, "not offered"),
+        ("stable_reinforce", single_datum(), {}, "not offered"),
         ("cross_entropy", [], {}, "no data"),
-        ("cross_entropy", one(target_tokens=None), {}, "needs loss_fn_inputs"),
-        ("cross_entropy", one(weight=torch.ones(2)), {}, "no input 'weight'"),
-        ("cross_entropy", one(weights=torch.ones(3)), {}, "must be the same"),
-        ("cross_entropy", one(target_tokens=torch.tensor([1])), {}, "has shape"),
-        ("cross_entropy", one(target_tokens=torch.tensor([1, 512])), {}, "0 to 511"),
-        ("cross_entropy", one(target_tokens=torch.tensor([1, -100])), {}, "0 to 511"),
-        ("cross_entropy", one(weights=torch.tensor([1, float("nan")])), {}, "not finite"),
-        ("cross_entropy", one(), {"beta": 1.0}, "no key 'beta'"),
-        ("ppo", one(), {}, "needs loss_fn_inputs"),
-        ("ppo", one(**RATIO), {"clip_low_threshold": float("nan")}, "finite"),
-        ("dro", one(**RATIO), {}, "beta"),
+        ("cross_entropy", single_datum(target_tokens=None), {}, "needs loss_fn_inputs"),
+        ("cross_entropy", single_datum(weight=torch.ones(2)), {}, "no input 'weight'"),
+        ("cross_entropy", single_datum(weights=torch.ones(3)), {}, "must be the same"),
+        ("cross_entropy", single_datum(target_tokens=torch.tensor([1])), {}, "has shape"),
+        ("cross_entropy", single_datum(target_tokens=torch.tensor([1, 512])), {}, "0 to 511"),
+        ("cross_entropy", single_datum(target_tokens=torch.tensor([1, -100])), {}, "0 to 511"),
+        ("cross_entropy", single_datum(weights=torch.tensor([1, float("nan")])), {}, "not finite"),
+        ("cross_entropy", single_datum(), {"beta": 1.0}, "no key 'beta'"),
+        ("ppo", single_datum(), {}, "needs loss_fn_inputs"),
+        ("ppo", single_datum(**RATIO), {"clip_low_threshold": float("nan")}, "finite"),
+        ("dro", single_datum(**RATIO), {}, "beta"),
         (
             "importance_sampling",
-            one(**{**RATIO, "logprobs": torch.full((2,), -1e4)}),
+            single_datum(**{**RATIO, "logprobs": torch.full((2,), -1e4)}),
             {},
             "loss is",
         ),
@@ -410,12 +410,12 @@ RATIO = {"logprobs": torch.zeros(2), "advantages": torch.ones(2)}
 def test_what_cannot_be_trained_on_is_refused_and_leaves_no_gradient(
     trainer: Trainer, loss: str, data: Any, config: Any, said: str
 ) -> None:
-    good = request("cross_entropy", one())
+    good = request("cross_entropy", single_datum())
     trainer.forward_backward("m", good)
     before = trainer.models["m"].gradients
     with pytest.raises(LossError, match=said):
         # behind a datum that can be, in the batch before
-        first = one() * 8 if data and loss == "cross_entropy" else []
+        first = single_datum() * 8 if data and loss == "cross_entropy" else []
         trainer.forward_backward("m", request(loss, first + data, config))
     assert trainer.models["m"].gradients is before
 
@@ -454,15 +454,15 @@ def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) ->
         rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1).numpy()
     targets = torch.tensor([[1, -1]] * 5)
     body = tensor(targets).SerializeToString()
-    found = asked_of(trainer, tmp_path / "c", tokens, body, top=2, last=2)
-    scored = np.frombuffer(found.prompt_logprobs, np.float32)
+    answer = asked_of(trainer, tmp_path / "c", tokens, body, top=2, last=2)
+    scored = np.frombuffer(answer.prompt_logprobs, np.float32)
     assert np.isnan(scored[:4]).all()
     assert np.allclose(scored[4:], [rows[3, tokens[4]], rows[4, tokens[5]]], atol=1e-6)
-    best = np.frombuffer(found.topk_prompt_logprobs.token_ids, np.int32).reshape(6, 2)
+    best = np.frombuffer(answer.topk_prompt_logprobs.token_ids, np.int32).reshape(6, 2)
     assert list(best[5]) == list(np.argsort(-rows[4])[:2])
-    asked = np.frombuffer(found.target_prompt_logprobs.dense, np.float32).reshape(5, 2)
-    assert np.allclose(asked[:, 0], rows[:5, 1], atol=1e-6)
-    assert not asked[:, 1].any()
+    targeted = np.frombuffer(answer.target_prompt_logprobs.dense, np.float32).reshape(5, 2)
+    assert np.allclose(targeted[:, 0], rows[:5, 1], atol=1e-6)
+    assert not targeted[:, 1].any()
     plain = asked_of(trainer, None, tokens)
     assert not np.allclose(np.frombuffer(plain.prompt_logprobs, np.float32)[4:], scored[4:])
     none = tensor(torch.zeros((5, 0), dtype=torch.int64)).SerializeToString()

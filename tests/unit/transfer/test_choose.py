@@ -52,8 +52,8 @@ def test_a_server_on_another_machine_is_refused_for_shared_memory() -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
 def test_where_a_launcher_reaches_the_machines_each_has_a_sender(transport: str) -> None:
-    there = [Server({"shm": "skyctl"}.get(transport, transport), url="http://10.0.0.7:8000")]
-    choice = choose("auto", transport, there, nodes=2)
+    servers = [Server({"shm": "skyctl"}.get(transport, transport), url="http://10.0.0.7:8000")]
+    choice = choose("auto", transport, servers, nodes=2)
     assert choice.reason == "set in the fleet file; a sender on each machine: 2"
 
 
@@ -61,11 +61,11 @@ def test_where_a_launcher_reaches_the_machines_each_has_a_sender(transport: str)
 def test_one_sender_broadcasts_to_all_machines_that_a_launcher_reaches(
     transport: str, backend: str
 ) -> None:
-    there = [Server(backend, url="http://10.0.0.7:8000")]
-    choice = choose(transport, "auto", there, nodes=2)
+    servers = [Server(backend, url="http://10.0.0.7:8000")]
+    choice = choose(transport, "auto", servers, nodes=2)
     assert choice.reason == "asked for; one sender for all machines: 2"
     with pytest.raises(PreflightError, match="reaches other machines through a launcher only"):
-        choose(transport, "auto", there)
+        choose(transport, "auto", servers)
 
 
 def test_disk_goes_anywhere() -> None:

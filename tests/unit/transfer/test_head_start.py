@@ -23,8 +23,8 @@ GB = 10**9
 def test_servers_are_frozen_when_reading_ends_before_they_are_ready(
     done: int, read_s: float, lead_s: float, enough: bool
 ) -> None:
-    found = enough_is_read(done_bytes=done, total_bytes=16 * GB, read_s=read_s, lead_s=lead_s)
-    assert found is enough
+    enough = enough_is_read(done_bytes=done, total_bytes=16 * GB, read_s=read_s, lead_s=lead_s)
+    assert enough is enough
 
 
 def test_an_update_that_waited_for_the_reader_does_not_make_later_ones_wait_longer() -> None:

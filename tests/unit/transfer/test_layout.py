@@ -119,9 +119,9 @@ def test_a_parameter_whose_tensors_are_in_two_chunks_is_copied_in_two_parts() ->
 def test_what_does_not_fit_goes_the_loaders_way(
     worker: LayoutReport, tensors: list[Tensor], reason: str
 ) -> None:
-    with pytest.raises(NotInLayout) as found:
+    with pytest.raises(NotInLayout) as error:
         check_layouts([worker], tensors)
-    assert found.match(reason) or reason.replace("\\", "") in found.value.reason
+    assert error.match(reason) or reason.replace("\\", "") in error.value.reason
 
 
 def test_padding_is_described_and_not_copied() -> None:
@@ -132,19 +132,19 @@ def test_padding_is_described_and_not_copied() -> None:
 @st.composite
 def copies(draw: st.DrawFn) -> list[Copy]:
     """Of one parameter, its target filled from front to back, in chunks that do not go back."""
-    found, chunk, target = [], 0, 0
+    made, chunk, target = [], 0, 0
     for _ in range(draw(st.integers(1, 8))):
         rows, row = draw(st.sampled_from([(1, 4), (1, 8), (2, 4), (3, 2), (1, 2)]))
         pitch = row if rows == 1 else draw(st.sampled_from([row, row + 2, 2 * row]))
         source = draw(st.sampled_from([None, *range(0, 64, 2)]))
-        if source is None and found and found[-1].chunk == chunk:
-            last = found[-1]
+        if source is None and made and made[-1].chunk == chunk:
+            last = made[-1]
             source = last.source + (last.rows - 1) * last.source_pitch + last.row
         target_pitch = row
-        found.append(Copy(chunk, 0, rows, row, source or 0, pitch, target, target_pitch))
+        made.append(Copy(chunk, 0, rows, row, source or 0, pitch, target, target_pitch))
         target += rows * row
         chunk += draw(st.sampled_from([0, 0, 0, 1]))
-    return found
+    return made
 
 
 def bytes_of(copies: list[Copy]) -> dict[int, tuple[int, int]]:
@@ -162,7 +162,7 @@ def bytes_of(copies: list[Copy]) -> dict[int, tuple[int, int]]:
 
 @given(copies())
 def test_merged_copies_bring_the_same_bytes(given_copies: list[Copy]) -> None:
-    found = merged(given_copies)
-    assert len(found) <= len(given_copies)
-    assert bytes_of(found) == bytes_of(given_copies)
-    assert sum(c.rows * c.row for c in found) == sum(c.rows * c.row for c in given_copies)
+    joined = merged(given_copies)
+    assert len(joined) <= len(given_copies)
+    assert bytes_of(joined) == bytes_of(given_copies)
+    assert sum(c.rows * c.row for c in joined) == sum(c.rows * c.row for c in given_copies)

@@ -16,7 +16,7 @@ def tensor(name: str, nbytes: int = 8) -> Tensor:
 
 
 def ordered(*names: str) -> list[str]:
-    return [found.name for found in order_tensors([tensor(name) for name in names])]
+    return [placed.name for placed in order_tensors([tensor(name) for name in names])]
 
 
 def test_embeddings_come_first_then_layers_by_number_then_the_rest() -> None:
@@ -42,8 +42,8 @@ def test_what_is_fused_is_adjacent() -> None:
         for k in ("bias", "weight")
     ]
     names += [f"model.layers.0.mlp.{p}.weight" for p in ("down_proj", "gate_proj", "up_proj")]
-    found = ordered(*names)
-    fused = [name.split(".")[-2] for name in found]
+    names_in_order = ordered(*names)
+    fused = [name.split(".")[-2] for name in names_in_order]
     start = fused.index("q_proj")
     assert fused[start : start + 6] == ["q_proj"] * 2 + ["k_proj"] * 2 + ["v_proj"] * 2
     start = fused.index("gate_proj")
@@ -51,12 +51,12 @@ def test_what_is_fused_is_adjacent() -> None:
 
 
 def test_a_layers_experts_are_together_and_in_order() -> None:
-    found = ordered(
+    names_in_order = ordered(
         *(f"model.layers.{i}.mlp.experts.{e}.{p}_proj.weight" for p in ("up", "gate", "down")
           for e in (10, 2) for i in (1, 0))
     )  # fmt: skip
-    assert [name.split(".")[2] for name in found] == ["0"] * 6 + ["1"] * 6
-    assert [name.split(".")[5] for name in found[:6]] == ["2"] * 3 + ["10"] * 3
+    assert [name.split(".")[2] for name in names_in_order] == ["0"] * 6 + ["1"] * 6
+    assert [name.split(".")[5] for name in names_in_order[:6]] == ["2"] * 3 + ["10"] * 3
 
 
 def test_a_larger_tensor_gets_a_chunk_of_its_own_and_the_plan_says_so() -> None:
@@ -135,9 +135,9 @@ def test_overflow_cuts_where_vllms_packed_consumer_cuts(tensors: list[Tensor], s
     check_sound(plan, tensors, 1)
     cut: list[list[str]] = [[]]
     total = 0
-    for found in plan.tensors:  # the rule of packed_nccl_broadcast_consumer
-        cut[-1].append(found.name)
-        total += found.nbytes
+    for packed in plan.tensors:  # the rule of packed_nccl_broadcast_consumer
+        cut[-1].append(packed.name)
+        total += packed.nbytes
         if total > size:
             cut.append([])
             total = 0

@@ -48,14 +48,14 @@ async def pushed(
     sites = [
         site(Server(), name=f"demo-{n}", instance=instance) for n, instance in enumerate(instances)
     ]
-    fleet = PushFleet("demo", tuple(one.given for one in sites))
+    fleet = PushFleet("demo", tuple(site.given for site in sites))
     delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=senders)  # type: ignore[arg-type]
     await delivery.open(sites)
     await delivery.update(sites, lambda done: None)
-    assert not any(one.failure for one in sites)
-    told = senders.lease.sender.reserves[-1]  # type: ignore[attr-defined]
-    assert told in (0, 2 * worker_bytes("ipc", plan))
-    return int(told // 2)
+    assert not any(site.failure for site in sites)
+    reserved = senders.lease.sender.reserves[-1]  # type: ignore[attr-defined]
+    assert reserved in (0, 2 * worker_bytes("ipc", plan))
+    return int(reserved // 2)
 
 
 async def test_processes_that_took_such_a_push_take_nothing_more(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ async def test_processes_of_which_nobody_knows_whether_they_are_the_same_may_tak
 
 
 def test_a_sender_leaves_room_for_its_own_numbering_at_every_push() -> None:
-    one = Program("layout", (), (Copy(0, 0, 4, 10, 0, 20, 8, 16),))
+    program = Program("layout", (), (Copy(0, 0, 4, 10, 0, 20, 8, 16),))
     delivery: Any = ChunkDelivery.__new__(ChunkDelivery)
-    delivery._transport, delivery._distinct, delivery.one_reader = Ipc(), [one], None
+    delivery._transport, delivery._distinct, delivery.one_reader = Ipc(), [program], None
     delivery._filling = lambda sites: "the same"
     lease: Any = SimpleNamespace(filled="the same")
     assert delivery._reserve_bytes([], lease) == 8 + 3 * 16 + 10 + BATCH_BYTES
@@ -93,7 +93,7 @@ async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> 
         NcclTransport(),
         checkpoint,
         plan_chunks(checkpoint.tensors, CHUNK),
-        PushFleet("demo", tuple(one.given for one in sites)),
+        PushFleet("demo", tuple(site.given for site in sites)),
         senders=senders,  # type: ignore[arg-type]
     )
     await delivery.open(sites)
