@@ -212,9 +212,8 @@ async def _carry_out(
     store.commit(fleet.state, name, [target.name for target in targets])
     reached("adapters.committed")
     elapsed_ms = (time.perf_counter() - began) * 1000
-    return [
-        replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes
-    ], elapsed_ms
+    timed = [replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes]
+    return timed, elapsed_ms
 
 
 async def _undone(
@@ -355,7 +354,7 @@ def _taking_part(fleet: AdapterFleet) -> tuple[Sequence[ServerTarget], list[Outc
             hint="what state each server is in: skyctl status",
         )
     skipped = [
-        Outcome[None](server, OutcomeStatus.SKIPPED, 0.0, reasons)
-        for server, reasons in absent.items()
+        Outcome[None](server, OutcomeStatus.SKIPPED, 0.0, reason)
+        for server, reason in absent.items()
     ]
     return targets, skipped

@@ -73,7 +73,7 @@ def recover(
         output.err.print(_findings_table(findings))
         typer.confirm("do this?", abort=True, err=True)
     recovered = call_fleet(ref, lambda running: running.recover(Recover(timeout)))
-    data["recovered"] = [finding.to_json() for finding in recovered]
+    data["recovered"] = [repair.to_json() for repair in recovered]
     output.emit({**data, "dry_run": False}, _recovered_table(recovered), error=_failure(recovered))
 
 
@@ -95,14 +95,14 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
 
     rows = [
         [
-            server.server,
-            output.styled(server.found),
-            _PLANS[server.action],
-            output.styled("ok" if server.ok else "failed"),
-            format_seconds(server.seconds),
-            server.detail,
+            repair.server,
+            output.styled(repair.found),
+            _PLANS[repair.action],
+            output.styled("ok" if repair.ok else "failed"),
+            format_seconds(repair.seconds),
+            repair.detail,
         ]
-        for server in recovered
+        for repair in recovered
     ]
     return output.table(
         ["SERVER", "WAS", "DONE", "RESULT", ">TIME", "~DETAIL"], rows, spare=["TIME"]
@@ -113,7 +113,7 @@ def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
     """The error that these outcomes add up to; None if every server is as it should be."""
     from skyctl.errors import PartialFailure, SkyctlError
 
-    failed = [server for server in recovered if not server.ok]
+    failed = [repair for repair in recovered if not repair.ok]
     if not failed:
         return None
     first = failed[0]

@@ -59,7 +59,7 @@ def wait(
     from skyctl import output
     from skyctl.cli.fleet_calls import call_chosen_fleet
 
-    parsed, noted = Condition.parse(condition), ""
+    awaited, noted = Condition.parse(condition), ""
     for name in servers or ():
         if name.partition("=")[0] in KINDS:
             raise UsageError(
@@ -77,12 +77,12 @@ def wait(
         file,
         fleet,
         lambda running: wait_for(
-            running, parsed, timeout_s=timeout, names=servers or (), on_pending=note_pending
+            running, awaited, timeout_s=timeout, names=servers or (), on_pending=note_pending
         ),
     )
     seconds = time.perf_counter() - began
     data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
-    output.emit(data, f"fleet {status.name} is {parsed} (waited {seconds:.1f} s)")
+    output.emit(data, f"fleet {status.name} is {awaited} (waited {seconds:.1f} s)")
 
 
 @dataclass(frozen=True)
