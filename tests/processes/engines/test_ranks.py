@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 
-NONCE = "0123456789abcdef"
+NONCE, SHARED_NONCE = "0123456789abcdef", "fedcba9876543210"  # tests may run at the same time
 OTHER = """
 import sys
 from skyctl.engines.vllm.inside.answers import keep_answer
@@ -38,18 +38,18 @@ def test_answers_of_other_processes_are_collected_and_go_with_them() -> None:
 
 def test_ranks_that_read_at_the_same_time_disturb_nobody() -> None:
     """What another collector has open is closed between the look and the reading."""
-    keep_answer(NONCE, (0, 0), "own")
+    keep_answer(SHARED_NONCE, (0, 0), "own")
     done = threading.Event()
 
     def read() -> None:
         while not done.is_set():
-            kept_answers(NONCE)
+            kept_answers(SHARED_NONCE)
 
     with ThreadPoolExecutor() as pool:
         others = [pool.submit(read) for _ in range(4)]
         try:
             for _ in range(25):
-                answers = kept_answers(NONCE)
+                answers = kept_answers(SHARED_NONCE)
                 assert answers and all(one == answers[0] for one in answers)
         finally:
             done.set()
