@@ -80,12 +80,12 @@ async def test_what_was_ended_is_not_started_by_a_request_that_comes_late(tmp_pa
     stop = {"do": "stop", "token": "token", "timeout_s": 5}
     argv = ["touch", str(tmp_path / "started")]
     keep = {"do": "keep", "token": "token", "fresh": True, "argv": argv, "env": {}}
-    keep |= {"held": False, "held_variables": [], "grace_s": 60.0, "at": 0}
+    keep |= {"closed": False, "closed_variables": [], "grace_s": 60.0, "at": 0}
     try:
         await ask(node, stop, 30)
         async with asyncio.timeout(30), Session(node) as session:
-            await session.say(keep)
-            while "ended" not in (message := await session.hear(20)):
+            await session.send(keep)
+            while "ended" not in (message := await session.receive(20)):
                 pass
         assert message == {"ended": "was ended"} and not there(str(tmp_path / "started"))
     finally:

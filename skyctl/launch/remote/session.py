@@ -102,7 +102,7 @@ class Session:
         """Send one message."""
         assert self._client.stdin is not None
         self._client.stdin.write(json.dumps(message).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):  # `hear` says why
+        with contextlib.suppress(ConnectionError):  # `receive` says why
             await self._client.stdin.drain()
 
     async def receive(self, timeout_s: float) -> dict[str, Any]:
