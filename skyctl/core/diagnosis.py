@@ -49,7 +49,8 @@ class Observed:
 
     `state` is the supervisor's word for it, "" without a supervisor. `sleep_level` is that of its
     metrics, 0 awake: a sleeping server reports that it is paused as well. `version` is the label it
-    carries, None if it has none. `problem` says what did not answer.
+    carries, None if it has none. `problem` says what did not answer, `version_problem` why the
+    label is not known.
     """
 
     server: str
@@ -60,6 +61,7 @@ class Observed:
     sleep_level: int = 0
     version: str | None = None
     problem: str = ""
+    version_problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,10 @@ async def observe(
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
         level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
-        return Observed(target.name, paused=paused, sleep_level=level, version=label)
+        unread = str(version) if isinstance(version, BaseException) else ""
+        return Observed(
+            target.name, paused=paused, sleep_level=level, version=label, version_problem=unread
+        )
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
     return [
@@ -132,6 +137,10 @@ def judge(
         return Finding(name, "half-updated", doubt.why, "push")
     if doubt is not None and doubt.woken:
         return Finding(name, "woken", doubt.why, "sleep")
+    compared = not row.quarantine and (row.weight_version or weights.version) is not None
+    if seen.version_problem and (doubt is not None or compared):
+        why = seen.version_problem.removeprefix(f"{name}: ")
+        return Finding(name, "stuck", f"its weight version cannot be read ({why})", replace)
     back: Action = "restart" if ours and weights.version is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version

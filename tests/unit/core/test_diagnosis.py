@@ -141,6 +141,28 @@ async def test_a_sleep_that_is_not_on_record_is_told_from_a_pause(level: int, ad
     assert (finding.action, finding.detail[-len(advice) :]) == ("nothing", advice)
 
 
+@pytest.mark.parametrize(
+    ("row", "weights", "expected"),
+    [
+        (ServerRow("stub-0", weight_version="v1"), V1, "stuck"),
+        (ServerRow("stub-0"), V1, "stuck"),
+        (ServerRow("stub-0"), BASE, "healthy"),
+    ],
+)
+async def test_a_version_that_cannot_be_read_is_not_taken_for_no_version(
+    row: ServerRow, weights: FleetWeights, expected: str
+) -> None:
+    transport = StubTransport([StubServer(faults={"/weight_info": Fault("status", status=500)})])
+    async with ControlClient(transport=transport) as client:
+        [seen] = await observe(client, transport.targets)
+    finding = judge(seen, row, None, weights, ours=False)
+    assert (finding.found, finding.action) == (
+        expected,
+        "quarantine" if expected == "stuck" else "nothing",
+    )
+    assert judge(seen, row, FROZEN, weights, ours=True).action == "restart"
+
+
 async def test_servers_are_asked_front_end_and_engine_apart() -> None:
     stuck = StubServer(faults={"/is_paused": Fault("hang")})
     dead_engine = StubServer()
