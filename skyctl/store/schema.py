@@ -28,7 +28,7 @@ CREATE TABLE in_doubt (
     half_updated INTEGER NOT NULL, thaw INTEGER NOT NULL, woken INTEGER NOT NULL,
     digest TEXT NOT NULL, version TEXT NOT NULL);
 CREATE TABLE launches (
-    server TEXT PRIMARY KEY, content TEXT NOT NULL);
+    server TEXT PRIMARY KEY, content TEXT NOT NULL, other_settings INTEGER NOT NULL);
 -- the stage of a job, and of its servers, is that of its last event
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, state TEXT NOT NULL,

@@ -141,13 +141,17 @@ async def compare_with_base(
     base = base_weights(state).get(model, BaseWeights())
     place = f"{engine} {arrangement_of(digest)}"
     problem = other_settings(base, launched)
-    if began and not problem:
+    instead = "begin anew with what they are now: skyctl down, then skyctl up"
+    if problem:  # before the quarantine, which alone a push would end
+        state.expected.launched_with_other_settings(replica.name)
+    elif began:
         problem = other_weights(base, launched, place, digest)
+        instead = "push what the fleet is to serve: skyctl sync-weights CKPT"
     replica.compared = True
     if problem:
         replica.update_row(
             quarantine=f"{model}: {problem}; put its files back, then: skyctl restart "
-            f"{replica.name}; or push what the fleet is to serve: skyctl sync-weights CKPT"
+            f"{replica.name}; or {instead}"
         )
     elif engine:
         with state.transaction():

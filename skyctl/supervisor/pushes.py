@@ -86,17 +86,19 @@ class Pushes:
         """The servers that a push goes to.
 
         Of quarantined servers only those that wait for weights take part: what they hold is
-        unknown, or is not the fleet's, and a push repairs that.
+        unknown, or is not the fleet's, and a push repairs that. It does not repair settings.
 
         Raises:
             ConflictError: there is none.
         """
         running = self._running
         plan, doubts = running.require_plan(), in_doubt(running.state)
+        other_settings = running.state.expected.with_other_settings()
         up = [
             replica
             for replica in running.replicas.values()
             if replica.phase == "up"
+            and replica.name not in other_settings
             and (
                 not replica.row.quarantine
                 or replica.name in doubts
@@ -119,6 +121,7 @@ class Pushes:
         running = self._running
         await self.warming.stop()
         doubts = in_doubt(running.state)
+        servers = set(servers) - running.state.expected.with_other_settings()
         up = [r for r in running.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
         job = self._open(request, up, Turn(None), heals=False)

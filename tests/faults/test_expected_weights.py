@@ -234,10 +234,12 @@ async def test_a_replica_that_restarts_from_other_files_than_its_siblings_is_not
             supervisor.operation is not None and "did not come back" in supervisor.operation.error
         )
         assert states(supervisor)["b"] == "ready"
-        if what == "weights":  # a push gives the fleet one version again
-            await supervisor.start_push(PushRequest(str(base)))
-            await eventually(lambda: supervisor.push_job is None)
-            assert set(states(supervisor).values()) == {"ready"}
+        # a push gives the fleet one version again, but not the settings that a server started with
+        await supervisor.start_push(PushRequest(str(base)))
+        await eventually(lambda: supervisor.push_job is None)
+        after = "ready" if what == "weights" else "quarantined"
+        assert states(supervisor) == {"a": after, "b": "ready"}
+        assert routed(supervisor) == ({"a", "b"} if what == "weights" else {"b"})
 
 
 async def test_files_that_were_only_copied_are_the_same_base(tmp_path: Path, base: Path) -> None:
