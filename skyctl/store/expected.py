@@ -136,13 +136,13 @@ class ExpectedDigests:
         """A server was launched with this content; "" if that is not certain."""
         self._database.write("INSERT OR REPLACE INTO launches VALUES (?, ?, 0)", server, content)
 
-    def launched_with_other_settings(self, server: str) -> None:
-        """No push into this server helps, until it is launched again."""
+    def mark_other_settings(self, server: str) -> None:
+        """A server was launched with other settings than its siblings; until its next launch."""
         self._database.write("UPDATE launches SET other_settings = 1 WHERE server = ?", server)
 
     @understood
-    def with_other_settings(self) -> set[str]:
-        """The servers whose configuration or tokenizer are not those of their siblings."""
+    def other_settings(self) -> set[str]:
+        """The servers that are marked so."""
         rows = self._database.rows("SELECT server FROM launches WHERE other_settings")
         return {row["server"] for row in rows}
 

@@ -142,17 +142,19 @@ async def compare_with_base(
     place = f"{engine} {arrangement_of(digest)}"
     problem = other_settings(base, launched)
     instead = "begin anew with what they are now: skyctl down, then skyctl up"
-    if problem:  # before the quarantine, which alone a push would end
-        state.expected.launched_with_other_settings(replica.name)
-    elif began:
+    settings_differ = bool(problem)
+    if began and not settings_differ:
         problem = other_weights(base, launched, place, digest)
         instead = "push what the fleet is to serve: skyctl sync-weights CKPT"
     replica.compared = True
     if problem:
-        replica.update_row(
-            quarantine=f"{model}: {problem}; put its files back, then: skyctl restart "
-            f"{replica.name}; or {instead}"
-        )
+        with state.transaction():
+            if settings_differ:
+                state.expected.mark_other_settings(replica.name)
+            replica.update_row(
+                quarantine=f"{model}: {problem}; put its files back, then: skyctl restart "
+                f"{replica.name}; or {instead}"
+            )
     elif engine:
         with state.transaction():
             learn_base(state, model, place, digest)

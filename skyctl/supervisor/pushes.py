@@ -86,30 +86,33 @@ class Pushes:
         """The servers that a push goes to.
 
         Of quarantined servers only those that wait for weights take part: what they hold is
-        unknown, or is not the fleet's, and a push repairs that. It does not repair settings.
+        unknown, or is not the fleet's, and a push repairs that.
 
         Raises:
             ConflictError: there is none.
         """
         running = self._running
         plan, doubts = running.require_plan(), in_doubt(running.state)
-        other_settings = running.state.expected.with_other_settings()
         up = [
             replica
-            for replica in running.replicas.values()
-            if replica.phase == "up"
-            and replica.name not in other_settings
-            and (
-                not replica.row.quarantine
-                or replica.name in doubts
-                or replica.row.weight_version is None
-            )
+            for replica in self._up()
+            if not replica.row.quarantine
+            or replica.name in doubts
+            or replica.row.weight_version is None
         ]
         if not up:
             raise ConflictError(
                 f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
             )
         return up
+
+    def _up(self) -> list[Replica]:
+        """The servers that are up, without those whose settings are not their siblings': a push
+        does not repair settings.
+        """
+        apart = self._running.state.expected.other_settings()
+        replicas = self._running.replicas.values()
+        return [r for r in replicas if r.phase == "up" and r.name not in apart]
 
     async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
         """A push as part of recovery, under its turn: into those of these servers that are up, in
@@ -121,8 +124,7 @@ class Pushes:
         running = self._running
         await self.warming.stop()
         doubts = in_doubt(running.state)
-        servers = set(servers) - running.state.expected.with_other_settings()
-        up = [r for r in running.replicas.values() if r.phase == "up" and r.name in servers]
+        up = [r for r in self._up() if r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
         job = self._open(request, up, Turn(None), heals=False)
         await self.over.wait()
