@@ -89,7 +89,7 @@ async def observe(
         near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
         patient = engines.server(client, target, timeout_s=engine_timeout_s)
         health, paused, version = await asyncio.gather(
-            near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
+            near.health(), patient.is_paused(), patient.weight_version(), return_exceptions=True
         )
         # any answer, even the 503 of a dead engine, comes from its front end
         http = not isinstance(health, ServerError) or bool(health.status)

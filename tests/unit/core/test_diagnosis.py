@@ -163,6 +163,17 @@ async def test_a_version_that_cannot_be_read_is_not_taken_for_no_version(
     assert judge(seen, row, FROZEN, weights, ours=True).action == "restart"
 
 
+async def test_a_version_has_as_long_to_come_as_what_the_engine_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("skyctl.core.diagnosis.HTTP_TIMEOUT_S", 0.05)
+    late = StubServer(faults={"/weight_info": Fault("delay", seconds=0.2)})
+    transport = StubTransport([late])
+    async with ControlClient(transport=transport) as client:
+        [seen] = await observe(client, transport.targets, engine_timeout_s=30.0)
+    assert (seen.version, seen.version_problem) == ("default", "")
+
+
 async def test_servers_are_asked_front_end_and_engine_apart() -> None:
     stuck = StubServer(faults={"/is_paused": Fault("hang")})
     dead_engine = StubServer()
