@@ -154,8 +154,8 @@ class Pushes:
         job = jobs.open_push(journal, turn, request)
         left = [r for r in running.replicas.values() if r not in up]
         if left:
-            names = ", ".join(replica.name for replica in left)
-            journal.tell(job.id, JobEvent.note(f"not part of this push, because not up: {names}"))
+            names = ", ".join(f"{replica.name} ({replica.state})" for replica in left)
+            journal.tell(job.id, JobEvent.note(f"not part of this push: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()

@@ -235,8 +235,10 @@ async def test_a_replica_that_restarts_from_other_files_than_its_siblings_is_not
         )
         assert states(supervisor)["b"] == "ready"
         # a push gives the fleet one version again, but not the settings that a server started with
-        await supervisor.start_push(PushRequest(str(base)))
+        job = await supervisor.start_push(PushRequest(str(base)))
         await eventually(lambda: supervisor.push_job is None)
+        notes = [event.data.get("message") for event in supervisor.state.journal.events(job)]
+        assert ("not part of this push: a (quarantined)" in notes) is (what == "settings")
         after = "ready" if what == "weights" else "quarantined"
         assert states(supervisor) == {"a": after, "b": "ready"}
         assert routed(supervisor) == ({"a", "b"} if what == "weights" else {"b"})
