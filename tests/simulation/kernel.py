@@ -101,7 +101,7 @@ class Kernel:
                 try:
                     process.result = await main()
                     self._end(process, 0)
-                except Killed:
+                except (Killed, KeyboardInterrupt):  # the second: this takes too long
                     raise
                 except BaseException as error:
                     process.error = error

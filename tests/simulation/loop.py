@@ -18,6 +18,14 @@ class Killed(BaseException):
     """Raised inside a process that dies amid synchronous code: every seam raises it again."""
 
 
+STEPS = 500_000
+"""A schedule takes some thousands; one that takes so many never ends."""
+
+
+class Endless(BaseException):
+    """Raised by `run_until` after so many steps."""
+
+
 class Handle:
     """A callback, skipped when its process is dead by the time it is due."""
 
@@ -130,7 +138,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 return
             try:
                 result = func(*args)
-            except Killed:
+            except (Killed, KeyboardInterrupt):
                 raise
             except BaseException as error:
                 future.set_exception(error)
@@ -188,6 +196,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             process.parked.append(handle)
             return
         self.steps += 1
+        if self.steps > STEPS:
+            raise Endless
         try:
             handle.context.run(handle.callback, *handle.args)
         except Killed:

@@ -27,7 +27,7 @@ from tests.simulation import checks, people, seams
 from tests.simulation.disk import HUB, Checkpoints, Disk
 from tests.simulation.engine import Engine, Frailty
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import Endless, VirtualLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.sender import Memory
 
@@ -358,18 +358,10 @@ class World:
 
     def run(self) -> Ended:
         """Play it to its end and look."""
-        self._begin()
-        people.weaken(self)
-        self.tell(f"faults: {', '.join(sorted(self.faults))}; {len(self.engines)} servers")
-        tasks = [self.loop.create_task(one) for one in people.all_of(self)]
-        busy = set(tasks)
-        for task in tasks:
-            task.add_done_callback(busy.discard)
-        self.loop.run_until(self.loop.now + _BEGINNING_S, lambda: not busy)
-        for task in tasks:
-            task.cancel()
-        self.loop.run_until(self.loop.now + 0.5)
-        self._settle()
+        try:
+            self._play()
+        except Endless:
+            self.violate(f"hangs: it has not ended after {self.loop.steps - 1} steps")
         return Ended(
             self.schedule.seed,
             list(self.violations),
@@ -382,6 +374,20 @@ class World:
             self.frozen,
             self.excused,
         )
+
+    def _play(self) -> None:
+        self._begin()
+        people.weaken(self)
+        self.tell(f"faults: {', '.join(sorted(self.faults))}; {len(self.engines)} servers")
+        tasks = [self.loop.create_task(one) for one in people.all_of(self)]
+        busy = set(tasks)
+        for task in tasks:
+            task.add_done_callback(busy.discard)
+        self.loop.run_until(self.loop.now + _BEGINNING_S, lambda: not busy)
+        for task in tasks:
+            task.cancel()
+        self.loop.run_until(self.loop.now + 0.5)
+        self._settle()
 
     def _begin(self) -> None:
         """The servers run before anybody attaches them."""

@@ -1,0 +1,67 @@
+"""The processes that play schedules are bounded, and a schedule that ends one is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import simulation_workers
+from benchmarks.simulation_workers import Order, play_all
+from tests.simulation import loop, seams
+from tests.simulation.world import Ended, Schedule, World, play
+
+DIES, LOOPS, BLOCKS_SIGNALS, RAISES = range(1, 5)
+
+
+def play_badly(seed: int, home: Path) -> Ended:
+    if seed == DIES:
+        os._exit(3)
+    if seed == BLOCKS_SIGNALS:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    while seed in (LOOPS, BLOCKS_SIGNALS):
+        pass
+    if seed == RAISES:
+        raise LookupError(seed)
+    return Ended(seed, [], 0, 0, ())
+
+
+def test_a_schedule_that_does_not_end_is_a_violation_and_the_others_are_played(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulation_workers, "GRACE_S", 0.5)
+    orders = [Order("first", play_badly, range(6), 0.5), Order("second", play_badly, [9], 0.5)]
+    ended = {ended.seed: (label, ended.violations) for label, ended in play_all(iter(orders), 1)}
+    assert ended == {
+        0: ("first", []),
+        DIES: ("first", ["dies: the process that played it ended"]),
+        LOOPS: ("first", ["hangs: it takes longer than 0.5 s (test_workers.py, play_badly)"]),
+        BLOCKS_SIGNALS: ("first", ["hangs: 1 s, without a signal"]),
+        RAISES: ("first", ["runner: LookupError(4)"]),
+        5: ("first", []),
+        9: ("second", []),
+    }
+
+
+def test_no_order_is_given_out_after_its_time() -> None:
+    orders = iter([Order("first", play_badly, [0])])
+    assert list(play_all(orders, 1, until=time.monotonic() - 1)) == []
+
+
+def test_a_schedule_that_goes_on_for_ever_in_virtual_time_is_a_violation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def train(world: World, name: str) -> None:
+        asyncio.get_running_loop().call_soon(again)
+
+    def again() -> None:
+        asyncio.get_running_loop().call_soon(again)
+
+    monkeypatch.setattr(loop, "STEPS", 20_000)
+    with seams.installed(), seams.replaced({"tests.simulation.people._train": train}):
+        ended = play(Schedule(1), tmp_path)
+    assert ended.violations == ["hangs: it has not ended after 20000 steps"]
