@@ -24,6 +24,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "help",
     "http",
     "launch",
+    "live",
     "monitoring",
     "push",
     "smoke",
