@@ -83,7 +83,7 @@ class Turn:
         """Wait until no request of a holder that died can reach a server any more."""
         if self._lock is not None and self._lock.after_death:
             await asyncio.sleep(LATE_S)
-            self._lock.settle()
+            self._lock.forget_dead()
 
     def release(self) -> None:
         """Let others act. A second call does nothing."""

@@ -134,9 +134,9 @@ def judge(
             return Finding(name, "stuck", said, replace)
         return Finding(name, "unreachable", problem, replace)
     if doubt is not None and doubt.half_updated:
-        return Finding(name, "half-updated", doubt.why, "push")
+        return Finding(name, "half-updated", doubt.reason, "push")
     if doubt is not None and doubt.woken:
-        return Finding(name, "woken", doubt.why, "sleep")
+        return Finding(name, "woken", doubt.reason, "sleep")
     compared = not row.quarantine and (row.weight_version or weights.version) is not None
     if seen.version_problem and (doubt is not None or compared):
         why = seen.version_problem.removeprefix(f"{name}: ")
@@ -151,7 +151,7 @@ def judge(
         anew = not ours and not doubt.version and row.weight_version is not None
         if anew and (foreign := foreign_version(row.weight_version, seen.version)):
             return Finding(name, "wrong-version", foreign, back)
-        return Finding(name, "frozen", doubt.why, "resume")
+        return Finding(name, "frozen", doubt.reason, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
     foreign = foreign_version(row.weight_version, seen.version)

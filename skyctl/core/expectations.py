@@ -48,7 +48,7 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
                 launched_with="" if pushed_to else launches.get(server.name, ""),
             )
         )
-    return replace(fleet, servers=tuple(servers), expected=state.expected.known())
+    return replace(fleet, servers=tuple(servers), expected=state.expected.everything())
 
 
 def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:

@@ -23,7 +23,14 @@ from skyctl.kill_points import reached
 from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.states import PushStage, PushState
 from skyctl.store.adapters import served
-from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
+from skyctl.store.in_doubt import (
+    clear_doubt,
+    in_doubt,
+    left_behind,
+    open_sender,
+    put_in_doubt,
+    verified,
+)
 from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 from skyctl.transfer.sender_pool import SenderPool
@@ -93,7 +100,7 @@ class JournalObserver(PushObserver):
         """Write pending updates."""
         told, self._pending = self._pending, []
         if told:
-            self._journal.tell(self._job_id, *told)
+            self._journal.add_events(self._job_id, *told)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -102,9 +109,9 @@ class JournalObserver(PushObserver):
         before, self._pending = self._pending, []
         if intent:
             try:
-                self._journal.tell(self._job_id, *before, *told, durable=True)
+                self._journal.add_events(self._job_id, *before, *told, durable=True)
             except StateUnwritable:  # the rest may do without the file
-                self._journal.tell(self._job_id, *before)
+                self._journal.add_events(self._job_id, *before)
                 raise
             return
         if not before:
@@ -240,7 +247,7 @@ def doubt_left(state: FleetState, job_id: str) -> None:
     Its verified digests are ignored: it could not release these servers itself.
     """
     events = [one for one in state.journal.events(job_id) if one.kind != "verified"]
-    doubt(state, left_behind(state.journal.job(job_id), events))
+    put_in_doubt(state, left_behind(state.journal.job(job_id), events))
 
 
 def abandon(state: FleetState, job_id: str, error: Exception) -> None:
@@ -271,7 +278,7 @@ def _record_servers(state: FleetState, result: PushResult) -> None:
     """Record that these servers are at the push's version, and the fleet perhaps not yet."""
     with state.transaction():
         state.expected.learn(result.learned)
-        trust(state, *(server.server for server in result.servers))
+        clear_doubt(state, *(server.server for server in result.servers))
         levels = {row.name: row.sleep_level for row in state.servers()}
         changes: dict[str, dict[str, Any]] = {}
         for server in result.servers:
@@ -319,7 +326,7 @@ def record_failure(
         if holds and server["server"] in doubted:
             # a server in doubt is cleared only once it is verified
             changes["quarantine"] = None
-            trust(state, server["server"])
+            clear_doubt(state, server["server"])
         if server.get("sleep_level") is not None:
             changes |= {"sleep_level": server["sleep_level"], "weights_awake": False}
         if server.get("weights_awake"):

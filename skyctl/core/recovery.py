@@ -32,11 +32,11 @@ from skyctl.push.verify import weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.states import PushStage
 from skyctl.store.in_doubt import (
-    doubt,
+    clear_doubt,
     held_by,
     in_doubt,
     leave_to_next_push,
-    trust,
+    put_in_doubt,
     why_held,
 )
 from skyctl.store.journal import Job, number_of
@@ -171,7 +171,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
             slept=slept,
         )
     except SkyctlError as error:
-        doubt(actions.state, {case.name: replace(found, half_updated=True)})
+        put_in_doubt(actions.state, {case.name: replace(found, half_updated=True)})
         case.action, case.problem = "push", error.message
         return None
     settle(actions.state, case.name)
@@ -313,7 +313,7 @@ def needed(state: FleetState) -> set[str | None]:
 def settle(state: FleetState, name: str) -> None:
     """Clear this server: no doubt, no quarantine."""
     with state.transaction():
-        trust(state, name)
+        clear_doubt(state, name)
         state.update_server(name, quarantine=None)
 
 

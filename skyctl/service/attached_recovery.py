@@ -44,7 +44,7 @@ async def find(
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
     gone = [
-        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {record.why}", "quarantine")
+        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {record.reason}", "quarantine")
         for name, record in doubts.items()
         if name not in present and not (rows[name].quarantine or "").startswith(_GONE)
     ]

@@ -13,7 +13,7 @@ from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
-from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
 from skyctl.store.journal import number_of
 from skyctl.store.server_names import (
     Located,
@@ -101,7 +101,9 @@ class AttachedServers:
             for target in self.targets:
                 if suspect := suspects.get(target.url):
                     self._state.update_server(target.name, quarantine=suspect.reason)
-                    doubt(self._state, {target.name: replace(suspect.record, server=target.name)})
+                    put_in_doubt(
+                        self._state, {target.name: replace(suspect.record, server=target.name)}
+                    )
             self._name()
         return True
 
@@ -131,7 +133,7 @@ class AttachedServers:
         return {
             target.url: Suspect(
                 replace(likely, half_updated=True, thaw=False, woken=False, digest="", version=""),
-                f"found {state}, and may be {likely.server} ({at}) by another URL: {likely.why}",
+                f"found {state}, and may be {likely.server} ({at}) by another URL: {likely.reason}",
             )
             for target in new
             if (state := states[target.name])

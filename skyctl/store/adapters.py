@@ -86,8 +86,8 @@ def names(state: FleetState) -> frozenset[str]:
 
 def is_current(state: FleetState, server: str) -> bool:
     """Whether this server has what every routed server must have, as recorded."""
-    wanted = {name: one.version for name, one in served(state).items()}
-    return recorded(state, server) == wanted
+    current = {name: adapter.version for name, adapter in served(state).items()}
+    return recorded(state, server) == current
 
 
 def unfinished(state: FleetState) -> dict[str, int]:
@@ -166,25 +166,23 @@ def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersi
     """Record that this server has these adapters and no others. A new process has none."""
     with state.transaction():
         state.write("DELETE FROM server_adapters WHERE server = ?", server)
-        for name, one in has.items():
-            _record(state, server, name, one.version)
+        for name, adapter in has.items():
+            _record(state, server, name, adapter.version)
 
 
 def forget(state: FleetState) -> None:
     """Record that no server takes adapters any more."""
-    left = served(state).keys() | unfinished(state).keys()
-    if not left:
+    remaining = served(state).keys() | unfinished(state).keys()
+    if not remaining:
         return
     with state.durable():
-        for name in left:
+        for name in remaining:
             intend_unload(state, name, ())
             commit(state, name, ())
 
 
 def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
-    """Versions whose files still exist although nobody has been able to request them since `before`
-    (epoch seconds).
-    """
+    """Versions whose files exist, and which no client could request since `before` (epoch)."""
     rows = state.rows(
         f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
     )
@@ -198,11 +196,11 @@ def forget_version(state: FleetState, gone: AdapterVersion) -> None:
     )
 
 
-def record_path(state: FleetState, one: AdapterVersion, path: str) -> None:
+def record_path(state: FleetState, adapter: AdapterVersion, path: str) -> None:
     """Record a new path of the fleet's own copy of a version."""
     state.write(
         "UPDATE adapter_versions SET path = ? WHERE name = ? AND version = ?",
-        path, one.name, one.version,
+        path, adapter.name, adapter.version,
     )  # fmt: skip
 
 

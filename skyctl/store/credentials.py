@@ -63,31 +63,31 @@ def read_secret(path: Path) -> str | None:
         return None
     except OSError as error:
         raise _refused(path, f"cannot be opened: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):  # a directory cannot even be opened below
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):  # a directory cannot even be opened below
         os.close(descriptor)
-        raise _refused(path, "is no plain file")
+        raise _refused(path, "is not a plain file")
     with os.fdopen(descriptor, "rb") as file:
-        if found.st_uid != os.getuid():
-            raise _refused(path, f"belongs to uid {found.st_uid}, not to you")
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        if status.st_uid != os.getuid():
+            raise _refused(path, f"belongs to uid {status.st_uid}, not to you")
+        if stat.S_IMODE(status.st_mode) & 0o077:
             raise _refused(path, "can be read by others")
         text = file.read(_LONGEST).decode(errors="replace").strip()
     if len(text) < _BYTES or not text.isascii() or not text.isprintable() or " " in text:
-        raise _refused(path, "holds no secret")
+        raise _refused(path, "does not hold a secret")
     return text
 
 
 def ensure_secret(path: Path, *, prefix: str = "") -> str:
     """The secret in the file; made if missing. Raises as `read_secret`."""
-    found = read_secret(path)
-    if found is not None:
-        return found
+    secret = read_secret(path)
+    if secret is not None:
+        return secret
     place_private_file(path, f"{prefix}{secrets.token_hex(_BYTES)}\n".encode())
     made = read_secret(path)
     assert made is not None  # linked just now, by us or by another process
     return made
 
 
-def _refused(path: Path, why: str) -> SkyctlError:
-    return SkyctlError(f"{path} {why}", hint="remove it; then: skyctl down && skyctl up")
+def _refused(path: Path, problem: str) -> SkyctlError:
+    return SkyctlError(f"{path} {problem}", hint="remove it; then: skyctl down && skyctl up")

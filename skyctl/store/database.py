@@ -69,7 +69,7 @@ class Retention:
 class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
-    `warn` receives one line when a corrupt file was kept aside and a new one `begun_anew`, and when
+    `warn` receives one line when a corrupt file was kept aside and a new one `recreated`, and when
     the file cannot be written. The `owner` (the process that holds the lock of the fleet's
     supervisor) checks the whole file for corruption. A file that cannot be read is an error, or
     with `or_memory` an empty state that is `unread`.
@@ -89,7 +89,7 @@ class Database:
         connect: Connect = opening.connect,
     ) -> None:
         self.path = path
-        self.begun_anew = False
+        self.recreated = False
         self.retention = Retention()
         self.unread = False
         self._warn = warn
@@ -97,7 +97,7 @@ class Database:
         self._owner = owner
         self._file: sqlite3.Connection | None = None
         self._memory: sqlite3.Connection | None = None  # stands in for the file
-        self._why = self._hint = ""  # why the memory stands in, and what to do about it
+        self._failure = self._hint = ""  # why the memory stands in, and what to do about it
         self._kept: list[Statement] = []  # committed in memory only
         self._transaction: list[Statement] | None = None  # the open transaction
         self._durable = False  # whether it must be in the file
@@ -106,7 +106,7 @@ class Database:
         _databases.add(self)
         try:
             private_directory(path.parent)
-            self._file = self._open_or_begin_anew()
+            self._file = self._open_or_recreate()
         except (sqlite3.Error, OSError, SkyctlError) as error:
             if not disk_failed(error):
                 if isinstance(error, SkyctlError):
@@ -119,7 +119,7 @@ class Database:
         """What the file lacks, None if it is complete."""
         if self._memory is None or not self._kept:
             return None
-        return Unrecorded(self.path, len(self._kept), self._why, self._hint)
+        return Unrecorded(self.path, len(self._kept), self._failure, self._hint)
 
     def close(self) -> None:
         """Complete the file, or record the failure in `unrecorded.LOST`."""
@@ -139,8 +139,8 @@ class Database:
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
-        found = self.rows(sql, *parameters)
-        return found[0] if found else None
+        rows = self.rows(sql, *parameters)
+        return rows[0] if rows else None
 
     def write(self, sql: str, *parameters: Any, durable: bool = False) -> sqlite3.Cursor:
         """One statement, committed when it returns (unless in a `transaction`).
@@ -279,7 +279,7 @@ class Database:
         """Raise StateUnwritable while the state is empty because the file cannot be read."""
         if self.unread and not self.complete():
             raise StateUnwritable(
-                f"cannot read {self.path}: {self._why}; what is quarantined is not known",
+                f"cannot read {self.path}: {self._failure}; what is quarantined is not known",
                 hint=self._hint,
             )
 
@@ -327,7 +327,7 @@ class Database:
             raise self._unwritable() from error
         memory = opening.in_memory(self._file)
         self._repeat_transaction(memory)
-        self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
+        self._warn(f"cannot write {self.path}: {self._failure}; going on in memory")
         return memory
 
     def _repeat_transaction(self, connection: sqlite3.Connection) -> None:
@@ -349,9 +349,9 @@ class Database:
             self.unread = True
             self._memory = opening.in_memory()
             create_tables(self._memory, self.path)
-        self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
+        self._warn(f"cannot write {self.path}: {self._failure}; going on in memory")
 
-    def _open_or_begin_anew(self) -> sqlite3.Connection:
+    def _open_or_recreate(self) -> sqlite3.Connection:
         try:
             return opening.open_file(self.path, self._connect, owner=self._owner)
         except sqlite3.OperationalError:
@@ -359,8 +359,10 @@ class Database:
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             kept = opening.keep_aside(self.path, self._connect)
             if kept is not None:
-                self.begun_anew = True
-                self._warn(f"{self.path} was corrupt ({error}); kept as {kept.name} and begun anew")
+                self.recreated = True
+                self._warn(
+                    f"{self.path} was corrupt ({error}); kept as {kept.name} and begun again"
+                )
             return opening.open_file(self.path, self._connect, owner=self._owner)
 
     def _need_file(self) -> None:
@@ -376,20 +378,20 @@ class Database:
         assert self._memory is not None  # it holds what is kept
         if _latest_job(connection) > _latest_job(self._memory):
             if self._kept:
-                why = "another job began meanwhile"
-                LOST.append(Unrecorded(self.path, len(self._kept), why, "see: skyctl status"))
+                reason = "another job began meanwhile"
+                LOST.append(Unrecorded(self.path, len(self._kept), reason, "see: skyctl status"))
             self._kept.clear()
         for sql, parameters in self._kept:
             connection.execute(sql, parameters)
 
     def _fails(self, error: Exception) -> None:
-        self._why = _reason(error)
+        self._failure = _reason(error)
         hint = error.hint if isinstance(error, SkyctlError) else ""
-        self._hint = hint or advice(self.path, self._why)
+        self._hint = hint or advice(self.path, self._failure)
         self._tried = time.monotonic()
 
     def _unwritable(self) -> StateUnwritable:
-        return StateUnwritable(f"cannot write {self.path}: {self._why}", hint=self._hint)
+        return StateUnwritable(f"cannot write {self.path}: {self._failure}", hint=self._hint)
 
 
 _databases: WeakSet[Database] = WeakSet()
@@ -412,7 +414,7 @@ after_fork_in_child(_abandon_inherited)
 
 
 def _writable(value: Any) -> Any:
-    """Text as SQLite takes it: what is no UTF-8 (of a path, of a server's message) is replaced."""
+    """Text as SQLite takes it: what is not UTF-8 (of a path, of a server's message) is replaced."""
     if not isinstance(value, str) or value.isascii():
         return value
     return value.encode(errors="replace").decode()

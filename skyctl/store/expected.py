@@ -70,13 +70,13 @@ class Learned:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "digests": [asdict(one) for one in self.digests],
+            "digests": [asdict(digest) for digest in self.digests],
             "broken": self.broken and asdict(self.broken),
         }
 
 
 def by_files(identity_digest: str) -> str:
-    """Names the bytes of a checkpoint's files as long as nobody writes to them."""
+    """Names the bytes of a checkpoint's files as long as no process writes to them."""
     return f"files:{identity_digest}"
 
 
@@ -87,7 +87,7 @@ class ExpectedDigests:
         self._database = database
 
     @understood
-    def known(self) -> Expectations:
+    def everything(self) -> Expectations:
         """Everything that is remembered, newest first."""
         digests = self._database.rows(
             "SELECT content, engine, digest, origin FROM expected_digests ORDER BY at DESC"
@@ -109,8 +109,15 @@ class ExpectedDigests:
         now = time.time()
         with self._database.transaction():
             rows = [
-                (one.content, one.engine, one.arrangement, one.origin, one.digest, now)
-                for one in (ExpectedDigest(**row) for row in learned.get("digests", ()))
+                (
+                    digest.content,
+                    digest.engine,
+                    digest.arrangement,
+                    digest.origin,
+                    digest.digest,
+                    now,
+                )
+                for digest in (ExpectedDigest(**row) for row in learned.get("digests", ()))
             ]
             self._database.write_rows(
                 "INSERT OR REPLACE INTO expected_digests "
@@ -118,11 +125,11 @@ class ExpectedDigests:
             )  # fmt: skip
             self._forget("expected_digests")
             if learned.get("broken"):
-                found = BrokenReload(**learned["broken"])
+                broken = BrokenReload(**learned["broken"])
                 self._database.write(
                     "INSERT OR REPLACE INTO broken_reloads (layout, engine, model, at) "
                     "VALUES (?, ?, ?, ?)",
-                    found.layout, found.engine, found.model, now,
+                    broken.layout, broken.engine, broken.model, now,
                 )  # fmt: skip
                 self._forget("broken_reloads")
 

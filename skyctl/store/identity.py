@@ -22,8 +22,8 @@ def peer(connection: socket.socket) -> tuple[int, int]:
     """pid and uid of the other end of a unix socket, from the kernel. The pid is 0 if that is in
     another container.
     """
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", told)
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", packed)
     return int(pid), int(uid)
 
 

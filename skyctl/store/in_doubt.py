@@ -25,7 +25,7 @@ class InDoubt:
 
     `half_updated`: bytes may have been sent, so it may hold parts of several checkpoints; otherwise
     it has whole weights, perhaps behind an open session: those on record. `thaw`: the push froze
-    it, and nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the
+    it, at no other request. `woken`: it slept, and the push woke its weights. `job` is the
     push, `stage` where it ended. `digest` is that of its whole weights, "" if the push did not
     compute it. `version` is the label that verified weights get before it is thawed.
     """
@@ -40,16 +40,16 @@ class InDoubt:
     version: str = ""
 
     @property
-    def why(self) -> str:
-        """Why it is in doubt, and what it may hold, in a sentence."""
+    def reason(self) -> str:
+        """The reason of the doubt, and what it may hold, in a sentence."""
         if self.stage == PushStage.NO_PUSH:
             return "it does not hold the fleet's weights, and recovery could not have them"
-        said = f"{self.job} broke off in stage {self.stage}"
+        interrupted = f"{self.job} broke off in stage {self.stage}"
         if self.half_updated:
-            return f"{said}: it may hold parts of both weights"
+            return f"{interrupted}: it may hold parts of both weights"
         if self.woken:
-            return f"{said}: it sleeps, and its weights do not"
-        return f"{said}, before anything was sent"
+            return f"{interrupted}: it sleeps, and its weights do not"
+        return f"{interrupted}, before anything was sent"
 
 
 _SENDER = "sender"
@@ -64,13 +64,13 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
     new = {
-        name: (digest, one["version"])
-        for one in verified(events)
-        for name, digest in one["servers"].items()
+        name: (digest, update["version"])
+        for update in verified(events)
+        for name, digest in update["servers"].items()
         if digest
     }
     stages: set[PushStage] = set()
-    held: set[str] = set()
+    paused_before: set[str] = set()
     woken: set[str] = set()
     last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
@@ -84,7 +84,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
                 continue
             last[name] = state
             if state is PushState.HELD:
-                held.add(name)
+                paused_before.add(name)
             elif state is PushState.WAKING:
                 woken.add(name)
     sent = PushStage.UPDATE in stages
@@ -104,7 +104,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
             job.id,
             job.stage,
             half_updated=sent and name not in new,
-            thaw=name not in held,
+            thaw=name not in paused_before,
             woken=name in woken,
             digest=new[name][0] if name in new else digests.get(name, ""),
             version=new[name][1] if name in new else "",
@@ -122,7 +122,7 @@ def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
     with state.understanding():
-        found = [
+        records = [
             InDoubt(
                 row["server"], row["job"], row["stage"],
                 bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
@@ -130,39 +130,41 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
             )
             for row in state.rows("SELECT * FROM in_doubt ORDER BY server")
         ]  # fmt: skip
-    return {one.server: one for one in found}
+    return {record.server: record for record in records}
 
 
-def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
+def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
     """Record these servers as in doubt as well, and quarantine those that are not yet."""
     with state.transaction():
-        known = in_doubt(state)
-        for name, one in found.items():
-            before = known.get(name, NO_DOUBT)
-            one = replace(one, woken=one.woken or before.woken)
-            if not one.version:
-                sent = before.half_updated and not one.half_updated
-                opened = before.stage == PushStage.START and PushStage(one.stage).before_sessions
+        earlier = in_doubt(state)
+        for name, record in records.items():
+            before = earlier.get(name, NO_DOUBT)
+            record = replace(record, woken=record.woken or before.woken)
+            if not record.version:
+                sent = before.half_updated and not record.half_updated
+                opened = before.stage == PushStage.START and PushStage(record.stage).before_sessions
                 if sent or opened:
                     # this push did not get to scrub, or to close, what that one left
-                    one = replace(one, half_updated=sent, job=before.job, stage=before.stage)
-                version = "" if one.half_updated else before.version
-                one = replace(one, digest=before.digest or one.digest, version=version)
-            _save(state, one)
-            changes: dict[str, Any] = {"weights_awake": True} if one.woken else {}
+                    record = replace(record, half_updated=sent, job=before.job, stage=before.stage)
+                version = "" if record.half_updated else before.version
+                record = replace(record, digest=before.digest or record.digest, version=version)
+            _save(state, record)
+            changes: dict[str, Any] = {"weights_awake": True} if record.woken else {}
             if not state.server(name).quarantine:
-                changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
+                changes["quarantine"] = f"{record.job} broke off in stage {record.stage}"
             state.update_server(name, **changes)
 
 
 def open_sender(state: FleetState, job: str, process: ProcessIdentity | None) -> None:
-    """Record that this process may write to servers from now on; None: nobody sees if it lives."""
+    """Record that this process may write to servers from now on; None: whether it lives
+    cannot be seen.
+    """
     state.set(_SENDER, json.dumps({"job": job, **asdict(process)}) if process else "")
 
 
 def close_sender(state: FleetState, job: str) -> None:
     """Record that the trainer of this update has reported that it sends nothing more."""
-    if (known := state.get(_SENDER)) and json.loads(known)["job"] == job:
+    if (sender := state.get(_SENDER)) and json.loads(sender)["job"] == job:
         state.set(_SENDER, "")
 
 
@@ -170,11 +172,13 @@ def held_by(state: FleetState) -> tuple[ProcessIdentity, frozenset[str]] | None:
     """A live trainer that has not left an update that is over, and the servers to which it may
     still send: resumed, they would serve whatever it writes.
     """
-    if not (known := state.get(_SENDER)):
+    if not (recorded := state.get(_SENDER)):
         return None
-    found = json.loads(known)
-    job, process = found.pop("job"), ProcessIdentity(**found)
-    names = {n for n, one in in_doubt(state).items() if one.half_updated and one.job == job}
+    sender = json.loads(recorded)
+    job, process = sender.pop("job"), ProcessIdentity(**sender)
+    names = {
+        n for n, record in in_doubt(state).items() if record.half_updated and record.job == job
+    }
     return (process, frozenset(names)) if names and process.alive() else None
 
 
@@ -184,22 +188,22 @@ def why_held(process: ProcessIdentity) -> str:
 
 def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
     """Raise ConflictError if a trainer other than this one holds servers."""
-    held = held_by(state)
-    if held is not None and held[0] != process:
+    holder = held_by(state)
+    if holder is not None and holder[0] != process:
         raise ConflictError(
-            f"{', '.join(sorted(held[1]))}: {why_held(held[0])}",
-            hint=f"leave its update, or end it (kill {held[0].pid})",
+            f"{', '.join(sorted(holder[1]))}: {why_held(holder[0])}",
+            hint=f"leave its update, or end it (kill {holder[0].pid})",
         )
 
 
-def touch(state: FleetState, name: str, why: str) -> None:
+def touch(state: FleetState, name: str, admission: str) -> None:
     """A server is about to be pushed to by its own admission, which has no journal.
 
     Raises:
         StateUnwritable: it cannot be put on record.
     """
     with state.durable():
-        _save(state, InDoubt(name, why, PushStage.UPDATE, True, True))
+        _save(state, InDoubt(name, admission, PushStage.UPDATE, True, True))
 
 
 def leave_to_next_push(state: FleetState, name: str) -> None:
@@ -211,7 +215,7 @@ def leave_to_next_push(state: FleetState, name: str) -> None:
         _save(state, InDoubt(name, "recovery", PushStage.NO_PUSH, half_updated=True, thaw=thaw))
 
 
-def trust(state: FleetState, *names: str) -> None:
+def clear_doubt(state: FleetState, *names: str) -> None:
     """These servers were repaired, or run in a new process."""
     marks = ", ".join("?" * len(names))
     state.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
@@ -230,43 +234,45 @@ def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
         orphans = state.journal.interrupt_orphans(living=in_turn)
         for job in orphans:
             events = state.journal.events(job.id)
-            left = left_behind(job, events)
-            doubt(state, left)
-            _roll_forward(state, job, verified(events), left)
+            suspects = left_behind(job, events)
+            put_in_doubt(state, suspects)
+            _roll_forward(state, job, verified(events), suspects)
     return orphans
 
 
 def _roll_forward(
-    state: FleetState, job: Job, done: Sequence[Mapping[str, Any]], left: Collection[str]
+    state: FleetState, job: Job, done: Sequence[Mapping[str, Any]], suspects: Collection[str]
 ) -> None:
     """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
     was for all of it. A server that was not to be verified has them if the push released it, and is
-    not among those that it `left`. What an earlier push left in it is cleared.
+    not among the `suspects`. What an earlier push left in it is cleared.
     """
-    for one in done:
-        what = {key: one[key] for key in ("checkpoint", "checkpoint_digest")}
-        holding = {n: digest for n, digest in one["servers"].items() if digest or n not in left}
-        released = [name for name in in_doubt(state) if name in holding and name not in left]
-        trust(state, *released)
+    for update in done:
+        source = {key: update[key] for key in ("checkpoint", "checkpoint_digest")}
+        holding = {
+            n: digest for n, digest in update["servers"].items() if digest or n not in suspects
+        }
+        released = [name for name in in_doubt(state) if name in holding and name not in suspects]
+        clear_doubt(state, *released)
         state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
-            now = {**what, "checkpoint": one["checkpoint"] or None}
+            now = {**source, "checkpoint": update["checkpoint"] or None}
             state.update_server(
-                name, weight_version=one["version"], weights_digest=digest or None, **now
+                name, weight_version=update["version"], weights_digest=digest or None, **now
             )
-        if one["whole"] and holding:
-            state.set_weights(FleetWeights.pushed(one))
-            state.add_event("fleet", f"{job.id} died; weights {one['version']} were verified")
+        if update["whole"] and holding:
+            state.set_weights(FleetWeights.pushed(update))
+            state.add_event("fleet", f"{job.id} died; weights {update['version']} were verified")
             state.journal.record_push(
-                job.id, ok=True, version=one["version"], result=dict(one), **what
+                job.id, ok=True, version=update["version"], result=dict(update), **source
             )
 
 
-def _save(state: FleetState, one: InDoubt) -> None:
+def _save(state: FleetState, record: InDoubt) -> None:
     state.write(
         "INSERT OR REPLACE INTO in_doubt "
         "(server, job, stage, half_updated, thaw, woken, digest, version) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken,
-        one.digest, one.version,
+        record.server, record.job, record.stage, record.half_updated, record.thaw, record.woken,
+        record.digest, record.version,
     )  # fmt: skip

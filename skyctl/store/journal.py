@@ -112,7 +112,7 @@ class PushRecord:
 
     @property
     def content_digest(self) -> str:
-        """Covers every byte that was pushed; "" if nobody computed it."""
+        """Covers every byte that was pushed; "" if it was not computed."""
         return str(self.result.get("content_digest") or "")
 
     def to_json(self) -> dict[str, Any]:
@@ -150,14 +150,14 @@ class Journal:
             done_bytes, total_bytes, number_of(job_id),
         )  # fmt: skip
 
-    def tell(self, job_id: str, *told: JobEvent, durable: bool = False) -> None:
+    def add_events(self, job_id: str, *events: JobEvent, durable: bool = False) -> None:
         """Add events to a job. `durable`: they must be on record before they are acted upon."""
         number = number_of(job_id)
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",
             [
-                (number, one.at, one.kind, json.dumps(one.data), one.data.get("server"))
-                for one in told
+                (number, event.at, event.kind, json.dumps(event.data), event.data.get("server"))
+                for event in events
             ],
             durable=durable,
         )
@@ -179,8 +179,8 @@ class Journal:
                 state, time.time(), result and json.dumps(result), error and json.dumps(error),
                 number,
             )  # fmt: skip
-            self.tell(job_id, JobEvent.now("end", state=state))
-        self._news.tell()
+            self.add_events(job_id, JobEvent.now("end", state=state))
+        self._news.notify()
         if number % _PRUNE_EVERY_JOBS == 0:
             prune(self._database)
 
@@ -192,10 +192,10 @@ class Journal:
         Raises:
             NotFoundError: there is none.
         """
-        found = self._jobs("WHERE number = ?", number_of(job_id), in_full=in_full)
-        if not found or found[0].id != job_id:
+        jobs = self._jobs("WHERE number = ?", number_of(job_id), in_full=in_full)
+        if not jobs or jobs[0].id != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
-        return found[0]
+        return jobs[0]
 
     @understood
     def jobs(self, limit: int = LATEST) -> list[Job]:
@@ -205,11 +205,11 @@ class Journal:
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
         """Events of a job with a sequence number above `after`, oldest first."""
-        found = self._database.rows(
+        rows = self._database.rows(
             "SELECT * FROM job_events WHERE job = ? AND sequence > ? ORDER BY sequence",
             number_of(job_id), after,
         )  # fmt: skip
-        return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in found]
+        return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in rows]
 
     @understood
     def owner_alive(self, job_id: str) -> bool:
@@ -263,13 +263,13 @@ class Journal:
     @understood
     def pushes(self, limit: int = 50) -> list[PushRecord]:
         """The latest pushes, newest first."""
-        found = self._database.rows("SELECT * FROM pushes ORDER BY number DESC LIMIT ?", limit)
+        rows = self._database.rows("SELECT * FROM pushes ORDER BY number DESC LIMIT ?", limit)
         return [
             PushRecord(
                 r["job"], r["at"], bool(r["ok"]), r["version"], r["checkpoint"],
                 r["checkpoint_digest"], json.loads(r["result"]),
             )
-            for r in found
+            for r in rows
         ]  # fmt: skip
 
     def _jobs(self, where: str, *parameters: Any, in_full: bool = True) -> list[Job]:
@@ -290,8 +290,8 @@ class Journal:
             if row["kind"] == "stage":
                 stages[row["job"]] = data["stage"]
             else:
-                said = {"state": data["state"], "detail": data["detail"]}
-                servers[row["job"]][data["server"]] = said
+                latest = {"state": data["state"], "detail": data["detail"]}
+                servers[row["job"]][data["server"]] = latest
         return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
 
 

@@ -44,9 +44,9 @@ def remember(state: FleetState, kept: KeptWeights) -> None:
     """Record a kept version; one of the same version and copy is replaced."""
     with state.transaction():
         others = [
-            one
-            for one in kept_weights(state)
-            if (one.version, one.checkpoint) != (kept.version, kept.checkpoint)
+            other
+            for other in kept_weights(state)
+            if (other.version, other.checkpoint) != (kept.version, kept.checkpoint)
         ]
         _save(state, [kept, *others])
 
@@ -54,12 +54,12 @@ def remember(state: FleetState, kept: KeptWeights) -> None:
 def forget(state: FleetState, version: str) -> list[KeptWeights]:
     """Take a version off the list; returns copies no longer used (a copy may have two names)."""
     with state.transaction():
-        known = kept_weights(state)
-        left = [one for one in known if one.version != version]
-        _save(state, left)
-    still = {one.checkpoint for one in left}
-    return [one for one in known if one.version == version and one.checkpoint not in still]
+        recorded = kept_weights(state)
+        remaining = [kept for kept in recorded if kept.version != version]
+        _save(state, remaining)
+    still = {kept.checkpoint for kept in remaining}
+    return [kept for kept in recorded if kept.version == version and kept.checkpoint not in still]
 
 
 def _save(state: FleetState, kept: list[KeptWeights]) -> None:
-    state.set(KEY, json.dumps([one.to_json() for one in kept]))
+    state.set(KEY, json.dumps([version.to_json() for version in kept]))

@@ -39,7 +39,7 @@ _MAX_RECORD_BYTES = 4096
 class Holder:
     """The holder of a lock."""
 
-    what: str
+    activity: str
     """A command or a job."""
     pid: int
     since: float
@@ -52,20 +52,20 @@ class Holder:
     @property
     def subject(self) -> str:
         """What it does, without the command that asked for it."""
-        return self.what.partition(",")[0]
+        return self.activity.partition(",")[0]
 
     def __str__(self) -> str:
         duration = format_seconds(max(0.0, time.time() - self.since))
-        does, asked, by = self.what.partition(ASKED)
+        does, separator, by = self.activity.partition(ASKED)
         stopped = ", stopped" if self.stopped else ""
         if by and not stopped:
             # name the command that asked: the process that acts for it is the supervisor
-            return f"{does} for {duration}{asked}{by}"
-        return f"{does} (pid {self.pid}, for {duration}{stopped}){asked}{by}"
+            return f"{does} for {duration}{separator}{by}"
+        return f"{does} (pid {self.pid}, for {duration}{stopped}){separator}{by}"
 
     @property
     def stopped(self) -> bool:
-        """Whether its process is stopped, and so keeps others out until somebody lets it go on."""
+        """Whether its process is stopped, and so keeps others out until it is continued."""
         return is_stopped(self.pid)
 
     def hint(self, otherwise: str) -> str:
@@ -73,7 +73,7 @@ class Holder:
         return stopped_hint(self.pid) if self.stopped else otherwise
 
     def end_stopped(self) -> bool:
-        """Kill its process, if that is a command of skyctl which is stopped; whether it was."""
+        """Kill its process, if it is a stopped command of skyctl; returns whether it was."""
 
         def still() -> bool:
             return create_time(self.pid) == self.created
@@ -89,7 +89,7 @@ class News:
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all waiters. For the thread of their event loop."""
         self._event.set()
         self._event.clear()
@@ -107,26 +107,28 @@ class Lock:
     """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others.
 
     `after_death`: an earlier holder died with it: what it did is still in the file, and stays there
-    until `settle`. Of several that share a lock, the file names the first.
+    until `forget_dead`. Of several that share a lock, the file names the first.
     """
 
-    def __init__(self, locks: Locks, name: str, file: FileLock, shared: bool, what: str) -> None:
+    def __init__(
+        self, locks: Locks, name: str, file: FileLock, shared: bool, activity: str
+    ) -> None:
         self.name = name
         self.shared = shared
         pid = os.getpid()
         created = create_time(pid) or 0.0
-        self.holder = Holder(what, pid, time.time(), created, is_command())
+        self.holder = Holder(activity, pid, time.time(), created, is_command())
         self._locks = locks
         self._file = file
         self.after_death = _has_record(file.fileno()) and not (shared and locks.lives(name))
         self._locks.own.add(self)
         self._record()
 
-    def rename(self, what: str) -> None:
-        """Describe more precisely what the lock is held for."""
-        self.holder = replace(self.holder, what=what)
+    def rename(self, activity: str) -> None:
+        """Describe more precisely what the holder does."""
+        self.holder = replace(self.holder, activity=activity)
         self._record()
-        self._locks.news.tell()
+        self._locks.news.notify()
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
@@ -137,9 +139,9 @@ class Lock:
             with contextlib.suppress(OSError):
                 self._remove_record(self._file.fileno())
         self._file.close()
-        self._locks.news.tell()
+        self._locks.news.notify()
 
-    def settle(self) -> None:
+    def forget_dead(self) -> None:
         """Forget a holder that died: it can do no more harm."""
         self.after_death = False
         if self in self._locks.own:
@@ -176,8 +178,8 @@ class Lock:
 
 
 class Locks:
-    """The locks of one fleet's directory. `news` is told when one of these is released; `on_taken`
-    is called when one is taken: what its holder knows may be outdated.
+    """The locks of one fleet's directory. `news` is notified when one is released; `on_taken` is
+    called when one is taken: what its holder read of the fleet may be outdated.
     """
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
@@ -191,11 +193,11 @@ class Locks:
         self._directory = directory
         self.own = self.own_of_directory.setdefault(directory, set())
 
-    def take(self, name: str, what: str, *, shared: bool = False) -> Lock:
+    def take(self, name: str, activity: str, *, shared: bool = False) -> Lock:
         """Take a lock for this process, now.
 
         Raises:
-            ConflictError: somebody holds it; the message names them.
+            ConflictError: it is taken; the message names the holders.
             StateUnwritable: there is no room for the lock's file, and no directory to lock instead.
             SkyctlError: the lock's file cannot be opened or locked.
         """
@@ -214,21 +216,21 @@ class Locks:
         if not free:
             file.close()
             raise self.conflict(name)
-        lock = Lock(self, name, file, shared, what)
+        lock = Lock(self, name, file, shared, activity)
         if self._on_taken is not None:
             self._on_taken()
         return lock
 
     def holders(self, name: str) -> list[Holder]:
-        """Everybody who holds this lock now, in this process or another."""
-        here = [lock.holder for lock in self.own if lock.name == name]
+        """Every holder of this lock now, in this process or another."""
+        own = [lock.holder for lock in self.own if lock.name == name]
         path = self._path(name)
         try:
             pids = _locking_pids(path.stat()) - {os.getpid()}
         except OSError:
-            return here
+            return own
         recorded = self.recorded(name) if pids else None
-        return here + [
+        return own + [
             recorded if recorded and recorded.pid == pid else _by_process(pid)
             for pid in sorted(pids)
         ]
@@ -243,28 +245,28 @@ class Locks:
 
     def lives(self, name: str) -> bool:
         """Whether the recorded holder still holds the lock."""
-        found = self.recorded(name)
-        if found is None:
+        holder = self.recorded(name)
+        if holder is None:
             return False
-        if found.pid == os.getpid():
+        if holder.pid == os.getpid():
             return any(lock.name == name for lock in self.own)
         try:
-            return found.pid in _locking_pids(self._path(name).stat())
+            return holder.pid in _locking_pids(self._path(name).stat())
         except OSError:
             return False
 
     def taken(self, name: str) -> bool:
-        """Whether somebody holds this lock exclusively."""
+        """Whether this lock is taken exclusively."""
         return flocked(self._path(name))
 
     @contextmanager
-    def hold(self, name: str, what: str, *, wait_s: float = 0.0) -> Iterator[Lock]:
+    def hold(self, name: str, activity: str, *, wait_s: float = 0.0) -> Iterator[Lock]:
         """Hold a lock exclusively while the block runs; wait up to `wait_s` seconds for it."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                lock = self.take(name, what)
-                lock.settle()
+                lock = self.take(name, activity)
+                lock.forget_dead()
                 break
             except ConflictError:
                 if time.monotonic() >= deadline:
@@ -299,19 +301,19 @@ class Locks:
             raise
 
     def conflict(self, name: str) -> ConflictError:
-        found = self.holders(name)
-        if not found:  # released meanwhile
+        holders = self.holders(name)
+        if not holders:  # released meanwhile
             return ConflictError("another command acted on this fleet just now", hint="try again")
-        first = found[0]
+        first = holders[0]
         job = first.subject if first.subject.startswith("push-") else ""
         wait = f"wait for it: skyctl jobs wait {job}" if job else "wait for it to end"
-        stopped = next((holder for holder in found if holder.stopped), first)
+        stopped = next((holder for holder in holders if holder.stopped), first)
         return ConflictError(
-            f"fleet {self.fleet} is busy: {' and '.join(map(str, found))}",
+            f"fleet {self.fleet} is busy: {' and '.join(map(str, holders))}",
             hint=stopped.hint(wait),
             details={
                 **({"job": job} if job else {}),
-                "holder": first.what,
+                "holder": first.activity,
                 "pid": first.pid,
                 "since": first.since,
             },
@@ -333,23 +335,23 @@ def stopped_hint(pid: int) -> str:
 
 
 def _has_record(descriptor: int) -> bool:
-    found = os.fstat(descriptor)
-    return stat.S_ISREG(found.st_mode) and found.st_size > 0
+    status = os.fstat(descriptor)
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0
 
 
-def _locking_pids(found: os.stat_result) -> set[int]:
+def _locking_pids(status: os.stat_result) -> set[int]:
     """The processes that have an flock on this file (proc_locks(5))."""
-    wanted = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     pids = set()
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
-        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted:
+        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == inode:
             pids.add(int(words[4]))
     return pids
 
 
 def _by_process(pid: int) -> Holder:
-    """What is known of a holder without a record: its command line."""
+    """A holder without a record, described by its command line."""
     import psutil
 
     try:
@@ -359,7 +361,7 @@ def _by_process(pid: int) -> Holder:
         # as `skyctl` or `python -m skyctl` starts one: a full disk may have left no record
         is_command = words[1:2] == ["-m"] and words[2:3] in (["skyctl"], ["skyctl.supervisor"])
         is_command = is_command or [Path(word).name for word in words[1:2]] == ["skyctl"]
-        what = " ".join(names)[:200]
-        return Holder(what, pid, process.create_time(), create_time(pid) or 0.0, is_command)
+        command = " ".join(names)[:200]
+        return Holder(command, pid, process.create_time(), create_time(pid) or 0.0, is_command)
     except psutil.Error:
         return Holder("another process", pid, time.time())

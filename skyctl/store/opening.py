@@ -150,7 +150,7 @@ def _copy_of(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _elsewhere(path: Path) -> Iterator[Path]:
-    """A copy of the file and its WAL, for a read-only file system: nobody writes to them."""
+    """A copy of the file and its WAL, for a read-only file system: no process writes to them."""
     with tempfile.TemporaryDirectory(prefix="skyctl-") as directory:
         for suffix in ("", "-wal"):
             with contextlib.suppress(FileNotFoundError):

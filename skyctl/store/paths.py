@@ -1,4 +1,4 @@
-"""Where a fleet lives on disk, and the guarantee that nobody else can read or redirect it."""
+"""Where a fleet lives on disk, and the guarantee that no other user can read or redirect it."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def owned_directory(path: Path) -> Path:
     Raises:
         SkyctlError: it is a symlink, not a directory, or belongs to another user.
     """
-    found = path.lstat()
-    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
         raise SkyctlError(
             f"{path} is not a plain directory", hint="remove it, or point SKYCTL_HOME elsewhere"
         )
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise SkyctlError(
-            f"{path} belongs to uid {found.st_uid}, not to you", hint="point SKYCTL_HOME elsewhere"
+            f"{path} belongs to uid {status.st_uid}, not to you", hint="point SKYCTL_HOME elsewhere"
         )
-    if stat.S_IMODE(found.st_mode) & 0o077:
+    if stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o700)
     return path
 
@@ -174,10 +174,10 @@ def flocked(path: Path) -> bool:
 
 def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:
     """The error of a file that cannot be created: StateUnwritable if the disk is at fault."""
-    why = error.strerror or str(error)
-    message = f"cannot {verb} {path}: {why}"
+    reason = error.strerror or str(error)
+    message = f"cannot {verb} {path}: {reason}"
     if error.errno in _DISK:
-        return StateUnwritable(message, hint=advice(path, why))
+        return StateUnwritable(message, hint=advice(path, reason))
     if error.errno in _TOO_MANY_FILES:
         return SkyctlError(message, hint="raise the limit in this shell: ulimit -n 65536")
     return SkyctlError(message, hint="remove it, or point SKYCTL_HOME elsewhere")
@@ -237,13 +237,13 @@ class FleetPaths:
             return path
         return _short(path, ".tmp")
 
-    def held(self, server: str) -> Path:
+    def hold_file(self, server: str) -> Path:
         """Exists while a starting server must not answer yet (engines/inside/guard.py)."""
         return self.directory / f"{server}.held"
 
     @property
     def compiled(self) -> Path:
-        """What torch compiled for servers: kept for all fleets of this root, and for nobody else,
+        """What torch compiled for servers: kept for all fleets of this root, and for no other user,
         since servers execute it.
         """
         return self.root / "compiled"
@@ -305,7 +305,7 @@ class FleetPaths:
 
     @property
     def kept(self) -> Path:
-        """Copies of checkpoints, kept until somebody forgets them."""
+        """Copies of checkpoints, kept until they are forgotten."""
         return self._copies / "kept"
 
     @property
@@ -342,7 +342,7 @@ class FleetPaths:
         return self.logs / f"{name}.log"
 
     def refuse_foreign(self) -> None:
-        """Raise SkyctlError if somebody else could answer for this fleet's supervisor."""
+        """Raise SkyctlError if another user could answer for this fleet's supervisor."""
         for path in {self.directory, self.socket.parent, self.scratch.parent}:
             if os.path.lexists(path):
                 owned_directory(path)

@@ -63,11 +63,11 @@ def live_processes(directory: Path) -> list[ProcessRow]:
         if ours and (identity := identify(process.pid)) is not None and identity.alive():
             key = (log.stem, environ[TOKEN_VARIABLE])
             trees.setdefault(key, []).append(identity)
-    found = []
+    running = []
     for (name, token), members in trees.items():
         # the leader came first
-        leader, *others = sorted(members, key=lambda one: one.create_time)
-        found.append(
+        leader, *others = sorted(members, key=lambda member: member.create_time)
+        running.append(
             ProcessRow(
                 name=name,
                 role=_FRONTS.get(name, "server"),
@@ -81,4 +81,4 @@ def live_processes(directory: Path) -> list[ProcessRow]:
                 descendants=tuple(others),
             )
         )
-    return found
+    return running

@@ -85,7 +85,7 @@ class FleetWeights:
     transport: str = "auto"
     """How a server that restarts gets them."""
     content_digest: str = ""
-    """Covers every byte that was pushed; "" if nobody computed it."""
+    """Covers every byte that was pushed; "" if it was not computed."""
 
     @classmethod
     def pushed(cls, push: Mapping[str, Any]) -> FleetWeights:
@@ -131,10 +131,10 @@ class FleetState(Database):
         self.journal = Journal(self, news)
         self.locks = Locks(path.parent, news, self.refresh)
         self.expected = ExpectedDigests(self)
-        if self.begun_anew and (found := live_processes(path.parent)):
-            for row in found:
+        if self.recreated and (running := live_processes(path.parent)):
+            for row in running:
                 self.save_process(row)
-            warn(f"found alive: {', '.join(sorted({row.name for row in found}))}")
+            warn(f"found alive: {', '.join(sorted({row.name for row in running}))}")
 
     def __enter__(self) -> FleetState:
         return self
@@ -154,8 +154,8 @@ class FleetState(Database):
         """Process trees that run for this fleet without a record: their supervisor died while its
         disk failed, or between a spawn and its record.
         """
-        known = {row.token for row in self.processes() if row.identity is not None}
-        return [row for row in live_processes(self.path.parent) if row.token not in known]
+        recorded = {row.token for row in self.processes() if row.identity is not None}
+        return [row for row in live_processes(self.path.parent) if row.token not in recorded]
 
     @understood
     def process(self, name: str) -> ProcessRow | None:
@@ -250,8 +250,8 @@ class FleetState(Database):
     @understood
     def weights(self) -> FleetWeights:
         """The weights of the last successful push; all None for the base model."""
-        found = self.get("weights")
-        return FleetWeights(**json.loads(found)) if found else FleetWeights()
+        recorded = self.get("weights")
+        return FleetWeights(**json.loads(recorded)) if recorded else FleetWeights()
 
     def checkpoints(self) -> set[str | None]:
         """Every checkpoint that the fleet or one of its servers runs by the record."""
@@ -300,10 +300,10 @@ class FleetState(Database):
 
     def events(self, limit: int = 100) -> list[Event]:
         """The latest events, oldest first."""
-        found = self.rows(
+        rows = self.rows(
             "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
         )
-        return [Event(*row) for row in reversed(found)]
+        return [Event(*row) for row in reversed(rows)]
 
 
 def _process(row: sqlite3.Row) -> ProcessRow:
@@ -314,7 +314,7 @@ def _process(row: sqlite3.Row) -> ProcessRow:
         row["name"], row["role"], row["phase"], row["token"], identity,
         row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
         row["started_at"],
-        tuple(ProcessIdentity(**one) for one in json.loads(row["descendants"])),
+        tuple(ProcessIdentity(**identity) for identity in json.loads(row["descendants"])),
     )  # fmt: skip
 
 

@@ -9,28 +9,28 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Unrecorded:
-    """`writes` changes of `path` exist in memory only, because of `why`. `hint`: what to do."""
+    """`writes` changes of `path` exist in memory only, because of `reason`. `hint`: what to do."""
 
     path: Path
     writes: int
-    why: str
+    reason: str
     hint: str
 
     def with_all(self, others: Iterable[Unrecorded]) -> Unrecorded:
-        """This one with the writes of all others for the same path."""
+        """This record with the writes of all others for the same path."""
         return replace(self, writes=sum(other.writes for other in others))
 
     def __str__(self) -> str:
         changes = "one change is" if self.writes == 1 else f"{self.writes} changes are"
-        return f"{changes} not recorded in {self.path}: {self.why}; {self.hint}"
+        return f"{changes} not recorded in {self.path}: {self.reason}; {self.hint}"
 
 
 LOST: list[Unrecorded] = []
 """What this process gave up when it closed its state files."""
 
 
-def advice(path: Path, why: str) -> str:
-    """What to do about a state file that cannot be written because of `why`."""
-    if "full" in why or "No space" in why or "quota" in why:
+def advice(path: Path, reason: str) -> str:
+    """What to do about a state file that cannot be written because of `reason`."""
+    if "full" in reason or "No space" in reason or "quota" in reason:
         return f"free space at {path.parent}"
     return f"make {path.parent} writable, or point SKYCTL_HOME elsewhere"

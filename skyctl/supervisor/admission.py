@@ -26,7 +26,14 @@ from skyctl.push.request import PushFleet, PushObserver, PushServer
 from skyctl.push.verify import arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
-from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
+from skyctl.store.in_doubt import (
+    NO_DOUBT,
+    InDoubt,
+    clear_doubt,
+    in_doubt,
+    leave_to_next_push,
+    touch,
+)
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.replica import Replica
@@ -231,7 +238,7 @@ async def push_alone(
             state.expected.learn(error.details.pop("learned", None))
             raise
     state.expected.learn(result.learned)
-    trust(state, replica.name)
+    clear_doubt(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(
         weight_version=weights.version,

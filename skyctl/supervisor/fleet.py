@@ -204,7 +204,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         operation=running.under_way.kind if running.under_way else "",
     )
     if (lost := running.state.unrecorded) is not None:
-        reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
+        reasons += (Reason(f"{lost.path} cannot be written: {lost.reason}", lost.hint),)
     if running.not_listening:
         reasons += (Reason(running.not_listening, "put it right, then: skyctl up"),)
     return FleetStatus(

@@ -155,7 +155,7 @@ class Pushes:
         left = [r for r in running.replicas.values() if r not in up]
         if left:
             names = ", ".join(f"{replica.name} ({replica.state})" for replica in left)
-            journal.tell(job.id, JobEvent.note(f"not part of this push: {names}"))
+            journal.add_events(job.id, JobEvent.note(f"not part of this push: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()

@@ -38,7 +38,7 @@ from skyctl.launch.base import ChildProcess
 from skyctl.store.adapters import record_server
 from skyctl.store.base_weights import BaseFiles
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
-from skyctl.store.in_doubt import trust
+from skyctl.store.in_doubt import clear_doubt
 from skyctl.store.paths import create_private_file
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.supervisor.kept import Context, KeptRunning
@@ -159,7 +159,7 @@ class Replica(KeptRunning):
         """A new process has the base weights, whatever the previous one held."""
         state = self._context.state
         with state.transaction():
-            trust(state, self.name)
+            clear_doubt(state, self.name)
             self.update_row(
                 weight_version=None,
                 checkpoint=None,
@@ -171,7 +171,7 @@ class Replica(KeptRunning):
 
     def hold(self) -> None:
         """Until it is up and not quarantined, let it answer only us (`engines/inside/guard.py`)."""
-        os.close(create_private_file(self._context.paths.held(self.name)))
+        os.close(create_private_file(self._context.paths.hold_file(self.name)))
 
     def close(self) -> None:
         """Have it answer only us until `open_again`, whatever becomes of the row."""
@@ -252,7 +252,7 @@ class Replica(KeptRunning):
 
     def _spawn_server(self) -> ChildProcess:
         engine = ENGINES[self.spec.engine]
-        held = {engine.closed_variable: str(self._context.paths.held(self.name))}
+        held = {engine.closed_variable: str(self._context.paths.hold_file(self.name))}
         env = self._context.credentials.fill(self.spec.env, engine.key_variable)
         # SGLang's first requests are to itself, at its own address
         return self._spawn(self.spec.argv, bypassing({**env, **held}, [self.spec.host]))
@@ -267,7 +267,7 @@ class Replica(KeptRunning):
         self.hold()
 
     def _release(self) -> None:
-        held = self._context.paths.held(self.name)
+        held = self._context.paths.hold_file(self.name)
         if held.exists():  # on a read-only disk even an unlink of a missing file fails
             held.unlink(missing_ok=True)
 

@@ -196,7 +196,7 @@ async def test_what_a_server_was_launched_with_is_held_against_its_first_push(
         if rewritten:  # the servers hold what the directory held before
             write_checkpoint(base, tiny_tensors(9))
         await push_by(supervisor, base)
-        known = supervisor.state.expected.known()
+        known = supervisor.state.expected.everything()
         assert {one.origin for one in known.digests} == {"launch", "push"} and not known.broken
         assert len({one.digest for one in known.digests}) == (2 if rewritten else 1)
 
@@ -226,7 +226,7 @@ async def test_a_replica_that_restarts_from_other_files_than_its_siblings_is_not
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert message in (supervisor.replicas["a"].row.quarantine or "")
-        assert routed(supervisor) == {"b"} and supervisor.paths.held("a").exists()
+        assert routed(supervisor) == {"b"} and supervisor.paths.hold_file("a").exists()
         # the others are not restarted into the same
         await supervisor.restart(Restart())
         await eventually(lambda: supervisor.under_way is None)

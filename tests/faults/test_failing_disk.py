@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.command import attached, skyctl
@@ -101,7 +101,7 @@ async def test_recovery_thaws_without_a_disk_and_pushes_once_there_is_one(
                 first, second = (row.name for row in state.servers())
                 one = InDoubt(first, "push-9", "pause", half_updated=False, thaw=True)
                 other = InDoubt(second, "push-9", "update", half_updated=True, thaw=True)
-                doubt(state, {first: one, second: other})
+                put_in_doubt(state, {first: one, second: other})
             for stub in stubs:
                 await stub.engine.pause("keep")
             filler = fill(directory) if fault == "full" else remount(directory, "ro")

@@ -507,7 +507,7 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
         await eventually(lambda: supervisor.replicas["a"].phase == "up")
         assert routed(supervisor) == {"b"}
         assert "skyctl sync-weights" in (supervisor.replicas["a"].row.quarantine or "")
-        held = supervisor.paths.held("a")
+        held = supervisor.paths.hold_file("a")
         assert held.exists()  # who asks it directly would hear the weights it was started from
         supervisor.replicas["a"].update_row(quarantine=None)
         assert not held.exists()

@@ -246,8 +246,8 @@ def _write_state(path: Path, directory: Path) -> None:
             touch(state, "f-0", "its admission")
             state.update_server("f-0", weights_awake=True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
-            state.journal.tell(job.id, JobEvent.stage("pause"))
-            state.journal.tell(job.id, JobEvent.server("f-0", "pausing"))
+            state.journal.add_events(job.id, JobEvent.stage("pause"))
+            state.journal.add_events(job.id, JobEvent.server("f-0", "pausing"))
             state.journal.record_push(
                 job.id, ok=True, version="v", checkpoint="/c", checkpoint_digest="d", result={}
             )

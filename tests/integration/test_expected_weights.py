@@ -45,7 +45,7 @@ def test_a_fleet_knows_what_its_server_must_come_to(
             assert compared["tensors"] > 10, (name, transport)
         monkeypatch.setenv("SKYCTL_HOME", str(fleet.home))
         with FleetState(fleet_paths("unlike").database) as state:
-            known = state.expected.known()
+            known = state.expected.everything()
         # the launch, the bytes and the files of both: each content came to one digest
         assert {one.origin for one in known.digests} == {"launch", "push"}
         assert len({one.digest for one in known.digests}) == 2 and known.broken == ()

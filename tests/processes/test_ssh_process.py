@@ -47,7 +47,7 @@ async def test_what_keeps_a_server_closed_here_keeps_it_closed_there(
     machines.lay_out()
     command, python = (str(tmp_path / "ssh"),), str(tmp_path / "python")
     node = Node("me@127.0.0.2", "127.0.0.2", python, command, 60.0)
-    held = paths.held("f-0")
+    held = paths.hold_file("f-0")
     held.touch()
     assert SSH.on is not None
     process = SSH.on(node, ()).spawn(

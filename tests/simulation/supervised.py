@@ -246,7 +246,7 @@ class SupervisedWorld(World):
         self.network.serve(ROUTER_URL, self.router)
         self.network.on_arrival = self._look
         for engine in self.engines:
-            held = self.ref.paths.held(engine.name)
+            held = self.ref.paths.hold_file(engine.name)
             held.unlink(missing_ok=True)
             engine.held = partial(os.path.exists, str(held))
         self.ref.paths.database.touch()

@@ -28,6 +28,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "monitoring",
     "push",
     "smoke",
+    "store",
     "tinker",
     "transfer",
     "wire",

@@ -184,7 +184,7 @@ def keep(
         _end_abandoned(paths)
         reserve_room(paths)
         set_closed(paths, closed)
-        variables = dict.fromkeys(closed_variables, str(paths.held(NAME)))
+        variables = dict.fromkeys(closed_variables, str(paths.hold_file(NAME)))
         variables[LEASE_VARIABLE] = str(paths.directory / "lease")
         env = {**LOCAL.environment(paths), **env, **variables}
         _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(NAME), token), grace_s)
@@ -236,7 +236,7 @@ class _Telling:
         if process is not None:  # the one that usually has the port, looked at more often
             self._ports.update(_gently(listening_ports, process, ()))
         rss = sum(_gently(lambda p: p.memory_info().rss, p, 0) for p in self._tree)
-        closed = self._paths.held(NAME).exists()
+        closed = self._paths.hold_file(NAME).exists()
         pid = process.pid if process else None
         _send({"pid": pid, "rss": rss, "ports": sorted(self._ports), "closed": closed})
 

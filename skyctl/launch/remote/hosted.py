@@ -67,7 +67,7 @@ def server_identity(paths: FleetPaths) -> ProcessIdentity | None:
 
 
 def set_closed(paths: FleetPaths, closed: bool) -> None:
-    file = paths.held(NAME)
+    file = paths.hold_file(NAME)
     if closed and not file.exists():
         os.close(create_private_file(file))
     elif not closed:

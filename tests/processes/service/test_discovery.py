@@ -19,7 +19,7 @@ from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
 from skyctl.service.discovery import locate
-from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import fleet_paths
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
@@ -117,7 +117,9 @@ async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
     async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
         paused = Pause(mode="keep", clear_cache=False)
         assert [one.server for one in await fleet.pause(paused)] == ["a", "b"]
-        doubt(fleet.state, {"b": InDoubt("b", "push-1", "pause", half_updated=False, thaw=True)})
+        put_in_doubt(
+            fleet.state, {"b": InDoubt("b", "push-1", "pause", half_updated=False, thaw=True)}
+        )
         listed.write_text(f"a {first}\n")
         assert [one.server for one in await fleet.resume(Resume())] == ["a"]
         listed.write_text("not asked again so soon")

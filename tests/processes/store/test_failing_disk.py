@@ -38,8 +38,8 @@ def test_what_was_begun_has_room_to_end_on_a_disk_that_fills_up(
             filler = fill(directory)
             for number in range(20):  # as long as what is free in files suffices, and longer
                 with state.transaction() if before else nullcontext():
-                    state.journal.tell(job.id, JobEvent.stage(f"stage {number}"))
-                    state.journal.tell(job.id, JobEvent.note(BIG[:20_000]))
+                    state.journal.add_events(job.id, JobEvent.stage(f"stage {number}"))
+                    state.journal.add_events(job.id, JobEvent.note(BIG[:20_000]))
             state.journal.end(job.id, "succeeded")
             assert state.unrecorded is None
             assert other.journal.job(job.id).state == "succeeded"

@@ -33,7 +33,7 @@ number = 0
 while True:
     number += 1
     state.update_server(f"s-{number % 7}", weight_version=str(number))
-    state.journal.tell(state.journal.begin("push", {}).id, JobEvent.server("s", "paused"))
+    state.journal.add_events(state.journal.begin("push", {}).id, JobEvent.server("s", "paused"))
 """
 
 
@@ -129,7 +129,7 @@ def test_a_lock_of_another_process_names_it_and_dies_with_it(path: Path, how: st
     holder = _holding(path.parent, how)
     locks = Locks(path.parent)
     [found] = locks.holders("turn")
-    assert found.pid == holder.pid and found.what == "push-1"
+    assert found.pid == holder.pid and found.activity == "push-1"
     with pytest.raises(ConflictError, match=rf"\(pid {holder.pid}, for "):
         locks.take("turn", "another")
     if how == "shared":
@@ -138,7 +138,7 @@ def test_a_lock_of_another_process_names_it_and_dies_with_it(path: Path, how: st
     holder.communicate()
     following = locks.take("turn", "the next")
     assert following.after_death
-    following.settle()
+    following.forget_dead()
     following.release()
     assert locks.holders("turn") == [] and not locks.take("turn", "another").after_death
 
@@ -186,7 +186,7 @@ def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
         "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
         "s = FleetState(Path(sys.argv[1])); j = s.journal.begin('push', {'checkpoint': 'c'})\n"
         "from skyctl.store.journal import JobEvent\n"
-        "s.journal.tell(j.id, JobEvent.stage('update'), JobEvent.server('a-0', 'updating'))"
+        "s.journal.add_events(j.id, JobEvent.stage('update'), JobEvent.server('a-0', 'updating'))"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     with FleetState(path) as state:

@@ -132,8 +132,8 @@ async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_
     with FleetState(paths.database) as state:
         job = state.journal.begin("push", {"checkpoint": "c"})
         for stage in ("pause", "update"):
-            state.journal.tell(job.id, JobEvent.stage(stage))
-        state.journal.tell(job.id, JobEvent.server("a", "updating"))
+            state.journal.add_events(job.id, JobEvent.stage(stage))
+        state.journal.add_events(job.id, JobEvent.server("a", "updating"))
         # the job's process is the dead supervisor, not this test
         state.write("UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}')
     after = await up(paths, plan)

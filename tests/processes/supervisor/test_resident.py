@@ -34,7 +34,7 @@ from skyctl.launch.local.host import port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
-from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission, healing, replica, rollout
@@ -871,7 +871,7 @@ async def test_what_a_dead_push_left_is_not_said_to_be_resumed_when_it_is_ready(
         await eventually(lambda: states(supervisor).get("a") == "starting")
         supervisor.state.update_server("a", paused=True)
         supervisor.replicas["a"].reload_row()
-        doubt(supervisor.state, {"a": InDoubt("a", "push-1", "update", True, False)})
+        put_in_doubt(supervisor.state, {"a": InDoubt("a", "push-1", "update", True, False)})
         (outcome,) = await supervisor.control(Resume())
         assert outcome.detail.endswith("type: skyctl recover")
         assert supervisor.state.server("a").paused
@@ -967,7 +967,7 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         await eventually(lambda: replica.process is not None and replica.process.pid != pid)
         pid = pid_of(supervisor, "b")
         if reached:
-            doubt(supervisor.state, {"b": InDoubt("b", "push-1", "update", True, True)})
+            put_in_doubt(supervisor.state, {"b": InDoubt("b", "push-1", "update", True, True)})
         push.gate.set()
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
         assert (pid_of(supervisor, "b") != pid) is reached
@@ -1167,10 +1167,10 @@ async def test_a_server_with_a_canary_is_closed_until_it_rejoins(tmp_path: Path)
     async with supervising(tmp_path) as supervisor:
         servers = [stub_server("a"), stub_server("b")]
         await bring_up(supervisor, fleet_plan(servers, stub_router()))
-        rotation, held = RouterRotation(supervisor), supervisor.paths.held("a")
+        rotation, held = RouterRotation(supervisor), supervisor.paths.hold_file("a")
         await rotation.take_out(["a"], others_serve=True, closed=True)
         supervisor.replicas["a"].reload_row()
-        assert held.exists() and not supervisor.paths.held("b").exists()
+        assert held.exists() and not supervisor.paths.hold_file("b").exists()
         await rotation.rejoin(["a"])
         assert not held.exists()
 

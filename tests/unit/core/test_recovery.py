@@ -28,7 +28,7 @@ from skyctl.push.content import read_content
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.identity import own_identity
-from skyctl.store.in_doubt import InDoubt, close_sender, doubt, in_doubt, open_sender
+from skyctl.store.in_doubt import InDoubt, close_sender, in_doubt, open_sender, put_in_doubt
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 from tests.stub.app import StubServer
@@ -100,10 +100,10 @@ def leave(actions: Actions, *names: str, half: bool, checkpoint: str = "/new") -
     """Findings of servers that a push to `checkpoint` left."""
     job = actions.state.journal.begin("push", PushRequest(checkpoint).to_json())
     pushed = {"checkpoint": checkpoint, "checkpoint_digest": "of these files"}
-    actions.state.journal.tell(job.id, JobEvent.now("prepared", **pushed))
+    actions.state.journal.add_events(job.id, JobEvent.now("prepared", **pushed))
     actions.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
-    doubt(actions.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
+    put_in_doubt(actions.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
     found, action = ("half-updated", "push") if half else ("frozen", "resume")
     return [Finding(name, found, "", action) for name in names]  # type: ignore[arg-type]
 
@@ -136,7 +136,9 @@ async def test_one_whose_weights_were_woken_sleeps_again(
     job = actions.state.journal.begin("push", PushRequest("/new", colocated=True).to_json())
     actions.state.journal.end(job.id, "interrupted")
     actions.state.update_server("stub-0", sleep_level=level)
-    doubt(actions.state, {"stub-0": InDoubt("stub-0", job.id, "wake", False, True, woken=True)})
+    put_in_doubt(
+        actions.state, {"stub-0": InDoubt("stub-0", job.id, "wake", False, True, woken=True)}
+    )
     engine = actions.stubs[0].engine
     await engine.sleep(level, "abort")
     await engine.wake(["weights"])
@@ -182,7 +184,9 @@ async def test_what_the_push_saw_before_it_froze_a_server_is_compared(
     server = VLLMServer(actions.client, actions.targets["stub-0"])
     before = (await weights_digest(server, timeout_s=5)).digest
     findings = leave(actions, "stub-0", half=False)
-    doubt(actions.state, {"stub-0": replace(in_doubt(actions.state)["stub-0"], digest=before)})
+    put_in_doubt(
+        actions.state, {"stub-0": replace(in_doubt(actions.state)["stub-0"], digest=before)}
+    )
     engine = actions.stubs[0].engine
     await engine.pause("keep")
     if held == "something else":

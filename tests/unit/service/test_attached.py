@@ -239,8 +239,8 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
         await fleet.pause()  # as each push does, it records which server is which
         job = fleet.state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet.state.journal.tell(job.id, JobEvent.stage(stage))
-        fleet.state.journal.tell(job.id, JobEvent.server("far-0", "updating"))
+            fleet.state.journal.add_events(job.id, JobEvent.stage(stage))
+        fleet.state.journal.add_events(job.id, JobEvent.server("far-0", "updating"))
         [outcome] = await fleet.resume()
         assert outcome.status == "skipped" and "skyctl recover" in outcome.detail
         assert (await fleet.job(job.id)).state == "interrupted"

@@ -14,7 +14,7 @@ from skyctl.core.service import Pause, Resume, Sleep, Wake
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.service.attached import AttachedFleet
-from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import fleet_paths
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
@@ -66,7 +66,7 @@ async def break_off(servers: Servers, fleet: AttachedFleet, place: int, name: st
     engine = servers.stubs[place].engine
     engine.scheduler, engine.half_loaded, engine.broke_off = Scheduler.PAUSED_ALL, True, True
     record = InDoubt(name, "push-1", "update", half_updated=True, thaw=True)
-    doubt(fleet.state, {name: record})
+    put_in_doubt(fleet.state, {name: record})
 
 
 @pytest.mark.parametrize(

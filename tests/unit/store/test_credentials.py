@@ -86,21 +86,21 @@ def test_a_file_that_holds_no_secret_is_refused_and_not_quoted(
 ) -> None:
     paths.control_token.write_text(text)
     paths.control_token.chmod(0o600)
-    with pytest.raises(SkyctlError, match="holds no secret") as caught:
+    with pytest.raises(SkyctlError, match="does not hold a secret") as caught:
         read_secret(paths.control_token)
     assert not text or text not in str(caught.value)
 
 
 def test_a_pipe_in_their_place_does_not_hang_the_reader(paths: FleetPaths) -> None:
     os.mkfifo(paths.control_token, 0o600)
-    with pytest.raises(SkyctlError, match="is no plain file"):
+    with pytest.raises(SkyctlError, match="is not a plain file"):
         read_secret(paths.control_token)
 
 
 def test_a_directory_in_their_place_is_named(paths: FleetPaths) -> None:
     """As with `--token-file ~/demo`."""
     paths.api_key.mkdir()
-    with pytest.raises(SkyctlError, match=r"api\.key is no plain file"):
+    with pytest.raises(SkyctlError, match=r"api\.key is not a plain file"):
         read_secret(paths.api_key)
 
 

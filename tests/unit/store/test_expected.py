@@ -31,7 +31,7 @@ def test_what_was_learned_is_read_back_by_another_connection(state: FleetState) 
     state.expected.learn(learned(*digests, broken=BrokenReload("layout", "0.32.0", "moe")))
     state.expected.launched("a", "files:2")
     with FleetState(state.path) as other:
-        known = other.expected.known()
+        known = other.expected.everything()
         assert set(known.digests) == set(digests)
         assert known.broken == (BrokenReload("layout", "0.32.0", "moe"),)
         assert other.expected.launches() == {"a": "files:2"}
@@ -49,8 +49,8 @@ def test_one_digest_is_kept_for_each_content_engine_arrangement_and_origin(
         ExpectedDigest("bytes:1", "0.33.0", "ab:tp2"),
     ):
         state.expected.learn(learned(digest))
-    assert len(state.expected.known().digests) == 4
-    assert first not in state.expected.known().digests
+    assert len(state.expected.everything().digests) == 4
+    assert first not in state.expected.everything().digests
 
 
 def test_what_was_not_seen_for_longest_is_forgotten(
@@ -60,7 +60,7 @@ def test_what_was_not_seen_for_longest_is_forgotten(
     for number in range(5):
         state.expected.learn(learned(ExpectedDigest(f"bytes:{number}", "0.32.0", "ab")))
         state.expected.learn(learned(ExpectedDigest("bytes:0", "0.32.0", "ab")))
-    contents = {one.content for one in state.expected.known().digests}
+    contents = {one.content for one in state.expected.everything().digests}
     assert contents == {"bytes:0", "bytes:3", "bytes:4"}
 
 
@@ -73,7 +73,7 @@ def test_it_is_undone_with_the_transaction_it_is_part_of(state: FleetState) -> N
     with pytest.raises(RuntimeError):
         fails()
     state.expected.launched("a", "files:1")
-    assert state.expected.known().digests == ()
+    assert state.expected.everything().digests == ()
 
 
 def test_a_row_of_another_skyctl_is_refused(state: FleetState) -> None:

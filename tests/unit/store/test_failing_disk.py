@@ -9,7 +9,7 @@ import pytest
 
 from skyctl.errors import StateUnwritable
 from skyctl.store import database, unrecorded
-from skyctl.store.in_doubt import InDoubt, doubt, in_doubt, trust
+from skyctl.store.in_doubt import InDoubt, clear_doubt, in_doubt, put_in_doubt
 from skyctl.store.state import FleetState, FleetWeights
 from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full, failing_disk
 
@@ -34,12 +34,12 @@ def write_everything(state: FleetState) -> None:
     """Each kind of write, alone and in transactions, with something that needs room."""
     state.add_event("fleet", BIG)
     state.update_server("a-0", paused=True, quarantine=BIG)
-    doubt(state, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
+    put_in_doubt(state, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
     with state.transaction():
         state.set_weights(FleetWeights("v2", "/c"))
         state.update_server("a-0", paused=False)
         state.update_server("a-2", weights_awake=True)
-    trust(state, "a-1")
+    clear_doubt(state, "a-1")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -207,7 +207,7 @@ def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> Non
         other.update_server("a-2", weights_awake=True)
         other.add_event("fleet", "theirs")
         other.set("key", "theirs")
-        doubt(other, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
+        put_in_doubt(other, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
         disk.mend()
         assert state.complete()
         assert [event.message for event in other.events()] == ["theirs", "ours"]
@@ -263,7 +263,7 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_state_of_which_nothing_is_k
 def in_memory_with_a_doubt(path: Path, disk: FailingDisk) -> FleetState:
     state = FleetState(path, connect=disk.connect)
     disk.fail("full")
-    doubt(state, {"a-0": InDoubt("a-0", "push-1", BIG, half_updated=False, thaw=True)})
+    put_in_doubt(state, {"a-0": InDoubt("a-0", "push-1", BIG, half_updated=False, thaw=True)})
     assert state.unrecorded is not None
     return state
 
@@ -277,7 +277,7 @@ def test_whoever_gets_the_turn_knows_what_others_did_meanwhile(
         with FleetState(path) as other:
             job = other.journal.begin("push", {"checkpoint": "/new"})
             left = InDoubt("a-0", job.id, "update", half_updated=True, thaw=True)
-            doubt(other, {"a-0": left})
+            put_in_doubt(other, {"a-0": left})
         if mended:
             disk.mend()
         turn = state.locks.take("turn", "skyctl recover")
@@ -285,7 +285,7 @@ def test_whoever_gets_the_turn_knows_what_others_did_meanwhile(
         turn.release()
     with FleetState(path) as other:
         assert in_doubt(other) == {"a-0": left}
-    assert [lost.why for lost in unrecorded.LOST] == ["another job began meanwhile"]
+    assert [lost.reason for lost in unrecorded.LOST] == ["another job began meanwhile"]
 
 
 def test_what_is_kept_outlives_a_look_at_what_others_wrote(path: Path, disk: FailingDisk) -> None:

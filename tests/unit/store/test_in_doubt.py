@@ -10,12 +10,12 @@ import pytest
 
 from skyctl.store.in_doubt import (
     InDoubt,
+    clear_doubt,
     close_orphans,
-    doubt,
     in_doubt,
     left_behind,
+    put_in_doubt,
     touch,
-    trust,
 )
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState
@@ -35,9 +35,9 @@ def journaled(state: FleetState, *events: str, dead: bool = False) -> Job:
     for event in events:
         server, _, reached = event.partition(":")
         if reached:
-            state.journal.tell(job.id, JobEvent.server(server, *reached.split("=")))
+            state.journal.add_events(job.id, JobEvent.server(server, *reached.split("=")))
         else:
-            state.journal.tell(job.id, JobEvent.stage(event))
+            state.journal.add_events(job.id, JobEvent.stage(event))
     if dead:
         state.write("UPDATE jobs SET owner = ?", DEAD)
     return state.journal.job(job.id)
@@ -126,7 +126,7 @@ def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetSta
 def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bool) -> None:
     """Of a part of a roll only the servers are: the fleet's version is the one before. What an
     earlier push had left of a server that this one gave back is over."""
-    doubt(state, {"b": InDoubt("b", "push-0", "init", half_updated=False, thaw=True)})
+    put_in_doubt(state, {"b": InDoubt("b", "push-0", "init", half_updated=False, thaw=True)})
     job = journaled(
         state, "pause", "a:pausing", "b:pausing", "c:pausing", "update", "resume", dead=True
     )
@@ -139,8 +139,8 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         "whole": whole,
         "servers": {"a": "weights", "b": "weights"},
     }
-    state.journal.tell(job.id, JobEvent.now("verified", **fact))
-    state.journal.tell(job.id, JobEvent.server("b", "ready"))
+    state.journal.add_events(job.id, JobEvent.now("verified", **fact))
+    state.journal.add_events(job.id, JobEvent.server("b", "ready"))
     close_orphans(state)
     doubts = in_doubt(state)
     assert set(doubts) == {"a", "c"} and doubts["c"].half_updated
@@ -159,30 +159,30 @@ def test_weights_that_nobody_verified_are_those_of_a_server_that_was_given_back(
 ) -> None:
     job = journaled(state, "pause", "a:pausing", "update", "resume", dead=True)
     fact = {"version": "v2", "checkpoint": "/new", "checkpoint_digest": "files", "whole": True}
-    state.journal.tell(
+    state.journal.add_events(
         job.id, JobEvent.now("verified", **{**fact, "transport": "shm", "servers": {"a": ""}})
     )
     if thawed:
-        state.journal.tell(job.id, JobEvent.server("a", "ready"))
+        state.journal.add_events(job.id, JobEvent.server("a", "ready"))
     close_orphans(state)
     assert state.server("a").weight_version == ("v2" if thawed else None)
     assert set(in_doubt(state)) == (set() if thawed else {"a"})
 
 
 def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState) -> None:
-    doubt(state, {"a": InDoubt("a", "push-1", "update", True, True)})
-    doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
+    put_in_doubt(state, {"a": InDoubt("a", "push-1", "update", True, True)})
+    put_in_doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
     # the push to finish is the one that sent something
     assert in_doubt(state)["a"] == InDoubt("a", "push-1", "update", True, True)
-    trust(state, "a")
+    clear_doubt(state, "a")
     assert in_doubt(state) == {}
 
 
 def test_a_session_that_may_be_open_is_remembered_until_a_push_has_closed_it(
     state: FleetState,
 ) -> None:
-    doubt(state, {"a": InDoubt("a", "push-1", "start", False, True)})
-    doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
+    put_in_doubt(state, {"a": InDoubt("a", "push-1", "start", False, True)})
+    put_in_doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
     assert in_doubt(state)["a"].stage == "start"
 
 
@@ -191,8 +191,8 @@ def test_what_was_verified_keeps_its_label_until_something_is_sent(
     state: FleetState, sent: bool
 ) -> None:
     verified = InDoubt("a", "push-1", "resume", False, True, digest="weights", version="v2")
-    doubt(state, {"a": verified})
-    doubt(state, {"a": InDoubt("a", "push-2", "update" if sent else "pause", sent, True)})
+    put_in_doubt(state, {"a": verified})
+    put_in_doubt(state, {"a": InDoubt("a", "push-2", "update" if sent else "pause", sent, True)})
     assert in_doubt(state)["a"].version == ("" if sent else "v2")
     assert in_doubt(state)["a"].digest == "weights"
 
@@ -217,5 +217,5 @@ def test_a_look_at_the_weights_touches_nothing_and_is_remembered(state: FleetSta
     close_orphans(state)
     assert {name: one.digest for name, one in in_doubt(state).items()} == {"a": "5f0c:tp2"}
     later = InDoubt("a", "push-9", "pause", False, True, digest="of what the first one left")
-    doubt(state, {"a": later})
+    put_in_doubt(state, {"a": later})
     assert in_doubt(state)["a"].digest == "5f0c:tp2"

@@ -11,7 +11,7 @@ import pytest
 
 from skyctl.fleetfile.sections import HistorySection
 from skyctl.store.database import Retention
-from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.journal import RECENT, JobEvent
 from skyctl.store.kept_weights import KeptWeights, remember
 from skyctl.store.state import FleetState, FleetWeights
@@ -29,7 +29,7 @@ def push(state: FleetState, version: str, result: dict[str, Any] = RESULT) -> st
     job = state.journal.begin("push", {"checkpoint": "/c", "padding": "x" * 900})
     with state.transaction():
         for number in range(8):
-            state.journal.tell(job.id, JobEvent.server(f"a-{number}", "ready"))
+            state.journal.add_events(job.id, JobEvent.server(f"a-{number}", "ready"))
         state.journal.record_push(
             job.id, ok=True, version=version, checkpoint="/c", checkpoint_digest="d", result=result
         )
@@ -117,7 +117,7 @@ def test_what_is_needed_is_kept_at_any_age(state: FleetState) -> None:
     state.retention = Retention(pushes=1, events=1, days=1.0)
     running = state.journal.begin("push", {}).id
     doubted = push(state, "half")
-    doubt(state, {"a-0": InDoubt("a-0", doubted, "update", True, True)})
+    put_in_doubt(state, {"a-0": InDoubt("a-0", doubted, "update", True, True)})
     for version in ("served", "fleet", "kept", "nobody's"):
         for _ in range(5):
             push(state, version)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
 from skyctl.store.server_names import Located, name_servers, normalized, record_names
 from skyctl.store.state import FleetState
 
@@ -53,7 +53,7 @@ def test_records_follow_their_servers_through_exchanged_names(tmp_path: Path) ->
         before = {"a": A, "b": B, "old": ""}
         state.update_servers({name: {"url": url} for name, url in before.items()})
         record = InDoubt("a", "push-1", "update", half_updated=True, thaw=True)
-        doubt(state, {"a": record})
+        put_in_doubt(state, {"a": record})
         recorded = {row.name: row.url for row in state.servers()}
         record_names(state, name_servers("far", [("a", B), ("b", C), ("old", D)], recorded))
         now = {row.name: row.url for row in state.servers()}

@@ -87,7 +87,7 @@ def test_a_file_of_another_version_is_refused_and_left_alone(path: Path, or_memo
         assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION + 1,)
 
 
-def test_a_corrupt_file_is_kept_aside_and_begun_anew(path: Path) -> None:
+def test_a_corrupt_file_is_kept_aside_and_recreated(path: Path) -> None:
     FleetState(path).close()
     path.write_bytes(b"this is no database" * 100)
     warnings: list[str] = []
@@ -134,9 +134,9 @@ def test_an_identity_outlives_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatc
 def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
     with FleetState(path) as state:
         job = state.journal.begin("push", {})
-        state.journal.tell(job.id, JobEvent.stage("pause"))
+        state.journal.add_events(job.id, JobEvent.stage("pause"))
         first = state.journal.events(job.id)
-        state.journal.tell(job.id, JobEvent.note("hello"))
+        state.journal.add_events(job.id, JobEvent.note("hello"))
         state.journal.end(job.id, "succeeded", result={"version": "v"})
         later = state.journal.events(job.id, after=first[-1].sequence)
         assert [event.kind for event in first + later] == ["stage", "note", "end"]

@@ -48,7 +48,7 @@ async def test_who_follows_a_job_of_this_process_hears_of_its_end_without_lookin
         hear = recorded(state).wait_job(job.id, lambda event: heard.append(event.kind))
         follower = asyncio.create_task(hear)
         await asyncio.sleep(0)
-        state.journal.tell(job.id, JobEvent.server("a-0", "pausing"))
+        state.journal.add_events(job.id, JobEvent.server("a-0", "pausing"))
         state.journal.progress(job.id, 5, 10)
         state.journal.end(job.id, "succeeded", result={"version": "v1"})
         await asyncio.sleep(0)
@@ -63,7 +63,7 @@ def test_dry_runs_take_no_numbers_of_pushes(tmp_path: Path) -> None:
     with FleetState(tmp_path / "stubs" / "state.db") as state:
         for dry in (True, True, False, True, False):
             job = open_push(state.journal, Turn(None), PushRequest("ckpt", dry_run=dry))
-            state.journal.tell(job.id, JobEvent.stage("plan"))
+            state.journal.add_events(job.id, JobEvent.stage("plan"))
             state.journal.end(job.id, "succeeded")
             ids.append(job.id)
             assert state.journal.job(job.id).stage == "plan"
