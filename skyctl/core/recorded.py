@@ -39,7 +39,7 @@ class RecordedFleet(FleetService):
             self.state = state
 
     async def _ask(
-        self, verb: str, asked: object, result: type[T], *, patience_s: float = 0.0
+        self, verb: str, request: object, result: type[T], *, patience_s: float = 0.0
     ) -> T:
         raise down_error(self.paths.name)
 
@@ -51,16 +51,16 @@ class RecordedFleet(FleetService):
     async def jobs(self) -> tuple[Job, ...]:
         return tuple(self.state.journal.jobs())
 
-    async def job_changes(self, asked: JobQuery) -> JobChanges:
-        if not asked.wait_s:
-            job = self.state.journal.job(asked.job)
-            events = self.state.journal.events(job.id, after=asked.after)
+    async def job_changes(self, request: JobQuery) -> JobChanges:
+        if not request.wait_s:
+            job = self.state.journal.job(request.job)
+            events = self.state.journal.events(job.id, after=request.after)
             return JobChanges(job, tuple(events), job.ended)
-        wait_s = min(asked.wait_s, CHANGES_WAIT_S)
-        return await job_changes(self.state, asked.job, asked.after, wait_s=wait_s)
+        wait_s = min(request.wait_s, CHANGES_WAIT_S)
+        return await job_changes(self.state, request.job, request.after, wait_s=wait_s)
 
-    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
-        return tuple(self.state.events(asked.limit))
+    async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
+        return tuple(self.state.events(request.limit))
 
     async def weights(self) -> WeightsState:
         return WeightsState(tuple(self.state.servers()), tuple(self.state.journal.pushes()))
@@ -72,12 +72,12 @@ class RecordedFleet(FleetService):
             for one in kept_weights(self.state)
         )
 
-    async def forget_version(self, asked: Forget) -> int:
+    async def forget_version(self, request: Forget) -> int:
         from skyctl.checkpoints.keeping import delete_copy
         from skyctl.push.versions import full_version
 
         versions = await self.kept_versions()
-        version = full_version(asked.version, (one.kept.version for one in versions))
+        version = full_version(request.version, (one.kept.version for one in versions))
         found = [one for one in versions if one.kept.version == version]
         if not found:
             names = ", ".join(one.kept.version for one in versions) or "none"
@@ -113,16 +113,16 @@ class RecordedFleet(FleetService):
             json.loads(self.state.get("pins") or "{}"),
         )
 
-    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+    async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         there = {path.stem: path for path in sorted(self.paths.logs.glob("*.log"))}
-        for name in asked.names:
+        for name in request.names:
             if name not in there:
                 raise NotFoundError(
                     f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}"
                 )
         return {
-            name: tuple(tail(there[name], asked.lines, probes=asked.probes))
-            for name in asked.names or there
+            name: tuple(tail(there[name], request.lines, probes=request.probes))
+            for name in request.names or there
         }
 
 

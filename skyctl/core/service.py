@@ -243,23 +243,23 @@ class FleetService:
     """One fleet. A verb that needs a running fleet raises FleetDownError if there is none."""
 
     async def _ask(
-        self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
+        self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
     ) -> T:
         """The verb's result, from whatever implements it, within `patience_s` seconds."""
         raise NotImplementedError(verb)
 
-    async def control(self, asked: Control) -> Outcomes:
+    async def control(self, request: Control) -> Outcomes:
         """The common part of pause, resume, sleep and wake."""
-        patience_s = (asked.timeout_s or _VERIFY_S) + _VERB_GRACE_S
-        return await self._ask(asked.verb, asked, Outcomes, patience_s=patience_s)
+        patience_s = (request.timeout_s or _VERIFY_S) + _VERB_GRACE_S
+        return await self._ask(request.verb, request, Outcomes, patience_s=patience_s)
 
-    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every replica and the router, with a verdict; also of a fleet that is down."""
         from skyctl.core.status import FleetStatus
 
-        return await self._ask("status", asked, FleetStatus)
+        return await self._ask("status", request, FleetStatus)
 
-    async def pause(self, asked: Pause = Pause()) -> Outcomes:
+    async def pause(self, request: Pause = Pause()) -> Outcomes:
         """Stop generation on every server at once.
 
         Raises:
@@ -267,21 +267,21 @@ class FleetService:
                 servers).
             NotFoundError: there is no server of one of the names.
         """
-        return await self.control(asked)
+        return await self.control(request)
 
-    async def resume(self, asked: Resume = Resume()) -> Outcomes:
+    async def resume(self, request: Resume = Resume()) -> Outcomes:
         """Let every server generate again."""
-        return await self.control(asked)
+        return await self.control(request)
 
-    async def sleep(self, asked: Sleep = Sleep()) -> Outcomes:
+    async def sleep(self, request: Sleep = Sleep()) -> Outcomes:
         """Free the servers' memory."""
-        return await self.control(asked)
+        return await self.control(request)
 
-    async def wake(self, asked: Wake = Wake()) -> Outcomes:
+    async def wake(self, request: Wake = Wake()) -> Outcomes:
         """Take the memory back. Raises ConflictError if discarded weights would be served."""
-        return await self.control(asked)
+        return await self.control(request)
 
-    async def start_push(self, asked: PushRequest) -> str:
+    async def start_push(self, request: PushRequest) -> str:
         """Begin a push and return its job's id. Waits for a supervisor that is still taking the
         fleet over.
 
@@ -291,31 +291,33 @@ class FleetService:
         """
         from skyctl.push.tracing import current_traceparent
 
-        asked = replace(asked, traceparent=current_traceparent())
-        return await self._ask("start_push", asked, str, patience_s=SETTLE_WAIT_S + CALL_TIMEOUT_S)
+        request = replace(request, traceparent=current_traceparent())
+        return await self._ask(
+            "start_push", request, str, patience_s=SETTLE_WAIT_S + CALL_TIMEOUT_S
+        )
 
-    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+    async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         """Begin a push whose weights a trainer sends itself; returns once the servers are frozen
         and wait for them. Raises as `start_push`.
         """
         from skyctl.push.tracing import current_traceparent
 
-        traced = replace(asked.push, traceparent=current_traceparent())
+        traced = replace(request.push, traceparent=current_traceparent())
         return await self._ask(
-            "open_update", replace(asked, push=traced), OpenedUpdate, patience_s=_VERIFY_S
+            "open_update", replace(request, push=traced), OpenedUpdate, patience_s=_VERIFY_S
         )
 
-    async def close_update(self, asked: CloseUpdate) -> None:
+    async def close_update(self, request: CloseUpdate) -> None:
         """Report that an update is sent, or will not be; a no-op once it is over."""
-        return await self._ask("close_update", asked, type(None))
+        return await self._ask("close_update", request, type(None))
 
-    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
+    async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         """What a trainer must know of each server to send to it. Changes nothing.
 
         Raises:
             PreflightError: a server takes no weights. ServerError: one does not answer.
         """
-        return await self._ask("rendezvous", asked, tuple[SendTarget, ...], patience_s=_ASK_S)
+        return await self._ask("rendezvous", request, tuple[SendTarget, ...], patience_s=_ASK_S)
 
     async def jobs(self) -> tuple[Job, ...]:
         """The latest jobs, newest first."""
@@ -323,14 +325,14 @@ class FleetService:
 
         return await self._ask("jobs", None, tuple[Job, ...])
 
-    async def job_changes(self, asked: JobQuery) -> JobChanges:
+    async def job_changes(self, request: JobQuery) -> JobChanges:
         """A job and what happened in it. With `wait_s`, also raises FleetDownError if the process
         that ran it died. Raises NotFoundError.
         """
         from skyctl.core.following import JobChanges
 
         return await self._ask(
-            "job_changes", asked, JobChanges, patience_s=asked.wait_s + CALL_TIMEOUT_S
+            "job_changes", request, JobChanges, patience_s=request.wait_s + CALL_TIMEOUT_S
         )
 
     async def job(self, job_id: str) -> Job:
@@ -358,11 +360,11 @@ class FleetService:
 
         return await follow(job_id, changes, on_event, timeout_s=timeout_s)
 
-    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
+    async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
         """The latest lines of the fleet's history, oldest first."""
         from skyctl.store.state import Event
 
-        return await self._ask("events", asked, tuple[Event, ...])
+        return await self._ask("events", request, tuple[Event, ...])
 
     async def weights(self) -> WeightsState:
         """What each server carries (as recorded by the last push), and the pushes."""
@@ -382,7 +384,7 @@ class FleetService:
 
         return await self._ask("kept_versions", None, tuple[KeptVersion, ...])
 
-    async def forget_version(self, asked: Forget) -> int:
+    async def forget_version(self, request: Forget) -> int:
         """Delete the copies of a version; returns the bytes of weights that were in them.
 
         Raises:
@@ -390,7 +392,7 @@ class FleetService:
             ConflictError: the fleet runs it, or a push is in progress.
             UsageError: it may be any of several.
         """
-        return await self._ask("forget_version", asked, int, patience_s=_ASK_S)
+        return await self._ask("forget_version", request, int, patience_s=_ASK_S)
 
     async def model_path(self) -> str | None:
         """Directory or hub id of what the servers run now; None if they do not say."""
@@ -406,19 +408,21 @@ class FleetService:
 
         return await self._ask("adapters", None, tuple[AdapterVersion, ...])
 
-    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+    async def load_adapter(self, request: LoadAdapter) -> AdapterChange:
         """Serve a LoRA adapter on every server (see `skyctl.adapters.change.load`)."""
-        return await self._change_adapter("load_adapter", asked)
+        return await self._change_adapter("load_adapter", request)
 
-    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+    async def unload_adapter(self, request: UnloadAdapter) -> AdapterChange:
         """Stop serving a LoRA adapter."""
-        return await self._change_adapter("unload_adapter", asked)
+        return await self._change_adapter("unload_adapter", request)
 
-    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+    async def _change_adapter(
+        self, verb: str, request: LoadAdapter | UnloadAdapter
+    ) -> AdapterChange:
         from skyctl.adapters.requests import AdapterChange
 
-        patience_s = 4 * (asked.timeout_s or _ASK_S) + _VERB_GRACE_S
-        return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)
+        patience_s = 4 * (request.timeout_s or _ASK_S) + _VERB_GRACE_S
+        return await self._ask(verb, request, AdapterChange, patience_s=patience_s)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is wrong with each server, observed now. Changes nothing."""
@@ -426,7 +430,7 @@ class FleetService:
 
         return await self._ask("findings", None, tuple[Finding, ...], patience_s=_ASK_S)
 
-    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+    async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """Repair what can be; one report per server.
 
         Raises:
@@ -435,30 +439,30 @@ class FleetService:
         """
         from skyctl.core.recovery import Recovered
 
-        patience_s = (_DAY_S if asked.timeout_s is None else asked.timeout_s) + _VERB_GRACE_S
-        return await self._ask("recover", asked, tuple[Recovered, ...], patience_s=patience_s)
+        patience_s = (_DAY_S if request.timeout_s is None else request.timeout_s) + _VERB_GRACE_S
+        return await self._ask("recover", request, tuple[Recovered, ...], patience_s=patience_s)
 
-    async def restart(self, asked: Restart = Restart()) -> int:
+    async def restart(self, request: Restart = Restart()) -> int:
         """Begin a rolling restart; returns the operation's number.
 
         Raises:
             NotFoundError: no such server. ConflictError: the supervisor is busy.
             UsageError: skyctl did not start these servers.
         """
-        return await self._ask("restart", asked, int)
+        return await self._ask("restart", request, int)
 
-    async def scale(self, asked: Scale) -> int:
+    async def scale(self, request: Scale) -> int:
         """Begin to run this many servers; returns the operation's number, 0 if there is nothing to
         do.
 
         Raises:
             UsageError: the fleet file lists replica groups, or the count is not positive.
         """
-        return await self._ask("scale", asked, int, patience_s=_ASK_S)
+        return await self._ask("scale", request, int, patience_s=_ASK_S)
 
-    async def down(self, asked: Down = Down()) -> TakenDown:
+    async def down(self, request: Down = Down()) -> TakenDown:
         """Drain the fleet and stop all of it; returns when everything has ended."""
-        return await self._ask("down", asked, TakenDown, patience_s=asked.wait_s)
+        return await self._ask("down", request, TakenDown, patience_s=request.wait_s)
 
     async def urls(self) -> FleetUrls:
         """Where to send requests."""
@@ -472,6 +476,6 @@ class FleetService:
 
         return await self._ask("processes", None, Processes)
 
-    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+    async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         """The ends of the logs, by name. Raises NotFoundError for an unknown name."""
-        return await self._ask("logs", asked, dict[str, tuple[str, ...]])
+        return await self._ask("logs", request, dict[str, tuple[str, ...]])

@@ -95,7 +95,7 @@ class AttachedFleet(RecordedFleet):
             from skyctl.checkpoints.staging import sweep
             from skyctl.core.recovery import needed
 
-            # nobody restarts these servers: what an ended push staged serves recovery at most
+            # no supervisor restarts them: what an ended push staged serves recovery at most
             await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))
         return self
 
@@ -109,15 +109,15 @@ class AttachedFleet(RecordedFleet):
         self.state.close()
 
     async def _ask(
-        self, verb: str, asked: object, result: type[T], *, patience_s: float = 0.0
+        self, verb: str, request: object, result: type[T], *, patience_s: float = 0.0
     ) -> T:
         raise UsageError(
             f"cannot {verb} fleet {self.ref.name}: skyctl did not start its servers",
             hint="a fleet file with `servers:` is for control only",
         )
 
-    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        """Every server and the router, asked now and all at once (nobody else could know)."""
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Every server and the router, asked now and all at once: no process watches them."""
         targets = await self._servers.locate(within_s=_WATCHED_S)
         router, workers = await self._router()
         rows = self._servers.rows()
@@ -133,7 +133,7 @@ class AttachedFleet(RecordedFleet):
             router,
             reasons,
             weight_version=self.state.weights().version,
-            adapters=tuple(one.served_as for one in served(self.state).values()),
+            adapters=tuple(adapter.served_as for adapter in served(self.state).values()),
         )
 
     async def _router(self) -> tuple[RouterStatus | None, frozenset[str] | None]:
@@ -143,67 +143,70 @@ class AttachedFleet(RecordedFleet):
             return None, None
         engine, port = self.ref.config.engine, urlsplit(url).port
         try:
-            asked = engines.router(self._client, engine, url, timeout_s=ASK_TIMEOUT_S)
-            workers = frozenset(await asked.workers())
+            request = engines.router(self._client, engine, url, timeout_s=ASK_TIMEOUT_S)
+            workers = frozenset(await request.workers())
         except SkyctlError as error:
             return RouterStatus("unreachable", url, error.message, port=port), None
         return RouterStatus("ready", url, port=port, workers=len(workers)), workers
 
-    async def control(self, asked: Control) -> Outcomes:
-        thaws = isinstance(asked, Resume | Wake)
-        act = Act.of_verb(asked.verb)
-        with await self._turn(act, f"skyctl {asked.verb}", or_frozen=thaws):
+    async def control(self, request: Control) -> Outcomes:
+        thaws = isinstance(request, Resume | Wake)
+        act = Act.of_verb(request.verb)
+        with await self._turn(act, f"skyctl {request.verb}", or_frozen=thaws):
             outcomes = await verbs.run(
-                asked,
-                self._named(asked.servers),
+                request,
+                self._named(request.servers),
                 client=self._client,
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
             )
         if not (not_found := self._servers.not_found):
             return outcomes
-        return tuple(one.noting(f"looked for where it was: {not_found}") for one in outcomes)
+        note = f"sent to its last address: {not_found}"
+        return tuple(outcome.noting(note) for outcome in outcomes)
 
-    async def start_push(self, asked: PushRequest) -> str:
+    async def start_push(self, request: PushRequest) -> str:
         """Begin a push in this process."""
-        return await self._begin(asked)
+        return await self._begin(request)
 
-    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+    async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         """Begin an update in this process, which is the trainer's."""
         from skyctl.push.trainer import Trainer
 
         transfer = self.ref.config.weight_transfer
-        trainer = Trainer(asked.at, asked.process, asked.timeout_s or transfer.update_timeout_s)
-        job = await self._begin(asked.push, trainer)
+        trainer = Trainer(
+            request.at, request.process, request.timeout_s or transfer.update_timeout_s
+        )
+        job = await self._begin(request.push, trainer)
         self._trainers[job] = trainer
         return OpenedUpdate(job, await trainer.targets(self._pushes[job]))
 
-    async def close_update(self, asked: CloseUpdate) -> None:
-        close_sender(self.state, asked.job)
-        if asked.job in self._trainers:
-            self._trainers.pop(asked.job).report(asked.failure)
+    async def close_update(self, request: CloseUpdate) -> None:
+        close_sender(self.state, request.job)
+        if request.job in self._trainers:
+            self._trainers.pop(request.job).report(request.failure)
 
-    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
+    async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.request import PushRequest
         from skyctl.push.senderless_delivery import ask_targets
         from skyctl.service.attached_push import push_fleet
 
         fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
-        return await ask_targets(fleet, asked, self._client)
+        return await ask_targets(fleet, request, self._client)
 
-    async def _begin(self, asked: PushRequest, trainer: Trainer | None = None) -> str:
+    async def _begin(self, request: PushRequest, trainer: Trainer | None = None) -> str:
         from skyctl.core.jobs import resolved
         from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
 
-        asked = await asyncio.to_thread(resolved, asked)
-        asked = replace(asked, traceparent=current_traceparent())
+        request = await asyncio.to_thread(resolved, request)
+        request = replace(request, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
             refuse_held(self.state, trainer.process if trainer else None)
             self._servers.forget_gone()
             job, task = begin(
-                self.ref, self.targets, asked, self._client, self.state, turn, trainer
+                self.ref, self.targets, request, self._client, self.state, turn, trainer
             )
         except BaseException:
             turn.release()
@@ -236,13 +239,15 @@ class AttachedFleet(RecordedFleet):
         rows = self._servers.rows().values()
         return await verify_servers(targets, rows, self._client, self.state)
 
-    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+    async def _change_adapter(
+        self, verb: str, request: LoadAdapter | UnloadAdapter
+    ) -> AdapterChange:
         from skyctl.adapters.change import change_all
         from skyctl.adapters.committed import retire
 
-        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+        with await self._turn(Act.VERB, f"skyctl adapters, {request.name}"):
             fleet = await self._adapter_fleet()
-            change = await change_all(fleet, asked)
+            change = await change_all(fleet, request)
             await retire(fleet)
         return change
 
@@ -256,7 +261,7 @@ class AttachedFleet(RecordedFleet):
                 for name, row in rows.items()
                 if row.quarantine or row.sleep_level
             }
-            return [one for one in self.targets if one.name not in absent], absent
+            return [target for target in self.targets if target.name not in absent], absent
 
         config = self.ref.config
         model = await self.model_path()
@@ -268,7 +273,7 @@ class AttachedFleet(RecordedFleet):
             directory=self.paths.adapters,
             timeout_s=config.control_timeout_s,
             model=model,
-            bases=[one for one in (model, config.served_model_name) if one],
+            bases=[model_name for model_name in (model, config.served_model_name) if model_name],
             reserved=[config.served_model_name] if config.served_model_name else [],
             max_rank=None if config.lora is None else config.lora.max_rank,
             max_adapters=None if config.lora is None else config.lora.max_adapters,
@@ -281,12 +286,12 @@ class AttachedFleet(RecordedFleet):
         servers = await find(self._servers, self._client, self.state)
         return (*map(_stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
-    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+    async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """Recover from outside. Waits for a push, or another recovery, at most `timeout_s`."""
         from skyctl.service.attached_recovery import recover
 
         return await recover(
-            self.ref, self._servers, self._client, self.state, wait_s=asked.timeout_s
+            self.ref, self._servers, self._client, self.state, wait_s=request.timeout_s
         )
 
     async def urls(self) -> FleetUrls:
@@ -301,17 +306,17 @@ class AttachedFleet(RecordedFleet):
             engine=self.ref.config.engine,
         )
 
-    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+    async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         raise UsageError(
             f"fleet {self.ref.name} is attached: skyctl did not start its servers",
             hint="their logs are where they were started",
         )
 
-    async def _turn(self, act: Act, what: str, *, or_frozen: bool = False) -> Turn:
+    async def _turn(self, act: Act, activity: str, *, or_frozen: bool = False) -> Turn:
         """The right to act on a fleet whose dead pushes have all been noticed, and whose servers
         have their own records.
         """
-        turn = await self.arbiter.turn(act, what)
+        turn = await self.arbiter.turn(act, activity)
         try:
             close_orphans(self.state, in_turn=True)  # by the names that servers had then
             await self._servers.locate(or_frozen=or_frozen)
@@ -321,16 +326,16 @@ class AttachedFleet(RecordedFleet):
             turn.release()
             raise
         turn.release()  # others that share it use the names on record
-        return await self._turn(Act.SLEEP, what, or_frozen=or_frozen)
+        return await self._turn(Act.SLEEP, activity, or_frozen=or_frozen)
 
     def _named(self, servers: Sequence[str]) -> tuple[ServerTarget, ...]:
         if not servers:
             return self.targets
-        known = {target.name: target for target in self.targets}
+        targets = {target.name: target for target in self.targets}
         for name in servers:
-            if name not in known:
-                raise no_server(self.ref.name, name, known)
-        return tuple(known[name] for name in servers)
+            if name not in targets:
+                raise no_server(self.ref.name, name, targets)
+        return tuple(targets[name] for name in servers)
 
 
 def _stopped(holder: Holder) -> Finding:
@@ -366,7 +371,7 @@ async def _server(
         routed=None if workers is None else target.url in workers,
         port=urlsplit(target.url).port,
         **(metrics.load() if isinstance(metrics, ServerMetrics) else {}),
-        # before a push from here, the weights come from somebody else
+        # before a push of skyctl, the weights come from another program
         weight_version=row.weight_version or label,
         reported_version=label,
     )

@@ -59,8 +59,8 @@ def push_fleet(
 ) -> PushFleet:
     """The servers of a push, described as the push needs them."""
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
-    known = {row.name: row for row in state.servers()}
-    rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
+    recorded = {row.name: row for row in state.servers()}
+    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
     return PushFleet(
         name=ref.name,
         # the push's preflight finds out backend, device and world size
@@ -94,8 +94,8 @@ async def model_path(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> str | None:
     """What the servers run: the last pushed checkpoint while it exists, else what they report."""
-    found = _pushed(state) or (await engines.server(client, targets[0]).started_with()).model
-    return found or None
+    model = _pushed(state) or (await engines.server(client, targets[0]).started_with()).model
+    return model or None
 
 
 def _pushed(state: FleetState) -> str | None:

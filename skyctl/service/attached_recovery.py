@@ -83,15 +83,15 @@ async def _bring_to_adapters(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState, timeout_s: float
 ) -> None:
     """Repair, on servers that serve, what a killed change of adapters left, or a server missed.
-    All are asked: the record does not know of one that somebody restarted.
+    All are asked: the record does not show that a server was restarted.
     """
     unfinished = store.unfinished(state)
     absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
     serving = [target for target in targets if target.name not in absent]
     for outcome in await catch_up(state, client, serving, timeout_s):
         if not outcome.ok:
-            why = f"its adapters are not the fleet's: {outcome.detail}"
-            state.update_server(outcome.server, quarantine=why)
+            reason = f"its adapters are not the fleet's: {outcome.detail}"
+            state.update_server(outcome.server, quarantine=reason)
     for name in unfinished:
         store.withdraw(state, name)
 
@@ -118,10 +118,10 @@ class _Actions:
         if job.error is not None:
             raise error_named(job.error["kind"], job.error["message"], hint=job.error["hint"])
 
-    async def replace(self, name: str, why: str) -> str:
-        self.state.update_server(name, quarantine=why or "recovery could not put it right")
+    async def replace(self, name: str, reason: str) -> str:
+        self.state.update_server(name, quarantine=reason or "recovery could not put it right")
         if name not in self.targets:
-            return f"{why}; when it is back: skyctl recover"
+            return f"{reason}; when it is back: skyctl recover"
         target = self.targets[name]
         router = self.ref.config.router
         if isinstance(router, str):
@@ -130,7 +130,7 @@ class _Actions:
                     self.client, target.engine, router, timeout_s=_ROUTER_TIMEOUT_S
                 )
                 await routed.remove_worker(target.url)
-        return f"{why}; quarantined: restart it where it was started, then: skyctl recover"
+        return f"{reason}; quarantined: restart it where it was started, then: skyctl recover"
 
     def waits(self, name: str, reason: str) -> None:
         self.state.update_server(name, quarantine=reason)

@@ -63,22 +63,22 @@ async def take_down(
         return TakenDown((), False)
     reached("down.asked")
     taken = TakenDown((), False)
-    left = None
-    while left is None and not taken.supervised:
+    leftovers = None
+    while leftovers is None and not taken.supervised:
         async with SupervisorClient.on_this_machine(paths) as client:
             await end_stopped_supervisor(paths)
             with suppress(FleetDownError):
                 wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
                 taken = await client.down(Down(drain_timeout_s, wait_s))
         await daemon.wait_gone(paths)
-        left = await _stop_leftovers(paths, stop_timeout_s)
-    stopped = dict.fromkeys((*taken.stopped, *(left or ())))
+        leftovers = await _stop_leftovers(paths, stop_timeout_s)
+    stopped = dict.fromkeys((*taken.stopped, *(leftovers or ())))
     return TakenDown(tuple(stopped), taken.supervised)
 
 
 async def _stop_leftovers(paths: FleetPaths, timeout_s: float) -> tuple[str, ...] | None:
     """Stop every recorded process tree that still exists; returns their names. None, and nothing is
-    touched, if somebody has started another supervisor meanwhile: these are its processes.
+    touched, if another supervisor was started meanwhile: these are its processes.
     """
     with (
         FleetState(paths.database) as state,
@@ -87,8 +87,8 @@ async def _stop_leftovers(paths: FleetPaths, timeout_s: float) -> tuple[str, ...
         if supervisor_running(paths):
             return None
         host = host_of(state)
-        left = [*state.unrecorded_processes(), *state.processes()]
-        rows = list({row.token: row for row in left}.values())
+        trees = [*state.unrecorded_processes(), *state.processes()]
+        rows = list({row.token: row for row in trees}.values())
         state.set("going_down", "1")  # if one cannot be ended, the next `down` goes on
         stopped = await asyncio.gather(
             *(stop_recorded(row, host, timeout_s) for row in rows), return_exceptions=True
@@ -111,7 +111,7 @@ async def end_leftovers(ref: FleetRef) -> bool:
     """
     with (
         FleetState(ref.paths.database) as state,
-        # nobody may start or take over meanwhile
+        # no other command may start or take over meanwhile
         state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
     ):
         going_down, rows = bool(state.get("going_down")), state.processes()

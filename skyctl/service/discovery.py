@@ -35,33 +35,33 @@ async def locate(ref: FleetRef) -> tuple[Located, ...]:
     if servers is None or isinstance(servers, list):
         return tuple(("", url.rstrip("/")) for url in servers or ())
     if servers.dns is not None:
-        what, asked = f"the address of {servers.dns}", _addresses(servers.dns)
+        source, request = f"the address of {servers.dns}", _addresses(servers.dns)
     else:
         assert servers.command is not None  # the schema requires one of the two
-        what, asked = f"`{servers.command}`", _printed(servers.command, ref.base_dir)
+        source, request = f"`{servers.command}`", _printed(servers.command, ref.base_dir)
     try:
-        found = await asyncio.wait_for(asked, ref.config.control_timeout_s)
+        located = await asyncio.wait_for(request, ref.config.control_timeout_s)
     except TimeoutError:
         limit = f"{ref.config.control_timeout_s:g} s (control_timeout_s)"
-        raise _failed(ref, f"{what} gave no answer in {limit}") from None
+        raise _failed(ref, f"{source} gave no answer in {limit}") from None
     except (OSError, ValueError) as error:
-        raise _failed(ref, f"{what}: {error}") from None
-    if not found:
+        raise _failed(ref, f"{source}: {error}") from None
+    if not located:
         raise NotFoundError(
-            f"fleet {ref.name} has no server: {what} named none",
+            f"fleet {ref.name} has no server: {source} named none",
             hint="skyctl asks this for the servers: see `servers:` in the fleet file",
         )
-    names, urls = ([name for name, _ in found], [normalized(url) for _, url in found])
+    names, urls = ([name for name, _ in located], [normalized(url) for _, url in located])
     for kind, values in (("named", names), ("at", urls)):
         often = [value for value, count in Counter(values).items() if count > 1]
         if often:
-            raise _failed(ref, f"{what} has more than one server {kind} {often[0]}")
-    return tuple(found)
+            raise _failed(ref, f"{source} has more than one server {kind} {often[0]}")
+    return tuple(located)
 
 
-def _failed(ref: FleetRef, why: str) -> SkyctlError:
+def _failed(ref: FleetRef, problem: str) -> SkyctlError:
     return SkyctlError(
-        f"cannot find the servers of fleet {ref.name}: {why}",
+        f"cannot find the servers of fleet {ref.name}: {problem}",
         hint="nothing was touched; put it right, or list URLs under `servers:`",
     )
 
@@ -69,9 +69,9 @@ def _failed(ref: FleetRef, why: str) -> SkyctlError:
 async def _addresses(dns: str) -> Sequence[Located]:
     """Every address of a host name, in order. Raises OSError for an unknown name."""
     host, _, port = dns.rpartition(":")
-    found = sorted(await addresses(host, int(port)))
-    hosts = [f"[{one}]" if ":" in one else one for one in found]
-    return [(_name(f"http://{one}:{port}"), f"http://{one}:{port}") for one in hosts]
+    resolved = sorted(await addresses(host, int(port)))
+    hosts = [f"[{address}]" if ":" in address else address for address in resolved]
+    return [(_name(f"http://{host}:{port}"), f"http://{host}:{port}") for host in hosts]
 
 
 async def _printed(command: str, directory: Path) -> Sequence[Located]:
@@ -97,8 +97,8 @@ async def _printed(command: str, directory: Path) -> Sequence[Located]:
         await process.wait()
         raise
     if process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"exit code {process.returncode}{f', {said[-1]}' if said else ''}")
+        printed = errors.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"exit code {process.returncode}{f', {printed[-1]}' if printed else ''}")
     if len(out) > _MOST_BYTES:
         raise ValueError(f"it prints more than {_MOST_BYTES} bytes")
     lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
@@ -118,7 +118,7 @@ async def _bounded(stream: asyncio.StreamReader) -> bytes:
 def _read(line: str) -> Located:
     parts = _LINE.fullmatch(line)
     if parts is None:
-        raise ValueError(f"{line[:80]!r} is no line of the form `URL` or `NAME URL`")
+        raise ValueError(f"{line[:80]!r} is not a line of the form `URL` or `NAME URL`")
     url = parts["url"].rstrip("/")
     by_address = _name(url)
     return parts["name"] or by_address, url
@@ -128,9 +128,9 @@ def _name(url: str) -> str:
     """`http://10.0.0.3:8000` becomes `10-0-0-3-8000`. Raises ValueError for anything but a URL."""
     refuse_password(url)
     refuse_route(url)
-    found = urlsplit(url)
-    port = f"-{found.port}" if found.port else ""
-    name = re.sub(r"[^A-Za-z0-9]+", "-", found.hostname or "").strip("-")
+    parts = urlsplit(url)
+    port = f"-{parts.port}" if parts.port else ""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", parts.hostname or "").strip("-")
     if not name:
         raise ValueError(f"{url[:80]!r} has no host")
     return f"{name}{port}"

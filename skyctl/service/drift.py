@@ -73,57 +73,57 @@ def from_file(changes: Changes | None) -> list[Drift]:
 def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) -> list[Drift]:
     """Servers that something other than skyctl paused, resumed or put to sleep."""
     intended = {row.name: row.intended for row in rows}
-    found = []
+    drifts = []
     for replica in replicas:
-        wanted = intended.get(replica.name, "running")
-        if replica.state == "ready" and wanted == "paused":
-            found.append(Drift(replica.name, "is meant to be paused and runs", "skyctl pause"))
-        elif replica.state == "paused" and wanted == "running":
-            found.append(Drift(replica.name, "is meant to run and is paused", "skyctl resume"))
-        elif wanted == "asleep" and replica.state in ("ready", "paused"):
-            found.append(Drift(replica.name, "is meant to sleep and is awake", "skyctl sleep"))
-        elif wanted != "asleep" and replica.state == "asleep":
-            found.append(Drift(replica.name, "is meant to be awake and sleeps", "skyctl wake"))
+        intent = intended.get(replica.name, "running")
+        if replica.state == "ready" and intent == "paused":
+            drifts.append(Drift(replica.name, "is meant to be paused and runs", "skyctl pause"))
+        elif replica.state == "paused" and intent == "running":
+            drifts.append(Drift(replica.name, "is meant to run and is paused", "skyctl resume"))
+        elif intent == "asleep" and replica.state in ("ready", "paused"):
+            drifts.append(Drift(replica.name, "is meant to sleep and is awake", "skyctl sleep"))
+        elif intent != "asleep" and replica.state == "asleep":
+            drifts.append(Drift(replica.name, "is meant to be awake and sleeps", "skyctl wake"))
         elif replica.state not in INTENDED_STATES:
             repaired = replica.state in ("quarantined", "unreachable")
             hint = "skyctl recover" if repaired else f"skyctl logs {replica.name}"
-            found.append(Drift(replica.name, f"is meant to run and is {replica.state}", hint))
-    return found
+            drifts.append(Drift(replica.name, f"is meant to run and is {replica.state}", hint))
+    return drifts
 
 
 def from_weights(status: FleetStatus) -> list[Drift]:
     """Servers at a weight version other than the fleet's."""
-    wanted = status.weight_version
-    if wanted is None:
+    version = status.weight_version
+    if version is None:
         return []
     return [
         Drift(
             replica.name,
-            f"has weights {replica.weight_version or 'base'}, the fleet {wanted}",
+            f"has weights {replica.weight_version or 'base'}, the fleet {version}",
             "push again: skyctl sync-weights CKPT",
         )
         for replica in status.replicas
-        if replica.state in INTENDED_STATES and replica.weight_version != wanted
+        if replica.state in INTENDED_STATES and replica.weight_version != version
     ]
 
 
 def from_routing(status: FleetStatus) -> list[Drift]:
     """Ready servers missing from the router, and servers it must not send requests to."""
-    found = []
+    drifts = []
     attached = status.supervised is None
     for replica in status.replicas:
         if replica.routed is False and replica.state == "ready":
             hint = "wait a moment, then: skyctl logs router"
             hint = f"add {replica.url} to the router" if attached else hint
-            found.append(Drift(replica.name, "is ready and not routed", hint))
+            drifts.append(Drift(replica.name, "is ready and not routed", hint))
         elif replica.routed and replica.state in ("asleep", "quarantined", "dead", "failed"):
             hint = f"requests sent there fail: skyctl restart {replica.name}"
             hint = f"take {replica.url} out of the router" if attached else hint
-            found.append(Drift(replica.name, f"is {replica.state} and still routed", hint))
-    return found
+            drifts.append(Drift(replica.name, f"is {replica.state} and still routed", hint))
+    return drifts
 
 
-def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
+def _changes(ref: FleetRef, processes: Processes, status: FleetStatus) -> Changes:
     """What `skyctl up` would do, from the hashes recorded at each spawn."""
     from skyctl.core.planning import planned
     from skyctl.supervisor.reconcile import compare
@@ -131,10 +131,10 @@ def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
     given_up = {r.name for r in status.replicas if r.state in ("failed", "dead", "stopped")}
     running = {
         row.name: None if row.name in given_up else row.spec_hash
-        for row in found.rows
+        for row in processes.rows
         if row.role == "server"
     }
-    fronts = {row.role: row.spec_hash for row in found.rows if row.role != "server"}
+    fronts = {row.role: row.spec_hash for row in processes.rows if row.role != "server"}
     # `up --no-router` was deliberate, not drift
-    plan = planned(ref.config, ref.base_dir, found.ports, router="router" in fronts)
+    plan = planned(ref.config, ref.base_dir, processes.ports, router="router" in fronts)
     return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

@@ -27,10 +27,10 @@ async def without_token_route(fleet: FleetService, client: ControlClient) -> lis
     urls = await fleet.urls()
     key = control_token(urls.access)
     servers = [ServerTarget(name, url, key, urls.engine) for name, url in urls.servers.items()]
-    asked = (
+    request = (
         engines.server(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
     )
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    answers = await asyncio.gather(*request, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
             raise answer

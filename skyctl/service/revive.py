@@ -57,13 +57,13 @@ def as_it_ran(ref: FleetRef) -> FleetPlan:
     """
     with FleetState(ref.paths.database) as state:
         ports: dict[str, int] = json.loads(state.get("ports") or "{}")
-        held = living(ports, state.processes())
+        ports_in_use = living(ports, state.processes())
         pins: dict[str, str] = json.loads(state.get("pins") or "{}")
     servers, config = servers_of(ports), ref.config
     if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
         config = scaled(config, len(servers))
     ran = {"router": "router" in ports, "tinker": "tinker" in ports}
-    return planned(config, base_dir_of(ref), held, pins=pins, **ran)
+    return planned(config, base_dir_of(ref), ports_in_use, pins=pins, **ran)
 
 
 async def replace_other(ref: FleetRef) -> None:

@@ -57,22 +57,22 @@ class SupervisedFleet(RemoteFleet):
         self._looked = False
 
     async def _ask(
-        self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
+        self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
     ) -> T:
-        followed = isinstance(asked, StatusQuery) and asked.operation is not None
+        followed = isinstance(request, StatusQuery) and request.operation is not None
         on_record = verb in _ON_RECORD and not followed
         before, after = _KILL_POINTS.get(verb, ("", ""))
         try:
             if not followed and (verb == "status" or not on_record):
                 await self._revive()
             reached(before)
-            found = await super()._ask(verb, asked, result, patience_s=patience_s)
+            answer = await super()._ask(verb, request, result, patience_s=patience_s)
             reached(after)
         except FleetDownError as error:
             if not on_record:
                 raise
-            found = await self._on_record(verb, asked, error)
-        return found
+            answer = await self._on_record(verb, request, error)
+        return answer
 
     async def kept(self) -> tuple[dict[str, int], dict[str, str]]:
         """What a new plan of the fleet keeps: the ports of what runs, or of what a live supervisor
@@ -85,7 +85,7 @@ class SupervisedFleet(RemoteFleet):
             return recorded.ports, recorded.pins
         return living(recorded.ports, recorded.rows), recorded.pins
 
-    async def _on_record(self, verb: str, asked: object, why: FleetDownError) -> Any:
+    async def _on_record(self, verb: str, request: object, error: FleetDownError) -> Any:
         from skyctl.core.results import Processes
         from skyctl.core.status import FleetStatus, Health
         from skyctl.service.unsupervised import UnsupervisedFleet
@@ -98,10 +98,10 @@ class SupervisedFleet(RemoteFleet):
                 return Processes()
             if verb in ("findings", "events", "kept_versions"):
                 return ()
-            raise why
+            raise error
         with FleetState(self.ref.paths.database) as state:
-            fleet = UnsupervisedFleet(self.ref, state, why.message)
-            return await getattr(fleet, verb)(*(() if asked is None else (asked,)))
+            fleet = UnsupervisedFleet(self.ref, state, error.message)
+            return await getattr(fleet, verb)(*(() if request is None else (request,)))
 
     async def _revive(self) -> None:
         """Start a supervisor for servers that were left without one, once per connection.
@@ -134,7 +134,7 @@ class SupervisedFleet(RemoteFleet):
         except VersionMismatch as error:
             return (Finding("supervisor", "other-version", error.message, "replace"),)
 
-    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+    async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """With a supervisor of this version, started if need be."""
         from skyctl.core.recovery import Recovered
         from skyctl.service.revive import end_stopped_supervisor
@@ -145,27 +145,27 @@ class SupervisedFleet(RemoteFleet):
         before = await self.findings()
         await end_stopped_supervisor(self.ref.paths)
         if not supervisor_running(self.ref.paths) and self.ref.paths.database.exists():
-            # before anything slow: whoever follows a job learns at once that its process is dead
+            # before anything slow: a follower of a job learns at once that its process is dead
             with FleetState(self.ref.paths.database) as state:
                 close_orphans(state)
             before = await self.findings()  # with what a dead push left
-        done = await self._recovered(asked)
+        done = await self._recovered(request)
         after = {finding.server: finding for finding in await self.findings()}
         seconds = time.monotonic() - began
 
-        def report(found: Finding) -> Recovered:
+        def report(finding: Finding) -> Recovered:
             """Of a server that recovery itself had nothing to do about: was taking over enough?"""
-            if found.action == "nothing":
-                return Recovered(found.server, found.found, "nothing", True, found.detail)
-            now = after.get(found.server)
+            if finding.action == "nothing":
+                return Recovered(finding.server, finding.found, "nothing", True, finding.detail)
+            now = after.get(finding.server)
             ok = now is None or now.action == "nothing"
             detail = "" if now is None or ok else now.detail
-            return Recovered(found.server, found.found, found.action, ok, detail, seconds)
+            return Recovered(finding.server, finding.found, finding.action, ok, detail, seconds)
 
-        return tuple(done.get(one.server) or report(one) for one in before)
+        return tuple(done.get(finding.server) or report(finding) for finding in before)
 
-    async def _recovered(self, asked: Recover) -> dict[str, Recovered]:
-        """What was done, by server; nothing where nobody lives to be put right.
+    async def _recovered(self, request: Recover) -> dict[str, Recovered]:
+        """What was done, by server; nothing where no server lives.
 
         A supervisor that dies meanwhile is replaced once more: its servers live on.
         """
@@ -180,8 +180,8 @@ class SupervisedFleet(RemoteFleet):
                     return {}
                 continue
             try:
-                found = await super().recover(asked)
-                return {one.server: one for one in found if one.action != "nothing"}
+                rows = await super().recover(request)
+                return {row.server: row for row in rows if row.action != "nothing"}
             except ConflictError as error:
                 if error.details.get("operation") != "down":
                     raise

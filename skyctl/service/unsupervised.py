@@ -33,7 +33,7 @@ F = TypeVar("F", bound=FrontStatus)
 
 
 def left_alone(paths: FleetPaths) -> bool:
-    """Whether processes of this fleet run on without a supervisor, and nobody is ending them."""
+    """Whether processes of this fleet run on without a supervisor, and are not being ended."""
     if not paths.database.exists() or supervisor_running(paths):
         return False
     with FleetState(paths.database) as state:
@@ -47,37 +47,37 @@ def left_alone(paths: FleetPaths) -> bool:
 
 
 class UnsupervisedFleet(RecordedFleet):
-    """Nothing changes meanwhile, unless a supervisor takes over. `why` is why none could, if that
+    """Nothing changes meanwhile, unless a supervisor takes over. `problem` is why none could, if it
     was tried.
     """
 
-    def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
+    def __init__(self, ref: FleetRef, state: FleetState, problem: str = "") -> None:
         super().__init__(ref.paths, state)
-        self._ref, self._why = ref, why
+        self._ref, self._problem = ref, problem
 
-    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Servers that run on without a supervisor, or none."""
         state, processes = self.state, self.state.processes()
         replicas = tuple(_replica(state, row) for row in processes if row.role == "server")
         fronts = {row.role: row for row in processes if row.role != "server"}
-        left = [row.name for row in processes if _alive(row)]
+        running = [row.name for row in processes if _alive(row)]
         reasons: tuple[Reason, ...] = ()
-        if left and state.get("going_down"):
-            message = f"`skyctl down` was cut short; {', '.join(left)} still run"
+        if running and state.get("going_down"):
+            message = f"`skyctl down` was cut short; {', '.join(running)} still run"
             reasons = (Reason(message, "finish it: skyctl down"),)
-        elif left:
-            gone = f"the supervisor is gone; {', '.join(left)} run on unsupervised"
+        elif running:
+            gone = f"the supervisor is gone; {', '.join(running)} run on unsupervised"
             hint = "take them over: skyctl recover; or stop them: skyctl down"
-            reasons = (Reason(self._why or gone, hint),)
+            reasons = (Reason(self._problem or gone, hint),)
         elif any(_stale(row) for row in processes):
             message = "the machine was restarted since this fleet ran: its state is stale"
             reasons = (Reason(message, "start it again: skyctl up"),)
         return FleetStatus(
             name=self.paths.name,
-            health=Health.DEGRADED if left else Health.DOWN,
-            replicas=replicas if left else (),
-            router=_front(RouterStatus, fronts.get("router")) if left else None,
-            tinker=_front(FrontStatus, fronts.get("tinker")) if left else None,
+            health=Health.DEGRADED if running else Health.DOWN,
+            replicas=replicas if running else (),
+            router=_front(RouterStatus, fronts.get("router")) if running else None,
+            tinker=_front(FrontStatus, fronts.get("tinker")) if running else None,
             reasons=reasons,
             supervised=False,
             weight_version=state.weights().version,
@@ -88,11 +88,14 @@ class UnsupervisedFleet(RecordedFleet):
         state = self.state
         rows = [row for row in state.processes() if row.role == "server"]
         if state.get("going_down"):
-            said = "`skyctl down` was cut short"
-            return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
-        seen = {one.server: one for one in await self._look([r for r in rows if r.alive()])}
+            detail = "`skyctl down` was cut short"
+            return tuple(Finding(row.name, "half-down", detail, "down") for row in rows)
+        seen = {
+            observed.server: observed
+            for observed in await self._observe([r for r in rows if r.alive()])
+        }
         doubts = in_doubt(state)
-        for job in state.journal.orphans():  # nobody has closed them yet
+        for job in state.journal.orphans():  # no process has closed them yet
             doubts |= left_behind(job, state.journal.events(job.id))
         unrecorded = not seen and bool(state.unrecorded_processes())
         findings = []
@@ -100,15 +103,15 @@ class UnsupervisedFleet(RecordedFleet):
             if row.name not in seen:
                 findings.append(_judge_dead(row, others_live=bool(seen) or unrecorded))
                 continue
-            doubted, meant = doubts.get(row.name), state.server(row.name)
-            found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)
-            if found.found == "healthy":
-                said = "it serves, and nobody watches it"
-                found = Finding(row.name, "unsupervised", said, "adopt")
-            findings.append(found)
+            doubted, intended = doubts.get(row.name), state.server(row.name)
+            finding = judge(seen[row.name], intended, doubted, state.weights(), ours=True)
+            if finding.found == "healthy":
+                detail = "it serves, and no supervisor watches it"
+                finding = Finding(row.name, "unsupervised", detail, "adopt")
+            findings.append(finding)
         return tuple(findings)
 
-    async def _look(self, rows: Sequence[ProcessRow]) -> list[Observed]:
+    async def _observe(self, rows: Sequence[ProcessRow]) -> list[Observed]:
         key = control_token(access(self._ref.config, self.paths))
         engine = self._ref.config.engine
         targets = [
@@ -119,13 +122,13 @@ class UnsupervisedFleet(RecordedFleet):
 
 
 def _replica(state: FleetState, row: ProcessRow) -> ReplicaStatus:
-    restarts, why = remembered(state, row.name, time.time())
+    restarts, reason = remembered(state, row.name, time.time())
     return ReplicaStatus(
         name=row.name,
         gpus=row.gpus,
         weight_version=state.server(row.name).weight_version,
         restarts=len(restarts),
-        restart_reason=why,
+        restart_reason=reason,
         **_process(row),
     )
 
@@ -157,10 +160,10 @@ def _alive(row: ProcessRow) -> ProcessIdentity | None:
 def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
     if _stale(row):
         return Finding(row.name, "stale", "the machine was restarted since it ran")
-    orphans = [one for one in row.descendants if one.alive()]
+    orphans = [orphan for orphan in row.descendants if orphan.alive()]
     if orphans:
-        pids = ", ".join(str(one.pid) for one in orphans)
-        said = f"its server is gone and left processes behind (pid {pids})"
-        return Finding(row.name, "orphaned", said, "end")
+        pids = ", ".join(str(orphan.pid) for orphan in orphans)
+        detail = f"its server is gone and left processes behind (pid {pids})"
+        return Finding(row.name, "orphaned", detail, "end")
     action: Action = "restart" if others_live else "nothing"
-    return Finding(row.name, "failed", "it died while nobody watched", action)
+    return Finding(row.name, "failed", "it died without a supervisor", action)

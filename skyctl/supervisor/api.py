@@ -50,12 +50,12 @@ _OF_CLIENTS = ("control", "job", "wait_job")  # composed of other verbs
 
 def requests(offered: type[FleetService]) -> dict[str, type | None]:
     """Every verb with the type of its request, None if it takes none."""
-    found: dict[str, type | None] = {}
+    kinds: dict[str, type | None] = {}
     for verb, method in inspect.getmembers(offered, inspect.iscoroutinefunction):
         if not verb.startswith("_") and verb not in _OF_CLIENTS:
-            asked = inspect.signature(method).parameters.get("asked")
-            found[verb] = None if asked is None else _NAMES[asked.annotation]
-    return found
+            request = inspect.signature(method).parameters.get("request")
+            kinds[verb] = None if request is None else _NAMES[request.annotation]
+    return kinds
 
 
 def make_app(

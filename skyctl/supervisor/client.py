@@ -83,7 +83,7 @@ class RemoteFleet(FleetService):
         await self._transport.aclose()
 
     async def _ask(
-        self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
+        self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
     ) -> T:
         headers = {
             VERSION_HEADER: spoken(),
@@ -91,10 +91,10 @@ class RemoteFleet(FleetService):
             "content-type": "application/json",
             **self._headers,
         }
-        request = Request("POST", self._url, f"/{verb}", headers, self._encoded(asked))
+        sent = Request("POST", self._url, f"/{verb}", headers, self._encoded(request))
         read = reader(result)
         try:
-            answer = await self._answer(request, patience_s)
+            answer = await self._answer(sent, patience_s)
         except NoAnswer as error:
             raise DeadlineExceeded(
                 f"the supervisor of fleet {self.name} did not answer in {patience_s:g} s",
@@ -133,8 +133,8 @@ class RemoteFleet(FleetService):
         finally:
             sending.cancel()
 
-    def _encoded(self, asked: object) -> bytes:
-        return json.dumps({} if asked is None else asked, default=vars).encode()
+    def _encoded(self, request: object) -> bytes:
+        return json.dumps({} if request is None else request, default=vars).encode()
 
     def _unreachable(self, error: TransportError) -> FleetDownError:
         from skyctl.core.recorded import down_error
@@ -152,29 +152,29 @@ class NetworkFleet(RemoteFleet):
         transport = KeptConnections(tls=None if ref.ca is None else _trusting(ref.ca))
         super().__init__(ref.url, transport, url=ref.url, headers=headers)
 
-    async def start_push(self, asked: PushRequest) -> str:
+    async def start_push(self, request: PushRequest) -> str:
         """Raises UsageError for a relative path, which would mean another directory there."""
-        _refuse_local(asked.checkpoint, self.host)
-        return await super().start_push(asked)
+        _refuse_local(request.checkpoint, self.host)
+        return await super().start_push(request)
 
-    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+    async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         """Raises UsageError for a relative path, which would mean another directory there."""
-        if asked.push.checkpoint:
-            _refuse_local(asked.push.checkpoint, self.host)
-        return await super().open_update(asked)
+        if request.push.checkpoint:
+            _refuse_local(request.push.checkpoint, self.host)
+        return await super().open_update(request)
 
-    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+    async def load_adapter(self, request: LoadAdapter) -> AdapterChange:
         """Raises UsageError for a relative path, which would mean another directory there."""
-        if not Path(asked.directory).is_absolute():
+        if not Path(request.directory).is_absolute():
             raise UsageError(
-                f"{asked.directory} is relative, and the fleet is on {self.host}",
+                f"{request.directory} is relative, and the fleet is on {self.host}",
                 hint=f"give the absolute path that it has on {self.host}",
             )
-        return await super().load_adapter(asked)
+        return await super().load_adapter(request)
 
-    async def job_changes(self, asked: JobQuery) -> JobChanges:
+    async def job_changes(self, request: JobQuery) -> JobChanges:
         """A push's error says on which machine the checkpoint was looked for."""
-        found = await super().job_changes(asked)
+        found = await super().job_changes(request)
         error = found.job.error
         if error is None or error.get("kind") != "NotFoundError":
             return found

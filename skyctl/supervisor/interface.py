@@ -40,16 +40,16 @@ class Begun:
 class SupervisorService(FleetService):
     """A FleetService that owns its processes."""
 
-    async def reconcile(self, asked: Reconcile) -> Begun:
+    async def reconcile(self, request: Reconcile) -> Begun:
         """Begin to bring the fleet to a plan.
 
         A second `up` with the same plan joins the first. Raises ConflictError when busy.
         """
-        return await self._ask("reconcile", asked, Begun)
+        return await self._ask("reconcile", request, Begun)
 
-    async def adopt(self, asked: Adopt) -> int:
+    async def adopt(self, request: Adopt) -> int:
         """Begin to adopt what runs without a supervisor; returns the operation's number."""
-        return await self._ask("adopt", asked, int)
+        return await self._ask("adopt", request, int)
 
     async def undo(self) -> None:
         """Stop the operation in progress and what it started; the whole fleet if that leaves
@@ -61,10 +61,10 @@ class SupervisorService(FleetService):
 class SupervisorClient(RemoteFleet, SupervisorService):
     """A supervisor on this machine, as seen by the process that starts it."""
 
-    def _encoded(self, asked: object) -> bytes:
+    def _encoded(self, request: object) -> bytes:
         # keys left out of a fleet file stay left out on the other side; its warnings are for the
         # user
-        if isinstance(asked, Reconcile | Adopt):
-            asked = replace(asked, plan=replace(asked.plan, warnings=()))
-            return adapter(type(asked)).dump_json(asked, exclude_unset=True)
-        return super()._encoded(asked)
+        if isinstance(request, Reconcile | Adopt):
+            request = replace(request, plan=replace(request.plan, warnings=()))
+            return adapter(type(request)).dump_json(request, exclude_unset=True)
+        return super()._encoded(request)

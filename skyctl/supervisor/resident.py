@@ -95,16 +95,16 @@ class Supervisor(RunningFleet, SupervisorService):
 
     # --- verbs ----------------------------------------------------------------------------------
 
-    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        """Asks the servers that are up, if `asked.fresh`."""
-        found = await report(self, fresh=asked.fresh)
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Asks the servers that are up, if `request.fresh`."""
+        found = await report(self, fresh=request.fresh)
         # an operation that has ended is reported even after the next has begun
-        ended = next((one for one in self._ended_operations if one.id == asked.operation), None)
+        ended = next((one for one in self._ended_operations if one.id == request.operation), None)
         return found if ended is None else replace(found, operation=ended)
 
-    async def reconcile(self, asked: Reconcile) -> Begun:
+    async def reconcile(self, request: Reconcile) -> Begun:
         """Raises ConflictError if something else is being done."""
-        return self.change_to(asked.plan, asked.kind)
+        return self.change_to(request.plan, request.kind)
 
     def change_to(self, plan: FleetPlan, kind: str = "up") -> Begun:
         """Begin to bring the fleet to the plan. Raises ConflictError."""
@@ -127,18 +127,18 @@ class Supervisor(RunningFleet, SupervisorService):
         )
         return Begun(self._begin(kind, detail, work))
 
-    async def adopt(self, asked: Adopt) -> int:
+    async def adopt(self, request: Adopt) -> int:
         """What lives is left alone, even where it differs from the plan. 0: this supervisor already
         has a plan.
         """
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
-        self._take(asked.plan)
-        return self._begin("adopt", "", healing.take_over(self, self.pushes, asked.plan))
+        self._take(request.plan)
+        return self._begin("adopt", "", healing.take_over(self, self.pushes, request.plan))
 
-    async def scale(self, asked: Scale) -> int:
+    async def scale(self, request: Scale) -> int:
         before = self.require_plan()
-        config, ports = scaled(before.config, asked.replicas), ports_of(before)
+        config, ports = scaled(before.config, request.replicas), ports_of(before)
 
         def plan() -> FleetPlan:
             has = {"router": before.router is not None, "tinker": before.tinker is not None}
@@ -150,9 +150,9 @@ class Supervisor(RunningFleet, SupervisorService):
         self.require_plan()
         return tuple(await healing.find(self))
 
-    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+    async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """Runs once verbs under way have ended. A second recovery joins the first."""
-        deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
+        deadline = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         done: dict[str, Recovered] = {}
         for _ in range(_RECOVERIES):
             await self._until_ended(self.begin_recovery(), deadline)
@@ -208,8 +208,8 @@ class Supervisor(RunningFleet, SupervisorService):
         if ended is not None and ended.error in (BY_DOWN, INTERRUPTED):
             raise ended_by_others(ended.kind, ended.error)
 
-    async def restart(self, asked: Restart = Restart()) -> int:
-        chosen = self.named(asked.servers)
+    async def restart(self, request: Restart = Restart()) -> int:
+        chosen = self.named(request.servers)
         self._refuse_while_busy()
         detail = ", ".join(replica.name for replica in chosen)
         return self._begin("restart", detail, rollout.restart_rolling(self, chosen))
@@ -255,9 +255,9 @@ class Supervisor(RunningFleet, SupervisorService):
         if not self.replicas:
             await self.down(Down(0.0))
 
-    async def down(self, asked: Down = Down()) -> TakenDown:
+    async def down(self, request: Down = Down()) -> TakenDown:
         """Drain, stop the fronts and then every server, and end the supervisor. Idempotent."""
-        drain_timeout_s = asked.drain_timeout_s
+        drain_timeout_s = request.drain_timeout_s
         if drain_timeout_s is None:
             drain_timeout_s = self.plan.config.drain_timeout_s if self.plan is not None else 0.0
         names = tuple(row.name for row in self.state.processes() if row.alive())
@@ -274,25 +274,25 @@ class Supervisor(RunningFleet, SupervisorService):
             self.finished.set()
         return TakenDown(names, supervised=True)
 
-    async def control(self, asked: Control) -> Outcomes:
-        with await self.arbiter.turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
-            return await self._control_in_turn(asked)
+    async def control(self, request: Control) -> Outcomes:
+        with await self.arbiter.turn(Act.of_verb(request.verb), f"skyctl {request.verb}"):
+            return await self._control_in_turn(request)
 
-    async def _control_in_turn(self, asked: Control) -> Outcomes:
+    async def _control_in_turn(self, request: Control) -> Outcomes:
         plan = self.require_plan()
-        everyone = self.named(asked.servers)
+        everyone = self.named(request.servers)
         chosen = [replica for replica in everyone if replica.phase == "up"]
-        absent = {r.name: self._meant_for(asked, r) for r in everyone if r.phase != "up"}
-        if isinstance(asked, Sleep):
+        absent = {r.name: self._meant_for(request, r) for r in everyone if r.phase != "up"}
+        if isinstance(request, Sleep):
             await self.pushes.warming.stop()  # a rehearsal must not read weights that are asleep
-        if isinstance(asked, Pause | Sleep) and len(chosen) < len(self.replicas):
+        if isinstance(request, Pause | Sleep) and len(chosen) < len(self.replicas):
             # out of the router before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
             await rollout.sync_router(self)
         self.verbs_under_way += 1
         try:
             outcomes = await verbs.run(
-                asked,
+                request,
                 [replica.target for replica in chosen],
                 client=self.client,
                 state=self.state,
@@ -300,7 +300,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 device=plan.device,
             )
             reload_rows(chosen, self.state)
-            await self._see(asked, chosen, outcomes)
+            await self._see(request, chosen, outcomes)
         finally:
             self.verbs_under_way -= 1
             self.held_out -= {replica.name for replica in chosen}
@@ -313,58 +313,62 @@ class Supervisor(RunningFleet, SupervisorService):
         """Update whether each is paused: from the verb if that settles it, otherwise by asking."""
         tells = isinstance(asked_for, Pause | Resume)
         told = {outcome.server for outcome in found if outcome.ok} if tells else set()
-        asked = [replica for replica in replicas if replica.name not in told]
-        await admission.refresh_all(asked, self.client, 5.0)
+        request = [replica for replica in replicas if replica.name not in told]
+        await admission.refresh_all(request, self.client, 5.0)
         for replica in replicas:
             if replica.name in told:
                 replica.observe(paused=isinstance(asked_for, Pause))
 
-    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        return await adapters.change_all(self, asked)
+    async def _change_adapter(
+        self, verb: str, request: LoadAdapter | UnloadAdapter
+    ) -> AdapterChange:
+        return await adapters.change_all(self, request)
 
-    async def start_push(self, asked: PushRequest) -> str:
+    async def start_push(self, request: PushRequest) -> str:
         """Push into every server that is up."""
-        return (await self._begin_push(asked)).id
+        return (await self._begin_push(request)).id
 
-    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+    async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         transfer = self.require_plan().config.weight_transfer
-        trainer = Trainer(asked.at, asked.process, asked.timeout_s or transfer.update_timeout_s)
-        job = await self._begin_push(asked.push, trainer)
+        trainer = Trainer(
+            request.at, request.process, request.timeout_s or transfer.update_timeout_s
+        )
+        job = await self._begin_push(request.push, trainer)
         servers = await self.pushes.opened(trainer)
         if await hung_up.get()():
             close_sender(self.state, job.id)
             trainer.report("whoever asked for the update has gone meanwhile")
         return OpenedUpdate(job.id, servers)
 
-    async def close_update(self, asked: CloseUpdate) -> None:
+    async def close_update(self, request: CloseUpdate) -> None:
         """Called after the push has ended, it releases the servers that waited for it."""
         held, trainer = held_by(self.state), self.pushes.trainer
-        close_sender(self.state, asked.job)
-        if trainer is not None and self.push_job is not None and self.push_job.id == asked.job:
-            trainer.report(asked.failure)
+        close_sender(self.state, request.job)
+        if trainer is not None and self.push_job is not None and self.push_job.id == request.job:
+            trainer.report(request.failure)
         elif held is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
 
-    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
-        return await ask_targets(self.pushes.would_take(), asked, self.client)
+    async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
+        return await ask_targets(self.pushes.would_take(), request, self.client)
 
-    async def _begin_push(self, asked: PushRequest, trainer: Trainer | None = None) -> Job:
+    async def _begin_push(self, request: PushRequest, trainer: Trainer | None = None) -> Job:
         self.require_plan()
         until = time.monotonic() + SETTLE_WAIT_S
         while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_SETTLE_POLL_S)
         self._refuse_beside_operation()
-        asked = await asyncio.to_thread(jobs.resolved, asked)
-        if asked.checkpoint and any(spec.node for spec in self.require_plan().servers):
-            await asyncio.to_thread(refuse_unseen, self.require_plan(), asked, self.paths)
+        request = await asyncio.to_thread(jobs.resolved, request)
+        if request.checkpoint and any(spec.node for spec in self.require_plan().servers):
+            await asyncio.to_thread(refuse_unseen, self.require_plan(), request, self.paths)
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
             if await hung_up.get()():  # its directory may hold another version by now
                 raise ConflictError("whoever asked for the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
-            return self.pushes.start(asked, turn, trainer)
+            return self.pushes.start(request, turn, trainer)
         except BaseException:
             turn.release()
             raise
@@ -447,20 +451,20 @@ class Supervisor(RunningFleet, SupervisorService):
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
 
-    def _meant_for(self, asked: Control, replica: Replica) -> Outcome[None]:
+    def _meant_for(self, request: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
         doubted = replica.name in in_doubt(self.state)
-        if why := verbs.pointless(asked, replica.row, in_doubt=doubted):
+        if why := verbs.pointless(request, replica.row, in_doubt=doubted):
             return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, why)
         detail = f"not running ({replica.state})"
-        if isinstance(asked, Pause | Resume):
+        if isinstance(request, Pause | Resume):
             with self.state.transaction():
-                replica.update_row(paused=isinstance(asked, Pause))
+                replica.update_row(paused=isinstance(request, Pause))
                 verbs.count(self.state)
             replica.intent_changed = True
-            replica.resume_when_up = isinstance(asked, Resume)
+            replica.resume_when_up = isinstance(request, Resume)
             if replica.phase not in ("failed", "dead", "stopped"):
-                detail = f"{replica.state}; will be {asked.verb}d when it is ready"
+                detail = f"{replica.state}; will be {request.verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:

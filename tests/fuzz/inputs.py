@@ -439,10 +439,12 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 class _Unmoved(SupervisorService):
     """Takes what the API hands on, of the types it promised, and does nothing."""
 
-    async def _ask(self, verb: str, asked: Any, result: type[T], *, patience_s: float = 0.0) -> Any:
-        for name, kind in get_type_hints(type(asked)).items() if asked is not None else ():
+    async def _ask(
+        self, verb: str, request: Any, result: type[T], *, patience_s: float = 0.0
+    ) -> Any:
+        for name, kind in get_type_hints(type(request)).items() if request is not None else ():
             if isinstance(kind, type):
-                assert isinstance(getattr(asked, name), kind | int), (verb, name)
+                assert isinstance(getattr(request, name), kind | int), (verb, name)
 
 
 CASES: dict[str, Case] = {

@@ -27,6 +27,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "live",
     "monitoring",
     "push",
+    "service",
     "smoke",
     "store",
     "tinker",

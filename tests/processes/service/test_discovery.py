@@ -52,7 +52,7 @@ async def test_a_command_names_servers_relative_to_the_fleet_file(
     [
         ("true", "named none"),
         ("echo no such cluster >&2; exit 3", "exit code 3, no such cluster"),
-        ("echo 10.0.0.3:8000", "'10.0.0.3:8000' is no line of the form `URL` or `NAME URL`"),
+        ("echo 10.0.0.3:8000", "'10.0.0.3:8000' is not a line of the form `URL` or `NAME URL`"),
         ("echo a http://x:1; echo a http://x:2", "more than one server named a"),
         ("echo a http://x:1; echo b http://x:1", "more than one server at http://x:1"),
         ("yes http://x:1 | head -n 5000", "5000 lines (at most 4096 servers)"),

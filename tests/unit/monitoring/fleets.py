@@ -35,11 +35,11 @@ class ToldFleet(FleetService):
         self._job = job
         self.asked_fresh: list[bool] = []
 
-    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        self.asked_fresh.append(asked.fresh)
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
+        self.asked_fresh.append(request.fresh)
         return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
 
-    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
+    async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
         return (Event(0.0, "tiny-0", "started"),)
 
     async def job(self, job_id: str) -> Job:
