@@ -20,8 +20,9 @@ PAGES = [
 ]
 PACKAGES = sorted(found.parent for found in (ROOT / "skyctl").rglob("__init__.py"))
 README_WORDS = 900
-WORDS = 42_000
-"""Of all pages. Lower it when pages become shorter."""
+GENERATED = "<!-- Written by scripts/generate-reference."
+WORDS = {"written": 34_000, "generated": 9_000}
+"""Of all pages, by their origin. Lower them when pages become shorter."""
 VENDORS = {  # modules of other programs that docstrings name without a folder
     "cpu_communicator.py",
     "nccl_engine.py",
@@ -84,8 +85,12 @@ def test_a_path_that_is_gone_is_found() -> None:
 
 
 def test_the_pages_are_no_longer_than_they_were() -> None:
-    pages = (*TOP[:3], *(ROOT / "docs").rglob("*.md"))
-    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= WORDS
+    counts = dict.fromkeys(WORDS, 0)
+    for page in (*TOP[:3], *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        origin = "generated" if text.startswith(GENERATED) else "written"
+        counts[origin] += len(text.split())
+    assert all(counts[origin] <= WORDS[origin] for origin in WORDS), counts
 
 
 def test_the_readme_is_short() -> None:
