@@ -189,7 +189,9 @@ def _judged(counts: dict[str, Count]) -> float:
 
 def reinsert(prefixes: list[str], processes: int, seed: int) -> dict[str, int | None]:
     """Defect → schedules until it was found; None: not within `MOST`. Prints a row for each."""
-    chosen = [name for name in sorted(reinserted.DEFECTS) if name.startswith(tuple(prefixes or ""))]
+    chosen = [
+        name for name in sorted(reinserted.DEFECTS) if name.startswith(tuple(prefixes or [""]))
+    ]
     until: dict[str, int | None] = {}
     width = max(map(len, chosen), default=0)
     print(f"{'DEFECT':{width}}  SCHEDULES  VIOLATION", flush=True)

@@ -166,11 +166,15 @@ class Arbiter:
                 raise self._locks.conflict(LOCK)
 
     def holds(self, what: str) -> bool:
-        """Whether this job holds the turn."""
+        """Whether this job holds the turn, in a process that is not stopped: nothing is gained by
+        waiting for another.
+        """
         if any(lock.holder.subject == what for lock in self._locks.own if lock.name == LOCK):
             return True
         # naming another process's job means reading all locks of the machine, for some 10 ms
-        return self._locks.taken(LOCK) and any(one.subject == what for one in self.holders())
+        return self._locks.taken(LOCK) and any(
+            holder.subject == what and not holder.stopped for holder in self.holders()
+        )
 
 
 def own_command() -> str:

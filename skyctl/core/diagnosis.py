@@ -16,6 +16,7 @@ from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.servers import ENGINE_TIMEOUT_S
 from skyctl.store.in_doubt import InDoubt
+from skyctl.store.locks import Holder
 from skyctl.store.state import FleetWeights, ServerRow
 
 HTTP_TIMEOUT_S = 3.0
@@ -75,6 +76,12 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def stopped(holder: Holder) -> Finding:
+    """A command that is stopped: recovery ends it. A program that uses skyctl is its user's."""
+    detail = str(holder) if holder.is_command else f"{holder}; {holder.hint('')}"
+    return Finding("holder", "stopped", detail, "end" if holder.is_command else "nothing")
 
 
 async def observe(

@@ -38,7 +38,6 @@ from skyctl.service.attached_servers import AttachedServers
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, refuse_held
-from skyctl.store.locks import Holder
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
@@ -280,11 +279,12 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def findings(self) -> tuple[Finding, ...]:
+        from skyctl.core.diagnosis import stopped
         from skyctl.service.attached_recovery import find
 
         await self._servers.locate()
         servers = await find(self._servers, self._client, self.state)
-        return (*map(_stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
+        return (*map(stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """Recover from outside. Waits for a push, or another recovery, at most `timeout_s`."""
@@ -336,14 +336,6 @@ class AttachedFleet(RecordedFleet):
             if name not in targets:
                 raise no_server(self.ref.name, name, targets)
         return tuple(targets[name] for name in servers)
-
-
-def _stopped(holder: Holder) -> Finding:
-    """A command that is stopped: recovery ends it. A program that uses skyctl is its user's."""
-    from skyctl.core.diagnosis import Finding
-
-    detail = str(holder) if holder.is_command else f"{holder}; {holder.hint('')}"
-    return Finding("holder", "stopped", detail, "end" if holder.is_command else "nothing")
 
 
 async def _server(

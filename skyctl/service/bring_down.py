@@ -10,7 +10,7 @@ from skyctl.core.registry import FleetRef, supervisor_running, was_attached
 from skyctl.core.service import Down, TakenDown
 from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
-from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S, end_stopped_supervisor
+from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S, end_stopped_processes
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -66,7 +66,7 @@ async def take_down(
     leftovers = None
     while leftovers is None and not taken.supervised:
         async with SupervisorClient.on_this_machine(paths) as client:
-            await end_stopped_supervisor(paths)
+            await end_stopped_processes(paths)
             with suppress(FleetDownError):
                 wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
                 taken = await client.down(Down(drain_timeout_s, wait_s))

@@ -16,7 +16,7 @@ from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
-from skyctl.store.locks import Locks
+from skyctl.store.locks import Holder, Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.store.stopped import end_stopped
@@ -90,19 +90,27 @@ async def replace_other(ref: FleetRef) -> None:
         await daemon.wait_gone(ref.paths)
 
 
-async def end_stopped_supervisor(paths: FleetPaths) -> None:
-    """Kill the supervisor if it is stopped, and not just for a moment; its servers run on.
+def stopped_holders(paths: FleetPaths) -> list[Holder]:
+    """Commands that are stopped while they keep others from starting, or taking over, the fleet."""
+    return [holder for holder in Locks(paths.directory).holders(UP_LOCK) if holder.stopped]
+
+
+async def end_stopped_processes(paths: FleetPaths) -> None:
+    """Kill the supervisor, and commands that keep others from starting one, if they are stopped,
+    and not just for a moment; the servers run on.
 
     Raises:
-        SkyctlError: it does not end.
+        SkyctlError: the supervisor does not end.
     """
-    pid = stopped_supervisor(paths)
-    if not pid:
+    pid, holders = stopped_supervisor(paths), await asyncio.to_thread(stopped_holders, paths)
+    if not pid and not holders:
         return
     await asyncio.sleep(_STOPPED_S)
     from skyctl.supervisor import daemon
 
-    if end_stopped(pid, lambda: stopped_supervisor(paths) == pid):
+    for holder in holders:
+        holder.end_stopped()
+    if pid and end_stopped(pid, lambda: stopped_supervisor(paths) == pid):
         await daemon.wait_gone(paths)
 
 

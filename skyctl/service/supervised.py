@@ -15,7 +15,7 @@ from skyctl.core.service import (
 )
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
 from skyctl.kill_points import reached
-from skyctl.supervisor.client import RemoteFleet, by_socket
+from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
 
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
@@ -126,24 +126,32 @@ class SupervisedFleet(RemoteFleet):
             ) from error
 
     async def findings(self) -> tuple[Finding, ...]:
-        """What is the matter with each server; nothing is started for it."""
-        from skyctl.core.diagnosis import Finding
+        """What is the matter with each server, and which processes are stopped; nothing is started
+        for it.
+        """
+        from skyctl.core.diagnosis import Finding, stopped
+        from skyctl.service.revive import stopped_holders
 
+        findings = [
+            stopped(holder) for holder in await asyncio.to_thread(stopped_holders, self.ref.paths)
+        ]
+        if pid := await asyncio.to_thread(stopped_supervisor, self.ref.paths):
+            findings.append(Finding("supervisor", "stopped", f"pid {pid} is stopped", "end"))
         try:
-            return await super().findings()
+            return (*findings, *await super().findings())
         except VersionMismatch as error:
             return (Finding("supervisor", "other-version", error.message, "replace"),)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """With a supervisor of this version, started if need be."""
         from skyctl.core.recovery import Recovered
-        from skyctl.service.revive import end_stopped_supervisor
+        from skyctl.service.revive import end_stopped_processes
         from skyctl.store.in_doubt import close_orphans
         from skyctl.store.state import FleetState
 
         began = time.monotonic()
         before = await self.findings()
-        await end_stopped_supervisor(self.ref.paths)
+        await end_stopped_processes(self.ref.paths)
         if not supervisor_running(self.ref.paths) and self.ref.paths.database.exists():
             # before anything slow: a follower of a job learns at once that its process is dead
             with FleetState(self.ref.paths.database) as state:

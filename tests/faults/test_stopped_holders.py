@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
+from skyctl.core.following import job_changes
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from skyctl.supervisor import client as clients
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.pids import gone
@@ -100,6 +103,38 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGSTOP)
 
 
+# A command that takes a lock of a fleet and keeps it.
+_HOLDER = """
+import sys
+from pathlib import Path
+from skyctl.startup import become_command
+from skyctl.store.locks import Locks
+become_command()
+lock = Locks(Path(sys.argv[1])).take(*sys.argv[2:])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def stopped_holder(directory: Path, name: str, subject: str) -> Iterator[subprocess.Popen[str]]:
+    """A stopped process that holds this lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(directory), name, subject],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        stop(process)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 async def test_a_push_that_is_stopped_is_named_and_then_ended_by_its_guardian(
     tmp_path: Path,
 ) -> None:
@@ -179,3 +214,57 @@ def test_a_supervisor_that_is_stopped_is_named_and_replaced(tmp_path: Path) -> N
     finally:
         fleet.run("down")
     assert all(gone(process) for process in (pid, *before.values()))
+
+
+def stopped_findings(fleet: StubFleet) -> list[dict[str, Any]]:
+    findings = fleet.json("recover", "--dry-run")["data"]["findings"]
+    return [finding for finding in findings if finding["found"] == "stopped"]
+
+
+def test_recover_ends_a_stopped_supervisor_whose_servers_have_died(tmp_path: Path) -> None:
+    fleet = StubFleet(tmp_path)
+    fleet.write()
+    fleet.run("up")
+    try:
+        pid = clients.listening(FleetPaths(tmp_path / "home", "stubs"))
+        os.kill(pid, signal.SIGSTOP)
+        for row in fleet.replicas().values():
+            os.kill(row["pid"], signal.SIGKILL)
+        (finding,) = stopped_findings(fleet)
+        assert finding["action"] == "end" and str(pid) in finding["detail"]
+        fleet.run("recover", "--yes")
+        assert gone(pid) and stopped_findings(fleet) == []
+        fleet.run("up")
+    finally:
+        fleet.run("down")
+
+
+def test_recover_ends_a_stopped_command_that_keeps_others_from_starting_the_fleet(
+    tmp_path: Path,
+) -> None:
+    fleet = StubFleet(tmp_path)
+    fleet.write()
+    fleet.run("up")
+    try:
+        directory = FleetPaths(tmp_path / "home", "stubs").directory
+        with stopped_holder(directory, "up", "taking over the fleet") as process:
+            (finding,) = stopped_findings(fleet)
+            assert finding["action"] == "end" and str(process.pid) in finding["detail"]
+            fleet.run("recover", "--yes")
+            assert process.wait(timeout=BOUND_S) == -signal.SIGKILL
+    finally:
+        fleet.run("down")
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_follower_does_not_wait_until_a_stopped_process_releases_a_job_that_ended(
+    goes_on: bool, tmp_path: Path
+) -> None:
+    with FleetState(tmp_path / "state.sqlite") as state:
+        job = state.journal.begin("push", {})
+        state.journal.end(job.id, "failed")
+        with stopped_holder(tmp_path, "turn", job.id) as process:
+            if goes_on:
+                process.send_signal(signal.SIGCONT)
+            released = (await job_changes(state, job.id)).released
+    assert released is not goes_on

@@ -248,6 +248,7 @@ _LATER = {
     "skyctl.supervisor.client.KeptConnections": SimTransport,
     "skyctl.supervisor.client.stopped_supervisor": _stopped_supervisor,
     "skyctl.service.revive.stopped_supervisor": _stopped_supervisor,
+    "skyctl.service.supervised.stopped_supervisor": _stopped_supervisor,
     "skyctl.service.revive.end_stopped": lambda pid, still: here().kernel.end_stopped(pid),
     "skyctl.supervisor.client.own_command": lambda: "a command",
     "skyctl.supervisor.daemon.create_private_file": _create_private_file,
