@@ -89,16 +89,33 @@ Ranks = Sequence[Sequence[Block]]
 """The blocks of each rank, in order of their ranks."""
 
 
+def described(ranks: Ranks) -> list[Target]:
+    """The tensors of which the ranks have parts, as the first rank that has a part describes each.
+    They stand for those of the servers where these are unknown.
+    """
+    targets: dict[str, Target] = {}
+    for blocks in ranks:
+        for block in blocks:
+            targets.setdefault(block.tensor, Target(block.tensor, block.dtype, block.shape))
+    return list(targets.values())
+
+
 def refuse_unlike(ranks: Ranks, targets: Iterable[Target]) -> None:
-    """Raise PreflightError, naming tensor and rank, unless the blocks are exactly these tensors,
-    with each element in a single box.
+    """Raise PreflightError, naming tensor and rank, unless the blocks are exactly these tensors:
+    each element in a single box, sent as a single dtype.
     """
     expected = {target.name: target for target in targets}
     boxes: dict[str, dict[Box, list[int]]] = {name: {} for name in expected}
+    dtypes: dict[str, tuple[str, int]] = {}
     for rank, blocks in enumerate(ranks):
         for block in blocks:
             _refuse_other(rank, block, expected.get(block.tensor))
             boxes[block.tensor].setdefault(block.box, []).append(rank)
+            dtype, first = dtypes.setdefault(block.tensor, (block.dtype, rank))
+            if dtype != block.dtype:
+                raise PreflightError(
+                    f"rank {first} sends {block.tensor} as {dtype}, rank {rank} as {block.dtype}"
+                )
     for target in expected.values():
         _refuse_gaps(target, boxes[target.name])
 
@@ -110,10 +127,10 @@ def _refuse_other(rank: int, block: Block, target: Target | None) -> None:
             f"rank {rank} sends {block.tensor}, which is not in the model the servers run",
             hint="leave it out, or give its name there: names={…}",
         )
-    if (block.shape, block.dtype) != (target.shape, target.dtype):
+    if block.shape != target.shape:
         raise PreflightError(
-            f"rank {rank} sends {block.tensor} as {block.dtype} {list(block.shape)}, the servers "
-            f"run {target.dtype} {list(target.shape)}"
+            f"rank {rank} sends {block.tensor} as {list(block.shape)}, the servers run "
+            f"{list(target.shape)}"
         )
     if not block.fits:
         raise PreflightError(

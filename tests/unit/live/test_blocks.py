@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyctl.errors import PreflightError
-from skyctl.live.blocks import Block, Target, refuse_unlike, senders
+from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
 
 WEIGHT = Target("w", "bfloat16", (8, 6))
 BIAS = Target("b", "float32", (3,))
@@ -72,11 +72,11 @@ def test_ranks_that_cover_the_model_are_accepted(ranks: list[list[Block]]) -> No
         ),
         (
             [[BIAS_BLOCK], [block((0, 0), (8, 6), shape=(9, 6))]],
-            r"rank 1 sends w as bfloat16 \[9, 6\], the servers run bfloat16 \[8, 6\]",
+            r"rank 1 sends w as \[9, 6\], the servers run \[8, 6\]",
         ),
         (
-            [[BIAS_BLOCK], [block((0, 0), (8, 6), dtype="float32")]],
-            "rank 1 sends w as float32",
+            [[BIAS_BLOCK, block((0, 0), (4, 6))], [block((4, 0), (4, 6), dtype="float32")]],
+            "rank 0 sends w as bfloat16, rank 1 as float32",
         ),
         ([[block((4, 0), (8, 6)), BIAS_BLOCK]], r"rank 0 sends w\[4:12, 0:6\], which reaches"),
         ([[block((0,), (8,)), BIAS_BLOCK]], r"rank 0 sends w\[0:8\], which reaches"),
@@ -85,6 +85,13 @@ def test_ranks_that_cover_the_model_are_accepted(ranks: list[list[Block]]) -> No
 def test_a_difference_names_tensor_and_rank(ranks: list[list[Block]], message: str) -> None:
     with pytest.raises(PreflightError, match=message):
         refuse_unlike(ranks, [WEIGHT, BIAS])
+
+
+def test_servers_that_say_nothing_are_taken_to_run_what_the_ranks_have() -> None:
+    ranks = [[block((0, 0), (4, 6))], [block((4, 0), (4, 6)), BIAS_BLOCK]]
+    assert described(ranks) == [WEIGHT, BIAS]
+    with pytest.raises(PreflightError, match="24 of its 48 elements"):
+        refuse_unlike(ranks[:1], described(ranks[:1]))
 
 
 def test_of_equal_blocks_each_is_sent_by_a_single_rank_and_the_load_is_even() -> None:
