@@ -82,7 +82,7 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
     from skyctl import output
 
     rows = [
-        [finding.server, output.styled(finding.found), _PLANS[finding.action], finding.detail]
+        [finding.server, output.styled(finding.condition), _PLANS[finding.action], finding.detail]
         for finding in findings
     ]
     return output.table(["SERVER", "FOUND", "TO DO", "~DETAIL"], rows)
@@ -96,7 +96,7 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
     rows = [
         [
             repair.server,
-            output.styled(repair.found),
+            output.styled(repair.condition),
             _PLANS[repair.action],
             output.styled("ok" if repair.ok else "failed"),
             format_seconds(repair.seconds),

@@ -208,7 +208,7 @@ def kept(
             version.kept.source,
             output.styled("current")
             if version.current
-            else ("" if version.there else "its copy is gone"),
+            else ("" if version.exists else "its copy is gone"),
         ]
         for version in versions
     ]

@@ -65,15 +65,15 @@ async def pause(
     """
     progress = {target.name: _PauseProgress() for target in targets}
 
-    async def one(target: ServerTarget) -> None:
+    async def pause_target(target: ServerTarget) -> None:
         mine, server = progress[target.name], engines.server(client, target, timeout_s=timeout_s)
-        # asked first, so that a rollback never resumes a server that somebody else paused
+        # asked first, so that a rollback never resumes a server that another client paused
         mine.was_paused = await server.is_paused()
         mine.sent = True
         await server.pause(mode, clear_cache=clear_cache)
         mine.paused_now = True
 
-    async def settle(target: ServerTarget, outcome: Outcome[None]) -> Outcome[None]:
+    async def read_back_pause(target: ServerTarget, outcome: Outcome[None]) -> Outcome[None]:
         """Find out the result of a lost pause, and keep it for a rollback."""
         mine = progress[target.name]
         if outcome.status not in _LOST:
@@ -89,10 +89,10 @@ async def pause(
                 return False, "takes no new requests, but running ones have not ended"
             return True, "paused"
 
-        return await _settle(client, target, outcome, read_back, read_back_timeout_s)
+        return await _resolve_lost(client, target, outcome, read_back, read_back_timeout_s)
 
-    outcomes = await _in_turn(targets, one, timeout_s)
-    outcomes = await _each(targets, outcomes, settle)
+    outcomes = await _in_turn(targets, pause_target, timeout_s)
+    outcomes = await _each(targets, outcomes, read_back_pause)
     frozen = any(o.ok or progress[o.server].paused_now for o in outcomes)
     if keep_partial or all(o.ok for o in outcomes) or not frozen:
         return outcomes
@@ -121,7 +121,7 @@ async def resume(
         return engines.server(client, target, timeout_s=timeout_s).resume()
 
     outcomes = await fan_out(targets, call, timeout_s=timeout_s)
-    return await _settled(client, targets, outcomes, read_back, read_back_timeout_s)
+    return await _resolved(client, targets, outcomes, read_back, read_back_timeout_s)
 
 
 async def sleep(
@@ -144,7 +144,7 @@ async def sleep(
         UsageError: its engine has no sleep.
     """
 
-    async def one(target: ServerTarget) -> None:
+    async def sleep_target(target: ServerTarget) -> None:
         server = engines.server(client, target, timeout_s=timeout_s)
         if target.name in partly:
             await server.wake(["kv_cache"])
@@ -154,14 +154,14 @@ async def sleep(
         if not await server.is_sleeping():
             return False, "not asleep"
         # is_sleeping is true for a mere pause as well: the metrics have the level
-        found = (await server.metrics()).sleep_level
-        if found == level:
+        current = (await server.metrics()).sleep_level
+        if current == level:
             return True, f"asleep at level {level}"
         return False, "paused, and not known to be asleep"
 
     _require_sleep(targets)
-    outcomes = await _in_turn(targets, one, timeout_s)
-    outcomes = await _settled(client, targets, outcomes, read_back, read_back_timeout_s)
+    outcomes = await _in_turn(targets, sleep_target, timeout_s)
+    outcomes = await _resolved(client, targets, outcomes, read_back, read_back_timeout_s)
     if device != "cpu":
         return outcomes
     return [o.noting(CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
@@ -173,12 +173,12 @@ async def _in_turn(
     """Call prefill servers, then the others: a prefill server answers once the decode servers,
     which still run, have fetched the KV cache that waits there.
     """
-    found: dict[str, Outcome[T]] = {}
+    outcomes: dict[str, Outcome[T]] = {}
     for first in (True, False):
         part = [target for target in targets if (target.role == "prefill") is first]
         for outcome in await fan_out(part, call, timeout_s=timeout_s) if part else ():
-            found[outcome.server] = outcome
-    return [found[target.name] for target in targets]
+            outcomes[outcome.server] = outcome
+    return [outcomes[target.name] for target in targets]
 
 
 def _require_sleep(targets: Sequence[ServerTarget]) -> None:
@@ -217,7 +217,7 @@ async def wake(
         o.noting(f"awake in part: {', '.join(tags)}") if o.ok and tags and o.value is False else o
         for o in outcomes
     ]
-    return await _settled(client, targets, outcomes, read_back, read_back_timeout_s, done=True)
+    return await _resolved(client, targets, outcomes, read_back, read_back_timeout_s, done=True)
 
 
 async def _roll_back(
@@ -248,7 +248,7 @@ async def _roll_back(
     )
 
 
-async def _settled(
+async def _resolved(
     client: ControlClient,
     targets: Sequence[ServerTarget],
     outcomes: Sequence[Outcome[T]],
@@ -259,13 +259,13 @@ async def _settled(
 ) -> list[Outcome[T]]:
     """Settle every outcome. `done` is the value of a call that turns out to be done."""
 
-    async def settle(target: ServerTarget, outcome: Outcome[T]) -> Outcome[T]:
-        return await _settle(client, target, outcome, read_back, timeout_s, done)
+    async def resolve(target: ServerTarget, outcome: Outcome[T]) -> Outcome[T]:
+        return await _resolve_lost(client, target, outcome, read_back, timeout_s, done)
 
-    return await _each(targets, outcomes, settle)
+    return await _each(targets, outcomes, resolve)
 
 
-async def _settle(
+async def _resolve_lost(
     client: ControlClient,
     target: ServerTarget,
     outcome: Outcome[T],

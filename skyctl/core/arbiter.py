@@ -7,11 +7,11 @@
     recover    no     no      no     no        its own pushes are part of it
 
 Pauses and resumes share the fleet; the one that ends last asks the servers what to record. All
-other acts have it to themselves, so that nobody thaws what a push has paused, and the record of a
+other acts have it to themselves, so that no verb thaws what a push has paused, and the record of a
 sleep matches the order in which servers slept. Changes of processes (up, restart, scale) happen
 only in the supervisor, which does one at a time, none beside a push or a recovery, and lets verbs
-pass. The admission of a restarted server is outside the rule: nobody else acts on a server that is
-not up yet. `down` ends whatever is going on.
+pass. The admission of a restarted server is outside the rule: no other act concerns a server that
+is not up yet. `down` ends whatever is going on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
@@ -74,10 +74,10 @@ class Turn:
     def __init__(self, lock: Lock | None) -> None:
         self._lock = lock
 
-    def rename(self, what: str) -> None:
+    def rename(self, activity: str) -> None:
         """Describe the act more precisely."""
         if self._lock is not None:
-            self._lock.rename(_asked(what))
+            self._lock.rename(_with_caller(activity))
 
     async def after_late_requests(self) -> None:
         """Wait until no request of a holder that died can reach a server any more."""
@@ -103,15 +103,15 @@ class Arbiter:
     def __init__(self, locks: Locks) -> None:
         self._locks = locks
 
-    def take(self, act: Act, what: str) -> Turn:
+    def take(self, act: Act, activity: str) -> Turn:
         """Take the turn, now.
 
         Raises:
-            ConflictError: somebody else acts; the message says who, and the hint what to type.
+            ConflictError: another act is under way; the message names it, the hint what to type.
             SkyctlError: the lock cannot be had, for another reason than a failing disk.
         """
         try:
-            return Turn(self._locks.take(LOCK, _asked(what), shared=act is Act.VERB))
+            return Turn(self._locks.take(LOCK, _with_caller(activity), shared=act is Act.VERB))
         except StateUnwritable:
             # The lock's file is made before the first push. If it cannot be made, no push is under
             # way, and thawing must not need a disk.
@@ -119,19 +119,19 @@ class Arbiter:
                 raise
             return Turn(None)
 
-    async def turn(self, act: Act, what: str, *, wait_s: float | None = None) -> Turn:
+    async def turn(self, act: Act, activity: str, *, wait_s: float | None = None) -> Turn:
         """Take the turn, once every act that excludes it has ended. Only a recovery waits for a
         push: verbs and other pushes are refused. It also ends commands of skyctl that are stopped
         and go on holding the turn after `PATIENCE_S`.
 
         Raises:
-            ConflictError: a push or a recovery is under way, or somebody still acts after `wait_s`.
+            ConflictError: a push or a recovery is under way, or another act is after `wait_s`.
         """
         began = time.monotonic()
         deadline = began + (PATIENCE_S if wait_s is None else wait_s)
         while True:
             try:
-                turn = self.take(act, what)
+                turn = self.take(act, activity)
                 break
             except ConflictError:
                 refused = act is not Act.RECOVER and self._locks.taken(LOCK)
@@ -165,26 +165,26 @@ class Arbiter:
             if not holder.end_stopped():
                 raise self._locks.conflict(LOCK)
 
-    def holds(self, what: str) -> bool:
+    def holds(self, job: str) -> bool:
         """Whether this job holds the turn, in a process that is not stopped: nothing is gained by
         waiting for another.
         """
-        if any(lock.holder.subject == what for lock in self._locks.own if lock.name == LOCK):
+        if any(lock.holder.subject == job for lock in self._locks.own if lock.name == LOCK):
             return True
         # naming another process's job means reading all locks of the machine, for some 10 ms
         return self._locks.taken(LOCK) and any(
-            holder.subject == what and not holder.stopped for holder in self.holders()
+            holder.subject == job and not holder.stopped for holder in self.holders()
         )
 
 
 def own_command() -> str:
     """This process's command and pid, as shown to others."""
     words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
-    # an argument may be bytes that are no UTF-8: this goes into headers and databases
+    # an argument may be bytes that are not UTF-8: this goes into headers and databases
     typed = shlex.join(words)[:120].encode(errors="replace").decode()
     return f"`{typed}` (pid {os.getpid()})"
 
 
-def _asked(what: str) -> str:
-    asked = caller.get()
-    return f"{what}{ASKED}{asked}" if asked else what
+def _with_caller(activity: str) -> str:
+    command = caller.get()
+    return f"{activity}{ASKED}{command}" if command else activity

@@ -75,7 +75,7 @@ def check_plan(
         *_check_arguments(plan, file, arguments),
         *_check_tinker(plan),
         *_check_trainer(plan, discover or discover_gpus),
-        *(Problem(*found) for found in check_machines(plan, own_ports)),
+        *(Problem(*problem) for problem in check_machines(plan, own_ports)),
     ]
 
 
@@ -105,12 +105,12 @@ def model_advice(plan: FleetPlan) -> Iterator[PlanWarning]:
         return
     if _looks_like_path(plan.config.model or "", plan.base_dir):
         return  # `check_plan` refuses it
-    first, _, rest = name.partition("/")
+    first, _, below = name.partition("/")
     beside = [entry.name for entry in plan.base_dir.glob("*/")]
     near = difflib.get_close_matches(first, beside, n=1, cutoff=0.8)
     if near:
-        fix = f"did you mean {near[0]}{'/' if rest else ''}{rest}?"
-    elif rest:
+        fix = f"did you mean {near[0]}{'/' if below else ''}{below}?"
+    elif below:
         fix = f"download it first: hf download {name}"
     else:
         fix = f"write the hub id with its organisation (ORG/{name}), or the path as ./{name}"
@@ -139,14 +139,14 @@ def _check_arguments(
     if not plan.config.check_args or not written:
         return
     if arguments is None:
-        known = engine.known_arguments(plan.python, lambda line: None)
+        accepted = engine.known_arguments(plan.python, lambda line: None)
     else:
-        known = arguments(plan.python)
-    if not known:
+        accepted = arguments(plan.python)
+    if not accepted:
         return
     source = None
     for location, value in written:
-        problem = engine.argument_problem(flag_name(str(location[-1])), value, known)
+        problem = engine.argument_problem(flag_name(str(location[-1])), value, accepted)
         if value is None or not problem:
             continue
         source = source or _source(file)
@@ -169,8 +169,8 @@ def _looks_like_path(model: str, base_dir: Path) -> bool:
     """`checkpoints/a` next to a directory `checkpoints` is taken as a path, although it could be a
     hub id; a hub id has at most one slash.
     """
-    first, *rest = Path(model).parts or ("",)
-    return len(rest) > 1 or (bool(rest) and (base_dir / first).is_dir())
+    first, *deeper = Path(model).parts or ("",)
+    return len(deeper) > 1 or (bool(deeper) and (base_dir / first).is_dir())
 
 
 def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) -> Iterator[Problem]:
@@ -254,8 +254,10 @@ def _check_gpu_counts(server: ServerSpec) -> Iterator[Problem]:
     each = server.world_size // (1 + len(server.followers))
     hint = "lower `replicas` or the parallel sizes, add machines, or write `nodes_per_replica`"
     yield from _check_gpu_count(server.name, server.gpus, each, hint)
-    for one in server.followers:
-        yield from _check_gpu_count(f"{server.name} on {one.node.target}", one.gpus, each, hint)
+    for follower in server.followers:
+        yield from _check_gpu_count(
+            f"{server.name} on {follower.node.target}", follower.gpus, each, hint
+        )
 
 
 def _check_gpu_count(
@@ -291,11 +293,11 @@ def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
         if shutil.which(plan.python) is None:
             yield Problem(f"python {plan.python!r}: no such interpreter", "correct `python`")
             return
-        found = _missing_in(plan.python, list(modules))
-        if isinstance(found, Problem):
-            yield found
+        result = _missing_in(plan.python, list(modules))
+        if isinstance(result, Problem):
+            yield result
             return
-        missing = found
+        missing = result
     for name in missing:
         yield Problem(f"{name} is not installed for {plan.python}", modules[name])
 
@@ -327,8 +329,8 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
     device = f"tinker.device {section.device}"
     count = len(visible_gpus(discover(), os.environ))
     if section.gpu >= count:
-        there = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
-        yield Problem(f"{device}: this machine has no such GPU; there are: {there}", _DEVICE)
+        available = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
+        yield Problem(f"{device}: this machine has no such GPU; there are: {available}", _DEVICE)
     if _installed("torch") and version("torch").endswith("+cpu"):
         yield Problem(f"{device}: the installed torch {version('torch')} is for CPUs", _DEVICE)
 

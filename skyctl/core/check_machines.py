@@ -33,8 +33,8 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
         shared = plan.config.shared_dir and os.path.realpath(plan.config.shared_dir)
         with _written_to(shared) as written:
             questions = []
-            for here in servers.values():
-                used = [port for server in here for port in (server.port, server.master_port)]
+            for hosted in servers.values():
+                used = [port for server in hosted for port in (server.port, server.master_port)]
                 ports = [port for port in used if port and port not in own_ports]
                 question = {"ports": 0, "modules": list(modules), "listening": ports}
                 questions.append({**question, "paths": [*paths, *written]})
@@ -76,10 +76,10 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
             for index in sorted(set(server.gpus) - gpus):
                 yield f"{node.target} has no GPU {index}", "correct `gpus`"
         yield from _without_room(node, answer, servers.get(node, ()))
-    for module, found in versions.items():
-        if len(set(found.values())) > 1:
-            told = ", ".join(f"{target} {version}" for target, version in found.items())
-            yield f"machines have different versions of {module}: {told}", "install one version"
+    for module, by_target in versions.items():
+        if len(set(by_target.values())) > 1:
+            listed = ", ".join(f"{target} {version}" for target, version in by_target.items())
+            yield f"machines have different versions of {module}: {listed}", "install one version"
 
 
 @contextmanager
@@ -104,43 +104,43 @@ def _without_room(
     """Servers that no node of a cluster could run even if it were empty."""
     if node.ray is None or "room" not in facts:
         return
-    need, what, room = node.ray.count, node.ray.resource, facts["room"]
+    need, resource, room = node.ray.count, node.ray.resource, facts["room"]
     if need > max(room):
         yield (
-            f"{servers[0].name} needs {need} {what}, and no node of the Ray cluster has more than "
-            f"{max(room)}",
+            f"{servers[0].name} needs {need} {resource}, and no node of the Ray cluster has more "
+            f"than {max(room)}",
             "a replica runs on one node: lower its parallel sizes",
         )
-    elif len(servers) > sum(one // need for one in room):
+    elif len(servers) > sum(free // need for free in room):
         yield (
-            f"{len(servers)} servers of {need} {what} each are more than the Ray cluster's nodes "
-            f"carry ({', '.join(map(str, room))})",
+            f"{len(servers)} servers of {need} {resource} each are more than the Ray cluster's "
+            f"nodes carry ({', '.join(map(str, room))})",
             "lower `replicas`, add nodes, or `ray: {head: true}`",
         )
 
 
-def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> None:
+def refuse_unseen(plan: FleetPlan, request: PushRequest, paths: FleetPaths) -> None:
     """Refuse a push of something that a machine does not have at its path: the checkpoint, or the
     copy of it that is to be kept.
 
     Raises:
         PreflightError: one lacks it, or cannot be asked.
     """
-    nodes, found = list(_by_node(plan)), locate(asked.checkpoint)
+    nodes, path = list(_by_node(plan)), locate(request.checkpoint)
     hint = "push from a path that all machines of the fleet share"
-    if asked.keep:
-        found = paths.shared or paths.directory
+    if request.keep:
+        path = paths.shared or paths.directory
         hint = "push without --keep, or write a `shared_dir` into the fleet file"
-    elif found is not None and paths.staging in found.parents:
+    elif path is not None and paths.staging in path.parents:
         hint = "weights from memory need a `shared_dir` in the fleet file"
-    if found is None:  # the push itself reports a missing checkpoint
+    if path is None:  # the push itself reports a missing checkpoint
         return
-    questions = [{"ports": 0, "paths": [str(found)]} for _ in nodes]
+    questions = [{"ports": 0, "paths": [str(path)]} for _ in nodes]
     for node, answer in by_machine(nodes, answers(nodes, questions)):
         if isinstance(answer, SkyctlError):
             raise PreflightError(answer.message, hint=answer.hint)
         if answer.get("absent"):
-            raise PreflightError(f"{node.target} has no {found}", hint=hint)
+            raise PreflightError(f"{node.target} has no {path}", hint=hint)
 
 
 def _by_node(plan: FleetPlan) -> dict[Node, list[ServerSpec]]:
@@ -149,7 +149,7 @@ def _by_node(plan: FleetPlan) -> dict[Node, list[ServerSpec]]:
     for server in plan.servers:
         if server.node is not None:
             servers.setdefault(server.node, []).append(server)
-        for one in server.followers:
-            part = replace(server, node=one.node, gpus=one.gpus, port=0, master_port=0)
-            servers.setdefault(one.node, []).append(part)
+        for follower in server.followers:
+            part = replace(server, node=follower.node, gpus=follower.gpus, port=0, master_port=0)
+            servers.setdefault(follower.node, []).append(part)
     return servers

@@ -21,7 +21,7 @@ from skyctl.store.state import FleetWeights, ServerRow
 
 HTTP_TIMEOUT_S = 3.0
 
-Found = Literal[
+Condition = Literal[
     "healthy",
     "busy",
     "frozen",
@@ -70,12 +70,13 @@ class Finding:
     """What is wrong with one server, and what recovery does about it."""
 
     server: str
-    found: Found
+    condition: Condition
     detail: str = ""
     action: Action = "nothing"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        return {"server": fields.pop("server"), "found": fields.pop("condition"), **fields}
 
 
 def stopped(holder: Holder) -> Finding:
@@ -122,7 +123,7 @@ _BUSY = ("starting", "restarting", "stopping", "updating")
 def judge(
     seen: Observed,
     row: ServerRow,
-    doubt: InDoubt | None,
+    record: InDoubt | None,
     weights: FleetWeights,
     *,
     ours: bool,
@@ -137,42 +138,42 @@ def judge(
         return Finding(name, "busy", seen.state)
     if not seen.engine:
         if seen.http:
-            said = f"its front end answers and its engine does not ({problem})"
-            return Finding(name, "stuck", said, replace)
+            detail = f"its front end answers and its engine does not ({problem})"
+            return Finding(name, "stuck", detail, replace)
         return Finding(name, "unreachable", problem, replace)
-    if doubt is not None and doubt.half_updated:
-        return Finding(name, "half-updated", doubt.reason, "push")
-    if doubt is not None and doubt.woken:
-        return Finding(name, "woken", doubt.reason, "sleep")
+    if record is not None and record.half_updated:
+        return Finding(name, "half-updated", record.reason, "push")
+    if record is not None and record.woken:
+        return Finding(name, "woken", record.reason, "sleep")
     compared = not row.quarantine and (row.weight_version or weights.version) is not None
-    if seen.version_problem and (doubt is not None or compared):
-        why = seen.version_problem.removeprefix(f"{name}: ")
-        return Finding(name, "stuck", f"its weight version cannot be read ({why})", replace)
+    if seen.version_problem and (record is not None or compared):
+        reason = seen.version_problem.removeprefix(f"{name}: ")
+        return Finding(name, "stuck", f"its weight version cannot be read ({reason})", replace)
     back: Action = "restart" if ours and weights.version is None else "push"
-    if doubt is not None:
-        version = doubt.version or row.weight_version
+    if record is not None:
+        version = record.version or row.weight_version
         # the fleet moved on without it; a server that a push has touched belongs to the fleet
         if behind := _behind(version, row, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
-        # somebody else restarted it since; a label that the push still owes it is not on it yet
-        anew = not ours and not doubt.version and row.weight_version is not None
-        if anew and (foreign := foreign_version(row.weight_version, seen.version)):
+        # it was restarted since, not by skyctl; a label that the push owes it is not on it yet
+        restarted = not ours and not record.version and row.weight_version is not None
+        if restarted and (foreign := foreign_version(row.weight_version, seen.version)):
             return Finding(name, "wrong-version", foreign, back)
-        return Finding(name, "frozen", doubt.reason, "resume")
+        return Finding(name, "frozen", record.reason, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    # a server that somebody else starts, and that none of our pushes reached, reports what it holds
+    # a server that skyctl did not start, and that no push reached, reports what it holds
     holds = row.weight_version or (None if ours else seen.version)
     if behind := _behind(holds, row, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
         return Finding(name, "healthy", foreign)
     if seen.sleep_level and not row.sleep_level:
-        said = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
-        return Finding(name, "healthy", said)
+        detail = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
+        return Finding(name, "healthy", detail)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")

@@ -96,14 +96,14 @@ def files_of(model: str) -> BaseFiles:
 
 
 def other_settings(base: BaseWeights, launched: BaseFiles | None) -> str:
-    """Why a server must not serve that was started from these files, None if nobody looked."""
+    """Why a server that was started from these files must not serve, None if not checked."""
     if launched and base.files.settings and launched.settings != base.files.settings:
         return "configuration, tokenizer or chat template were changed since the fleet came up"
     return ""
 
 
 def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, digest: str) -> str:
-    """Why a server that nobody has pushed to must not serve; "" if it may. Pure.
+    """Why a server that no push has reached must not serve; "" if it may. Pure.
 
     `digest` is that of its weights in this engine and arrangement (`place`), "" if it cannot say.
     Digests decide where there are two, files only where not. Equal digests prove equal weights also
@@ -124,9 +124,9 @@ def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, dig
 
 def arguments_of(spec: ServerSpec) -> str:
     """Identifies the arguments that shape a server's model: others may give other digests."""
-    told = spec.as_written(spec.argv)
+    arguments = spec.as_written(spec.argv)
     for option in _NOT_THE_MODEL:
-        if option in told:
-            at = told.index(option)
-            del told[at : at + 2]
-    return hashlib.blake2b(json.dumps(told).encode(), digest_size=4).hexdigest()
+        if option in arguments:
+            at = arguments.index(option)
+            del arguments[at : at + 2]
+    return hashlib.blake2b(json.dumps(arguments).encode(), digest_size=4).hexdigest()

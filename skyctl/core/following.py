@@ -49,19 +49,19 @@ async def job_changes(
     clock = asyncio.get_running_loop().time
     until = clock() + wait_s
     while True:
-        found = _look(state, job_id, after)
+        latest = _changes(state, job_id, after)
         left_s = until - clock()
-        if found.released or left_s <= 0:
-            return found
-        bytes_before = found.job.done_bytes
+        if latest.released or left_s <= 0:
+            return latest
+        bytes_before = latest.job.done_bytes
         if await state.locks.news.wait(min(FOLLOW_POLL_S, left_s)):
             continue  # some job has ended, perhaps this one
-        found = _look(state, job_id, after)
-        if found.released or found.events or found.job.done_bytes != bytes_before:
-            return found
+        latest = _changes(state, job_id, after)
+        if latest.released or latest.events or latest.job.done_bytes != bytes_before:
+            return latest
 
 
-def _look(state: FleetState, job_id: str, after: int) -> JobChanges:
+def _changes(state: FleetState, job_id: str, after: int) -> JobChanges:
     alive = state.journal.owner_alive(job_id)
     job = state.journal.job(job_id, in_full=False)
     events = tuple(state.journal.events(job_id, after=after))
@@ -94,8 +94,8 @@ async def follow(
     try:
         async with asyncio.timeout(timeout_s) as patience:
             while True:
-                found = await changes(seen)
-                events, job = list(found.events), found.job
+                latest = await changes(seen)
+                events, job = list(latest.events), latest.job
                 if job.total_bytes and job.done_bytes != done_bytes:
                     done_bytes = job.done_bytes
                     data = {"done_bytes": done_bytes, "total_bytes": job.total_bytes}
@@ -106,7 +106,7 @@ async def follow(
                     seen = max(seen, event.sequence)
                     stage = event.data["stage"] if event.kind == "stage" else stage
                     on_event(event)
-                if found.released:
+                if latest.released:
                     return job
                 if job.ended:  # its release follows in an instant
                     patience.reschedule(None)

@@ -5,8 +5,8 @@ Run as a file by an interpreter without site packages: it imports nothing of sky
 for how many seconds that may be stopped, and the command to run. A byte on stdin releases it.
 
 A pusher that is stopped (SIGSTOP, a frozen cgroup) keeps servers frozen and others out. If it is a
-command or a supervisor of skyctl, it is killed once it was seen stopped for that long; a trainer of
-somebody else's (0 seconds) never is.
+command or a supervisor of skyctl, it is killed once it was seen stopped for that long; a trainer
+that is not skyctl's (0 seconds) never is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 
 
 def main() -> None:
@@ -30,11 +30,11 @@ def main() -> None:
         told_by_kernel = True
     except (AttributeError, OSError):  # not Linux, or already dead
         told_by_kernel = False
-    look = _look(pusher, stopped_s) if stopped_s else lambda: None
+    check = _watcher(pusher, stopped_s) if stopped_s else lambda: None
     while os.getppid() == pusher:
-        ready = [descriptor for descriptor, _ in poll.poll(_LOOK_S * 1000 if stopped_s else None)]
+        ready = [descriptor for descriptor, _ in poll.poll(_CHECK_S * 1000 if stopped_s else None)]
         if not ready:
-            look()
+            check()
             continue
         if 0 not in ready:
             break
@@ -47,23 +47,23 @@ def main() -> None:
     os.execv(command[0], command)
 
 
-def _look(pusher: int, stopped_s: float) -> Callable[[], None]:
-    """Kills a pusher that was stopped at all looks within `stopped_s` seconds. Looks are counted,
+def _watcher(pusher: int, stopped_s: float) -> Callable[[], None]:
+    """Kills a pusher that was stopped at all checks within `stopped_s` seconds. Checks are counted,
     not time: in a suspended container, or on a laptop that sleeps, none are made.
     """
     functions = runpy.run_path(str(Path(__file__).parents[1] / "store" / "stopped.py"))
     is_stopped, end_stopped = functions["is_stopped"], functions["end_stopped"]
-    looks = 0
+    checks = 0
 
-    def look() -> None:
-        nonlocal looks
-        looks = looks + 1 if is_stopped(pusher) else 0
-        if looks * _LOOK_S < stopped_s or not end_stopped(pusher, lambda: os.getppid() == pusher):
+    def check() -> None:
+        nonlocal checks
+        checks = checks + 1 if is_stopped(pusher) else 0
+        if checks * _CHECK_S < stopped_s or not end_stopped(pusher, lambda: os.getppid() == pusher):
             return
         sys.stderr.write(f"pid {pusher} was stopped for {stopped_s:g} s while it pushed: killed\n")
         sys.stderr.flush()
 
-    return look
+    return check
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: fl
 async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: float) -> int:
     """The level at which a server sleeps by its own metrics; 0 if it does not say."""
     try:
-        found = await engines.server(client, target, timeout_s=timeout_s).metrics()
+        metrics = await engines.server(client, target, timeout_s=timeout_s).metrics()
     except ServerError:
         return 0
-    return found.sleep_level or 0
+    return metrics.sleep_level or 0
 
 
 async def tokens_computed(client: ControlClient, target: ServerTarget, probe_s: float) -> int:

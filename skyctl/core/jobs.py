@@ -67,7 +67,7 @@ class JournalObserver(PushObserver):
         self._failure: Exception | None = None
 
     def stage(self, name: str) -> None:
-        self._tell(JobEvent.stage(name), intent=PushStage(name).must_be_recorded_first)
+        self._add(JobEvent.stage(name), intent=PushStage(name).must_be_recorded_first)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
@@ -80,43 +80,43 @@ class JournalObserver(PushObserver):
 
     def server(self, name: str, state: str, detail: str = "") -> None:
         intent = PushState(state).must_be_recorded_first
-        self._tell(JobEvent.server(name, state, detail), intent=intent)
+        self._add(JobEvent.server(name, state, detail), intent=intent)
         self._on_server(name, state, detail)
 
     def intend(self, states: Mapping[str, str]) -> None:
         intent = any(PushState(state).must_be_recorded_first for state in states.values())
-        self._tell(*(JobEvent.server(*one) for one in states.items()), intent=intent)
+        self._add(*(JobEvent.server(*row) for row in states.items()), intent=intent)
         for name, state in states.items():
             self._on_server(name, state, "")
 
     def note(self, message: str) -> None:
-        self._tell(JobEvent.note(message))
+        self._add(JobEvent.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._tell(JobEvent.now(kind, **data))
+        self._add(JobEvent.now(kind, **data))
         self.close()
 
     def close(self) -> None:
         """Write pending updates."""
-        told, self._pending = self._pending, []
-        if told:
-            self._journal.add_events(self._job_id, *told)
+        pending, self._pending = self._pending, []
+        if pending:
+            self._journal.add_events(self._job_id, *pending)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _tell(self, *told: JobEvent, intent: bool = False) -> None:
+    def _add(self, *events: JobEvent, intent: bool = False) -> None:
         before, self._pending = self._pending, []
         if intent:
             try:
-                self._journal.add_events(self._job_id, *before, *told, durable=True)
+                self._journal.add_events(self._job_id, *before, *events, durable=True)
             except StateUnwritable:  # the rest may do without the file
                 self._journal.add_events(self._job_id, *before)
                 raise
             return
         if not before:
             asyncio.get_running_loop().call_soon(self._close_later)
-        self._pending = [*before, *told]
+        self._pending = [*before, *events]
 
     def _close_later(self) -> None:
         try:
@@ -203,7 +203,7 @@ async def run_push(
                 rotation=rotation,
             )
             if adapters := served(state):
-                stay = ", ".join(one.served_as for one in adapters.values())
+                stay = ", ".join(adapter.served_as for adapter in adapters.values())
                 result.notes.append(f"adapters stay: {stay}")
                 observer.note(result.notes[-1])
             observer.close()
@@ -234,11 +234,13 @@ def _recorded(
         state.journal.end(job_id, "interrupted", error=_error_json(stopped))
         raise
     except Exception as error:
-        known = error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
-        known.hint = known.hint.replace(f"show {THIS_JOB}", f"show {job_id}")
+        failure = (
+            error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
+        )
+        failure.hint = failure.hint.replace(f"show {THIS_JOB}", f"show {job_id}")
         if not request.dry_run:
-            record_failure(state, job_id, request, known)
-        state.journal.end(job_id, "failed", error=_error_json(known))
+            record_failure(state, job_id, request, failure)
+        state.journal.end(job_id, "failed", error=_error_json(failure))
 
 
 def doubt_left(state: FleetState, job_id: str) -> None:
@@ -246,7 +248,7 @@ def doubt_left(state: FleetState, job_id: str) -> None:
 
     Its verified digests are ignored: it could not release these servers itself.
     """
-    events = [one for one in state.journal.events(job_id) if one.kind != "verified"]
+    events = [event for event in state.journal.events(job_id) if event.kind != "verified"]
     put_in_doubt(state, left_behind(state.journal.job(job_id), events))
 
 
@@ -303,7 +305,9 @@ def record_failure(
     """Record a push that failed: quarantine servers left in doubt, keep those left at a version."""
     state.add_event("fleet", f"{job_id} failed: {error.message}")
     doubted, rows = in_doubt(state), error.details.get("servers", [])
-    whole = {name for one in verified(state.journal.events(job_id)) for name in one["servers"]}
+    whole = {
+        name for update in verified(state.journal.events(job_id)) for name in update["servers"]
+    }
     # also those that failed afterwards: a sleeping one that did not wake, one that did not sleep
     holding = {
         row["server"]

@@ -39,8 +39,8 @@ class Keeping:
     def record_used(self) -> bool:
         """The push succeeded on some servers only: they run the copy, so it stays as well."""
         used = self.copy is not None and str(self.copy.path) in self.state.checkpoints()
-        known = [one.checkpoint for one in kept_weights(self.state)] if used else []
-        if used and self.request.checkpoint not in known:
+        paths = [kept.checkpoint for kept in kept_weights(self.state)] if used else []
+        if used and self.request.checkpoint not in paths:
             self._remember(self.state.weights().version or self.request.checkpoint, "")
         return used
 
@@ -77,13 +77,13 @@ async def keeping(
         return
     source = await asyncio.to_thread(read_checkpoint, request.checkpoint)
     await asyncio.to_thread(refuse_changed, request, source)
-    known = kept_weights(state)
-    found = next((one for one in known if _same(one, source)), None)
-    if found is not None:
-        copy = Path(found.checkpoint)
+    recorded = kept_weights(state)
+    existing = next((kept for kept in recorded if _same(kept, source)), None)
+    if existing is not None:
+        copy = Path(existing.checkpoint)
     else:
         # also what a push that died left unrecorded, and the fleet runs, or recovery will push
-        copies = {one.checkpoint for one in known} | state.checkpoints() | needed(state)
+        copies = {kept.checkpoint for kept in recorded} | state.checkpoints() | needed(state)
         copy = await asyncio.to_thread(keep_copy, source, directory, copies)
     copied = await asyncio.to_thread(read_checkpoint, str(copy))
     # the copy has an identity of its own; the source's has been checked
@@ -96,7 +96,7 @@ async def keeping(
     try:
         yield own
     finally:
-        if found is None and not own.record_used():
+        if existing is None and not own.record_used():
             await asyncio.to_thread(delete_copy, copy, directory)
 
 
@@ -129,7 +129,7 @@ def place_copies(paths: FleetPaths, state: FleetState, shared_dir: str | None) -
         )
     if kept := kept_weights(state):
         raise ConflictError(
-            f"the fleet keeps {', '.join(one.version for one in kept)} in {where}",
+            f"the fleet keeps {', '.join(weights.version for weights in kept)} in {where}",
             hint="before you change `shared_dir`: skyctl weights forget VERSION",
         )
     paths.share(place)

@@ -32,7 +32,7 @@ def model_of(config: FleetConfig, base_dir: Path) -> str:
 
 
 def pin(
-    config: FleetConfig, base_dir: Path, environ: Mapping[str, str], known: Pins
+    config: FleetConfig, base_dir: Path, environ: Mapping[str, str], earlier: Pins
 ) -> dict[str, str]:
     """What each model of the fleet means: by `known` if it is there, else on this machine now.
     Models that are not in the local cache are left out: their servers download them.
@@ -40,7 +40,7 @@ def pin(
     model, engine = model_of(config, base_dir), ENGINES[config.engine]
     pins: dict[str, str] = {}
     if Path(model).is_absolute():
-        pins[model] = known.get(model) or os.path.realpath(model)
+        pins[model] = earlier.get(model) or os.path.realpath(model)
     if config.launcher != "local":
         return pins  # servers of other machines have caches of their own
     for replica in expand_replicas(config):
@@ -49,7 +49,7 @@ def pin(
             continue
         for reference in references(engine, model, replica.args):
             key = str(reference)
-            if key not in pins and (commit := known.get(key) or reference.commit(inherited)):
+            if key not in pins and (commit := earlier.get(key) or reference.commit(inherited)):
                 pins[key] = commit
     return pins
 
@@ -89,7 +89,7 @@ def _revisions(engine: Engine, model: str, args: Mapping[str, Any]) -> dict[str,
     own = _hub(model)
     if own and any(_hub(_get(args, name)) not in (None, own) for name in engine.shared_revision):
         return {}  # a commit means nothing in another repository
-    found: dict[str, HubReference] = {}
+    by_argument: dict[str, HubReference] = {}
     for named, revision in engine.revisions.items():
         named_model = _hub(model if named == "model" else _get(args, named))
         if named_model is None:
@@ -97,8 +97,8 @@ def _revisions(engine: Engine, model: str, args: Mapping[str, Any]) -> dict[str,
         fallback = _get(args, engine.revisions["model"]) if named in engine.follows_model else None
         requested = _get(args, revision) or fallback or MAIN
         if (reference := HubReference.parse(f"{named_model}@{requested}")) is not None:
-            found[revision] = reference
-    return found
+            by_argument[revision] = reference
+    return by_argument
 
 
 def _hub(value: Any) -> str | None:

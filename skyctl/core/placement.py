@@ -130,17 +130,17 @@ def place_replicas(
         ranked = sorted(range(len(machines)), key=lambda i: (not fits(i), len(homes[i])))
         for index in ranked[: replicas[number].nodes]:
             homes[index].append(number)
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for machine, numbers, free in zip(machines, homes, gpus, strict=True):
-        here = [parts[number] for number in numbers]
-        placed = place_on_gpus(here, free, share=share) if on_gpus else [()] * len(here)
-        bound = bind_to_cores([replica.world_size for replica in here], machine.cpus)
+        hosted = [parts[number] for number in numbers]
+        placed = place_on_gpus(hosted, free, share=share) if on_gpus else [()] * len(hosted)
+        bound = bind_to_cores([replica.world_size for replica in hosted], machine.cpus)
         for number, chosen, cores in zip(numbers, placed, bound, strict=True):
             place = Place(machine, chosen, cores)
-            first = found.setdefault(number, place)
+            first = places.setdefault(number, place)
             if first is not place:
-                found[number] = replace(first, others=(*first.others, place))
-    return [found[number] for number in range(len(replicas))]
+                places[number] = replace(first, others=(*first.others, place))
+    return [places[number] for number in range(len(replicas))]
 
 
 def place_on_gpus(

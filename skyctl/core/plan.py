@@ -78,7 +78,7 @@ class ServerSpec:
     """Commits in its command line, each with the revision that the fleet file asks for."""
 
     def as_written(self, argv: Sequence[str]) -> list[str]:
-        """A command line with the fleet file's revisions: a pin is no change of the plan."""
+        """A command line with the fleet file's revisions: a pin does not change the plan."""
         words = list(argv)
         for commit, revision in self.commits.items():
             words = [word.replace(commit, revision) for word in words]
@@ -104,7 +104,9 @@ class ServerSpec:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The other machines that it runs on."""
-        return () if self.node is None else (self.node, *(one.node for one in self.followers))
+        if self.node is None:
+            return ()
+        return (self.node, *(follower.node for follower in self.followers))
 
     @property
     def url(self) -> str:
@@ -127,12 +129,12 @@ class ServerSpec:
             "env": masked(self.env),
             "followers": [
                 {
-                    "node": one.node.target,
-                    "gpus": list(one.gpus),
-                    "argv": list(one.argv),
-                    "env": masked(one.env),
+                    "node": follower.node.target,
+                    "gpus": list(follower.gpus),
+                    "argv": list(follower.argv),
+                    "env": masked(follower.env),
                 }
-                for one in self.followers
+                for follower in self.followers
             ],
         }
 
@@ -274,9 +276,9 @@ def plan_fleet(
         )
     for _, reason in refusals(config):
         raise FleetFileError(reason)
-    here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
+    local = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
     ports = known_ports or {}
-    return _Planner(config, base_dir, here, environ, ports, python, machines, pins or {}).plan()
+    return _Planner(config, base_dir, local, environ, ports, python, machines, pins or {}).plan()
 
 
 @dataclass
@@ -285,7 +287,7 @@ class _Planner:
 
     config: FleetConfig
     base_dir: Path
-    here: Machine
+    local: Machine
     environ: Mapping[str, str]
     known_ports: Mapping[str, int]
     own_python: str
@@ -298,7 +300,7 @@ class _Planner:
         self.python = interpreter(config.python, base_dir) if config.python else self.own_python
         self.replicas = expand_replicas(config)
         self.remote = bool(self.machines)
-        self.machines = self.machines or (self.here,)
+        self.machines = self.machines or (self.local,)
         visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
@@ -345,7 +347,7 @@ class _Planner:
             warnings=plan_warnings(
                 config,
                 launches,
-                sum(len(one.cpus) for one in self.machines),
+                sum(len(machine.cpus) for machine in self.machines),
                 None if self.remote else self._trainer_gpu(),
             ),
             base_dir=self.base_dir,
@@ -360,19 +362,19 @@ class _Planner:
         trainer = self._trainer_gpu()
         if self.config.gpus is not None or trainer is None or self.remote:
             return self.config.gpus
-        return [gpu.index for gpu in self.here.gpus if gpu.index != trainer]
+        return [gpu.index for gpu in self.local.gpus if gpu.index != trainer]
 
     def _trainer_gpu(self) -> int | None:
         """The GPU of this machine that the Tinker API trains on."""
         number = self.config.tinker.gpu if self.config.tinker else None
-        visible = self.here.gpus
+        visible = self.local.gpus
         return None if number is None or number >= len(visible) else visible[number].index
 
     def _free_gpus(self, placed: Sequence[Place]) -> tuple[int, ...]:
         """Those that no server uses. Only of this machine: a push's sender runs here."""
         used = {gpu for place in placed for gpu in place.gpus} | {self._trainer_gpu()}
         gpus = self.config.gpus
-        allowed = [gpu.index for gpu in self.here.gpus] if gpus is None else gpus
+        allowed = [gpu.index for gpu in self.local.gpus] if gpus is None else gpus
         return tuple(gpu for gpu in allowed if gpu not in used)
 
     def _launch(
@@ -528,7 +530,7 @@ class _Planner:
         if owner in self.known_ports:
             return self.known_ports[owner]
         for _ in range(_PORT_TRIES):
-            port = (next_port or self.here.next_port)()
+            port = (next_port or self.local.next_port)()
             if port and port not in self.taken:
                 self.taken.add(port)
                 return port

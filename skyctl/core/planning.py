@@ -146,12 +146,12 @@ def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) 
     Raises:
         UsageError: everything that is wrong; `ports` are held by this fleet's own processes.
     """
-    found = check_plan(plan, own_ports=ports.values(), file=file)
-    if found:
+    problems = check_plan(plan, own_ports=ports.values(), file=file)
+    if problems:
         raise UsageError(
-            "; ".join(problem.message for problem in found),
-            hint=next((problem.hint for problem in found if problem.hint), ""),
-            details={"problems": [problem.to_json() for problem in found]},
+            "; ".join(problem.message for problem in problems),
+            hint=next((problem.hint for problem in problems if problem.hint), ""),
+            details={"problems": [problem.to_json() for problem in problems]},
         )
     return plan
 

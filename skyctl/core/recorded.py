@@ -68,8 +68,8 @@ class RecordedFleet(FleetService):
     async def kept_versions(self) -> tuple[KeptVersion, ...]:
         used = self.state.checkpoints()
         return tuple(
-            KeptVersion(one, one.checkpoint in used, os.path.isdir(one.checkpoint))  # noqa: ASYNC240, PTH112
-            for one in kept_weights(self.state)
+            KeptVersion(kept, kept.checkpoint in used, os.path.isdir(kept.checkpoint))  # noqa: ASYNC240, PTH112
+            for kept in kept_weights(self.state)
         )
 
     async def forget_version(self, request: Forget) -> int:
@@ -77,24 +77,24 @@ class RecordedFleet(FleetService):
         from skyctl.push.versions import full_version
 
         versions = await self.kept_versions()
-        version = full_version(request.version, (one.kept.version for one in versions))
-        found = [one for one in versions if one.kept.version == version]
-        if not found:
-            names = ", ".join(one.kept.version for one in versions) or "none"
+        version = full_version(request.version, (candidate.kept.version for candidate in versions))
+        matching = [candidate for candidate in versions if candidate.kept.version == version]
+        if not matching:
+            names = ", ".join(candidate.kept.version for candidate in versions) or "none"
             raise NotFoundError(
                 f"version {version} is not kept by fleet {self.paths.name}",
                 hint=f"kept versions: {names}",
             )
         with self.arbiter.take(Act.PUSH, f"skyctl weights forget {version}"):
-            if any(one.kept.checkpoint in self.state.checkpoints() for one in found):
+            if any(candidate.kept.checkpoint in self.state.checkpoints() for candidate in matching):
                 raise ConflictError(
                     f"fleet {self.paths.name} runs {version}: a replica that restarts needs it",
                     hint="push another version first",
                 )
             gone = forget(self.state, version)
-            for one in gone:
-                await asyncio.to_thread(delete_copy, Path(one.checkpoint), self.paths.kept)
-        return sum(one.bytes for one in gone)
+            for weights in gone:
+                await asyncio.to_thread(delete_copy, Path(weights.checkpoint), self.paths.kept)
+        return sum(weights.bytes for weights in gone)
 
     async def adapters(self) -> tuple[AdapterVersion, ...]:
         return tuple(served(self.state).values())
@@ -114,15 +114,15 @@ class RecordedFleet(FleetService):
         )
 
     async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
-        there = {path.stem: path for path in sorted(self.paths.logs.glob("*.log"))}
+        log_files = {path.stem: path for path in sorted(self.paths.logs.glob("*.log"))}
         for name in request.names:
-            if name not in there:
+            if name not in log_files:
                 raise NotFoundError(
-                    f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}"
+                    f"there is no log of {name!r}", hint=f"logs: {', '.join(log_files)}"
                 )
         return {
-            name: tuple(tail(there[name], request.lines, probes=request.probes))
-            for name in request.names or there
+            name: tuple(tail(log_files[name], request.lines, probes=request.probes))
+            for name in request.names or log_files
         }
 
 

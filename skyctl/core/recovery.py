@@ -53,14 +53,15 @@ class Recovered:
     """
 
     server: str
-    found: str
+    condition: str
     action: str
     ok: bool
     detail: str = ""
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        return {"server": fields.pop("server"), "found": fields.pop("condition"), **fields}
 
 
 class Actions(Protocol):
@@ -77,7 +78,7 @@ class Actions(Protocol):
     async def bring(self, name: str) -> None:
         """Push the fleet's weights into this server alone. Raises SkyctlError."""
 
-    async def replace(self, name: str, why: str) -> str:
+    async def replace(self, name: str, reason: str) -> str:
         """Restart a server, or quarantine one that is not ours; returns why it is not back."""
 
     def waits(self, name: str, reason: str) -> None:
@@ -102,7 +103,7 @@ class _Case:
     def report(self) -> Recovered:
         taken_s = (self.ended or time.monotonic()) - self.began
         return Recovered(
-            self.name, self.finding.found, self.action, not self.problem, self.problem, taken_s
+            self.name, self.finding.condition, self.action, not self.problem, self.problem, taken_s
         )
 
 
@@ -118,13 +119,15 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     # servers that cannot take part are replaced or quarantined below: none stays at older weights
     able = [case.name for case in cases if case.action not in ("restart", "quarantine")]
     await _push([case for case in cases if case.action == "push"], able, actions)
-    left = [case for case in cases if case.ended is None]
-    await _replace([case for case in left if case.action in ("restart", "quarantine")], actions)
+    remaining = [case for case in cases if case.ended is None]
+    chosen = [case for case in remaining if case.action in ("restart", "quarantine")]
+    await _replace(chosen, actions)
     recovered = [case.report() for case in cases]
-    for one in recovered:
-        if one.action != "nothing":
-            end = f"done: {one.action}" if one.ok else f"could not be put right: {one.detail}"
-            actions.state.add_event(one.server, f"recover: was {one.found}; {end}")
+    for repair in recovered:
+        if repair.action != "nothing":
+            problem = f"could not be put right: {repair.detail}"
+            end = f"done: {repair.action}" if repair.ok else problem
+            actions.state.add_event(repair.server, f"recover: was {repair.condition}; {end}")
     return recovered
 
 
@@ -144,37 +147,37 @@ async def _replace(cases: Sequence[_Case], actions: Actions) -> None:
     async def replace_one(case: _Case) -> None:
         case.done(await actions.replace(case.name, case.problem or case.finding.detail))
 
-    serving = [case for case in cases if case.finding.found == "wrong-version"]
+    serving = [case for case in cases if case.finding.condition == "wrong-version"]
     await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
     for case in serving:
         await replace_one(case)
 
 
 async def _release_one(case: _Case, actions: Actions) -> None:
-    found = in_doubt(actions.state).get(case.name)
-    if found is None:
+    record = in_doubt(actions.state).get(case.name)
+    if record is None:
         return case.done()  # repaired meanwhile
     target, timeout_s = actions.targets[case.name], actions.control_timeout_s
     server = engines.server(actions.client, target, timeout_s=timeout_s)
     row = actions.state.server(case.name)
     # a sleep that could not be put on record: resumed, it would run without its memory
     level = row.sleep_level or await sleep_level(actions.client, target, timeout_s)
-    slept = max(1, level) if found.woken else 0
+    slept = max(1, level) if record.woken else 0
     try:
         await release(
             server,
-            stage=found.stage,
-            thaw=found.thaw and not row.paused and not level,
-            digest=found.digest or row.weights_digest,
-            label=found.version,
+            stage=record.stage,
+            thaw=record.thaw and not row.paused and not level,
+            digest=record.digest or row.weights_digest,
+            label=record.version,
             timeout_s=timeout_s,
             slept=slept,
         )
     except SkyctlError as error:
-        put_in_doubt(actions.state, {case.name: replace(found, half_updated=True)})
+        put_in_doubt(actions.state, {case.name: replace(record, half_updated=True)})
         case.action, case.problem = "push", error.message
         return None
-    settle(actions.state, case.name)
+    clear(actions.state, case.name)
     if level:
         actions.state.update_server(case.name, sleep_level=level)
     if slept:
@@ -200,7 +203,7 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
     for case in open_cases:
         try:
             await actions.bring(case.name)
-            settle(actions.state, case.name)
+            clear(actions.state, case.name)
             case.done()
         except StateUnwritable as error:  # untouched; a restart would lose what it holds
             _wait([case], actions, error, _ROOM_AGAIN)
@@ -228,27 +231,27 @@ def _still_open(
     """The cases that the push did not repair. A push clears the doubt about those in `doubted`; the
     others it repaired only if it succeeded.
     """
-    left, listed = [], in_doubt(actions.state)
+    remaining, listed = [], in_doubt(actions.state)
     for case in cases:
         failed = bool(problem) and case.name not in doubted
         if failed or case.name in listed or actions.state.server(case.name).quarantine:
             case.problem = problem
-            left.append(case)
+            remaining.append(case)
         else:
             case.done()
-    return left
+    return remaining
 
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
     """The request of the latest push that left servers half updated, for the very files it pushed;
     None without one, or if it must not be repeated: the fleet may have moved on.
     """
-    doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
+    doubted = {record.job for record in in_doubt(state).values() if record.half_updated}
     # an admission that broke off is not among the jobs
-    known = [job for job in state.journal.jobs() if job.id in doubted]
-    if not known:
+    interrupted = [job for job in state.journal.jobs() if job.id in doubted]
+    if not interrupted:
         return None
-    latest = max(known, key=lambda job: number_of(job.id))
+    latest = max(interrupted, key=lambda job: number_of(job.id))
     succeeded = [push.job for push in state.journal.pushes() if push.ok]
     if any(number_of(job) > number_of(latest.id) for job in succeeded):
         return None
@@ -286,7 +289,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
     if weights.checkpoint is None:
         raise WeightsGone(f"{weights.version} was sent by a trainer, and no file has it")
     try:
-        found = read_checkpoint(weights.checkpoint)
+        checkpoint = read_checkpoint(weights.checkpoint)
     except SkyctlError as error:
         raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
     request = PushRequest(
@@ -299,9 +302,9 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
         allow_config=(ALL_KEYS,),
     )
-    refuse_changed(request, found)
-    # a trainer may overwrite them at any moment: the push reads what was looked at here
-    return replace(request, expected_digest=found.identity_digest)
+    refuse_changed(request, checkpoint)
+    # a trainer may overwrite them at any moment: the push reads what was checked here
+    return replace(request, expected_digest=checkpoint.identity_digest)
 
 
 def needed(state: FleetState) -> set[str | None]:
@@ -310,7 +313,7 @@ def needed(state: FleetState) -> set[str | None]:
     return {request.checkpoint} if request is not None else set()
 
 
-def settle(state: FleetState, name: str) -> None:
+def clear(state: FleetState, name: str) -> None:
     """Clear this server: no doubt, no quarantine."""
     with state.transaction():
         clear_doubt(state, name)
@@ -340,7 +343,7 @@ async def release(
     """
     name = server.target.name
     if not digest and not PushStage(stage).before_bytes:
-        raise ServerError(f"{name}: nobody knows what its weights were before the push")
+        raise ServerError(f"{name}: what its weights were before the push is unknown")
     if slept:  # the push may have died before the wake was complete
         await server.wake(["weights"])
     # nothing would show that an earlier push left a session open
@@ -351,10 +354,10 @@ async def release(
             if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
                 raise
     if digest and slept != DISCARDED:
-        found = (await weights_digest(server, timeout_s=timeout_s)).digest
-        if found != digest:
+        current = (await weights_digest(server, timeout_s=timeout_s)).digest
+        if current != digest:
             raise ServerError(
-                f"{name}: its weights are not what they were (digest {found}, before {digest})"
+                f"{name}: its weights are not what they were (digest {current}, before {digest})"
             )
     if label:
         await server.set_weight_version(label)

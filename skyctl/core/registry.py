@@ -53,7 +53,7 @@ class FleetRef:
 
     @property
     def attached(self) -> bool:
-        """Whether its servers are started and stopped by somebody else: it has no supervisor."""
+        """Whether its servers are not started and stopped by skyctl: it has no supervisor."""
         return self.loaded is not None and self.loaded.attached
 
 
@@ -92,13 +92,13 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
     try:
         parts = urlsplit(name)
     except ValueError as error:
-        raise UsageError(f"--fleet {name} is no URL: {error}", hint=_URL_HINT) from error
+        raise UsageError(f"--fleet {name} is not a URL: {error}", hint=_URL_HINT) from error
     if "@" in parts.netloc:
         raise UsageError(
             "--fleet takes no user or password", hint="give the token in a file: --token-file"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise UsageError(f"--fleet {name} is no supervisor's URL", hint=_URL_HINT)
+        raise UsageError(f"--fleet {name} is not the URL of a supervisor", hint=_URL_HINT)
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise UsageError(
             f"--fleet {name}: the token would cross the network unencrypted",
@@ -158,11 +158,11 @@ def remember(ref: FleetRef) -> None:
     ref.paths.prepare()
     kind = "attached" if ref.attached else "supervised"
     base_dir = str(ref.base_dir.resolve())  # links on the way to it may move while the fleet is up
-    known = _origin(ref.paths) | {"base_dir": base_dir, "kind": kind}
+    origin = _origin(ref.paths) | {"base_dir": base_dir, "kind": kind}
     if ref.file is not None:
-        known["file"] = str(ref.file.absolute())
+        origin["file"] = str(ref.file.absolute())
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
-    _copy(json.dumps(known).encode(), ref.paths.origin)
+    _copy(json.dumps(origin).encode(), ref.paths.origin)
 
 
 def base_dir_of(ref: FleetRef) -> Path:
@@ -215,32 +215,32 @@ def refuse_another_file(ref: FleetRef) -> None:
 
 def _choose(file: Path | None, name: str | None) -> Path | str:
     """The fleet file or the name of a known fleet."""
-    here = Path(DEFAULT_FILE)
+    default = Path(DEFAULT_FILE)
     if name is not None:
         if name in known_fleets():
             return name
-        for candidate in (file, here):
+        for candidate in (file, default):
             if candidate and candidate.exists() and _from_file(candidate).name == name:
                 return candidate
-        raise NotFoundError(f"there is no fleet named {name!r}", hint=_named_advice(name, here))
+        raise NotFoundError(f"there is no fleet named {name!r}", hint=_named_advice(name, default))
     if file is not None:
         return file
-    if here.exists():
-        return here
-    known = known_fleets()
-    running = [n for n in known if supervisor_running(fleet_paths(n))]
-    for names in (running, known):
+    if default.exists():
+        return default
+    fleets = known_fleets()
+    running = [n for n in fleets if supervisor_running(fleet_paths(n))]
+    for names in (running, fleets):
         if len(names) == 1:
             return names[0]
-    if known:
+    if fleets:
         raise UsageError(f"there is no {DEFAULT_FILE} here and several fleets", hint=_advice())
     raise NotFoundError(f"there is no {DEFAULT_FILE} here and no fleet", hint=_advice())
 
 
 def _advice() -> str:
-    known = known_fleets()
-    if known:
-        return f"name one with --fleet: {_listed(known)}; or give its file with -f"
+    fleets = known_fleets()
+    if fleets:
+        return f"name one with --fleet: {_listed(fleets)}; or give its file with -f"
     return "write a first fleet file with: skyctl init   (or give one with -f)"
 
 
@@ -253,26 +253,26 @@ def _listed(names: Sequence[str]) -> str:
             with contextlib.suppress(SkyctlError, OSError):
                 state = "attached: " if _from_name(name).attached else state
         states[state].append(name)
-    return "; ".join(state + ", ".join(found) for state, found in states.items() if found)
+    return "; ".join(state + ", ".join(fleets) for state, fleets in states.items() if fleets)
 
 
-def _named_advice(name: str, here: Path) -> str:
+def _named_advice(name: str, default: Path) -> str:
     """What to type instead of `--fleet name`."""
     if ":" in name:
         return f"a fleet of another machine is given by its supervisor's URL: https://{name}"
-    known = known_fleets()
-    if near := difflib.get_close_matches(name, known, n=1):
+    fleets = known_fleets()
+    if near := difflib.get_close_matches(name, fleets, n=1):
         return f"did you mean --fleet {near[0]}"
-    if known:
-        return f"this user's fleets: {_listed(known)}"
-    if here.exists():
-        return f"leave --fleet out: {here} is the fleet here"
+    if fleets:
+        return f"this user's fleets: {_listed(fleets)}"
+    if default.exists():
+        return f"leave --fleet out: {default} is the fleet here"
     return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"
 
 
 def _from_file(file: Path) -> FleetRef:
-    if (known := _up_from(file)) is not None:
-        return known
+    if (ref := _up_from(file)) is not None:
+        return ref
     from skyctl.fleetfile.load import load_fleet
 
     loaded = load_fleet(file)
@@ -291,8 +291,8 @@ def _up_from(file: Path) -> FleetRef | None:
         text = file.read_bytes()
         for name in known_fleets() if b"$" not in text else ():
             paths = fleet_paths(name)
-            known = _origin(paths)
-            if (known.get("file"), known.get("kind")) != (str(absolute), "supervised"):
+            origin = _origin(paths)
+            if (origin.get("file"), origin.get("kind")) != (str(absolute), "supervised"):
                 continue
             if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
                 return FleetRef(name, paths, None, absolute.parent, absolute)

@@ -26,14 +26,14 @@ class WeightsState:
 
 @dataclass(frozen=True)
 class KeptVersion:
-    """`current`: the fleet, or one of its servers, runs it. `there`: its copy exists."""
+    """`current`: the fleet, or one of its servers, runs it. `exists`: its copy does."""
 
     kept: KeptWeights
     current: bool
-    there: bool
+    exists: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.kept.to_json(), "current": self.current, "there": self.there}
+        return {**self.kept.to_json(), "current": self.current, "there": self.exists}
 
 
 @dataclass(frozen=True)

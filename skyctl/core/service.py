@@ -286,7 +286,7 @@ class FleetService:
         fleet over.
 
         Raises:
-            ConflictError: somebody else acts on the fleet; the message says who.
+            ConflictError: another command acts on the fleet; the message names it.
             StateUnwritable: the push cannot be put on record; nothing was touched.
         """
         from skyctl.push.tracing import current_traceparent
@@ -434,7 +434,7 @@ class FleetService:
         """Repair what can be; one report per server.
 
         Raises:
-            ConflictError: somebody else acts on the fleet.
+            ConflictError: another command acts on the fleet.
             DeadlineExceeded: it has not ended in time; a supervisor's goes on.
         """
         from skyctl.core.recovery import Recovered

@@ -132,7 +132,7 @@ BY_DOWN = "stopped by `skyctl down`"
 
 
 def ended_by_others(kind: str, how: str) -> SkyctlError:
-    """The error of an operation that somebody else ended: nothing failed, and no log says more."""
+    """The error of an operation that another command ended: nothing failed, no log says more."""
     return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
 
 
@@ -175,8 +175,8 @@ class FleetStatus:
     @property
     def fronts(self) -> dict[str, FrontStatus]:
         """The router and the Tinker API, as far as they exist, by name."""
-        found = {"router": self.router, "tinker": self.tinker}
-        return {name: front for name, front in found.items() if front is not None}
+        fronts = {"router": self.router, "tinker": self.tinker}
+        return {name: front for name, front in fronts.items() if front is not None}
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""
@@ -298,7 +298,7 @@ def _replica_reason(replica: ReplicaStatus, operation: str) -> Reason | None:
     if replica.state in INTENDED_STATES:
         foreign = foreign_version(replica.weight_version, replica.reported_version)
         if foreign and replica.state != "updating":
-            message = f"{replica.name} {foreign}: somebody else pushed to it"
+            message = f"{replica.name} {foreign}: a program other than skyctl pushed to it"
             hint = "compare: skyctl weights verify; or put it right: skyctl recover"
             return Reason(message, hint)
         return None

@@ -58,12 +58,12 @@ def timeline(events: Sequence[JobEvent]) -> Timeline:
     stages = _spans(
         ((e.data["stage"], e.at - began) for e in events if e.kind == "stage"), end_s=end_s
     )
-    said: dict[str, list[tuple[str, float]]] = {}
+    by_server: dict[str, list[tuple[str, float]]] = {}
     for event in events:
         if event.kind == "server":
-            moments = said.setdefault(event.data["server"], [])
+            moments = by_server.setdefault(event.data["server"], [])
             moments.append((event.data["state"], event.at - began))
-    servers = tuple(_server(name, moments, end_s) for name, moments in sorted(said.items()))
+    servers = tuple(_server(name, moments, end_s) for name, moments in sorted(by_server.items()))
     return Timeline(end_s, stages, servers)
 
 

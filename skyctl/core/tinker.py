@@ -56,8 +56,8 @@ class TinkerSettings:
 
 def longest(args: Mapping[str, Any]) -> int | None:
     """`max-model-len` of a server's arguments, if it is a number."""
-    found = (v for k, v in args.items() if k.lstrip("-").replace("_", "-") == "max-model-len")
-    return next((int(value) for value in found if str(value).isdigit()), None)
+    lengths = (v for k, v in args.items() if k.lstrip("-").replace("_", "-") == "max-model-len")
+    return next((int(value) for value in lengths if str(value).isdigit()), None)
 
 
 def context_of(model: str) -> int:
@@ -68,9 +68,9 @@ def context_of(model: str) -> int:
     """
     with suppress(OSError, ValueError):
         config = json.loads((Path(model) / "config.json").read_bytes())
-        found = config.get("text_config", config).get("max_position_embeddings")
-        if isinstance(found, int):
-            return found
+        length = config.get("text_config", config).get("max_position_embeddings")
+        if isinstance(length, int):
+            return length
     raise SkyctlError(
         f"how many tokens {model} takes is not known", hint="write max-model-len under `args:`"
     )

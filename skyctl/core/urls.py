@@ -211,8 +211,8 @@ def refused_rollouts(servers: Sequence[str], *, attached: bool = False) -> str:
     """The warning for SkyRL about servers started without its route; "" if there are none."""
     if not servers:
         return ""
-    wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
-    fix = f"write `{wanted}` under `args:` of the fleet file, then: skyctl up"
+    flags = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
+    fix = f"write `{flags}` under `args:` of the fleet file, then: skyctl up"
     if attached:
         fix = f"start them with: {' '.join(f'--{name}' for name in SKYRL_ARGS)}"
     refuse = "refuse" if len(servers) > 1 else "refuses"
@@ -223,10 +223,10 @@ def refused_rollouts(servers: Sequence[str], *, attached: bool = False) -> str:
 
 def notes(name: str, urls: FleetUrls) -> list[str]:
     """What to know before using a format's output."""
-    found = [_NOTES[name]] if name in _NOTES else []
+    lines = [_NOTES[name]] if name in _NOTES else []
     if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
-        found.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
-    return found
+        lines.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
+    return lines
 
 
 def _variable(urls: FleetUrls) -> str | None:

@@ -27,7 +27,7 @@ _ENDED = "verbs_ended"  # how many have; a pause and a resume may be under way a
 
 
 async def run(
-    asked: Control,
+    request: Control,
     targets: Sequence[ServerTarget],
     *,
     client: ControlClient,
@@ -46,57 +46,57 @@ async def run(
             have to wake them.
         StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
     """
-    if isinstance(asked, Resume | Wake):
+    if isinstance(request, Resume | Wake):
         state.require_read()
-    timeout_s = asked.timeout_s or timeout_s
-    known = {row.name: row for row in state.servers()}
-    rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
-    if isinstance(asked, Resume | Wake):
+    timeout_s = request.timeout_s or timeout_s
+    recorded = {row.name: row for row in state.servers()}
+    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
+    if isinstance(request, Resume | Wake):
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
-    if isinstance(asked, Wake):
-        _refuse_discarded(rows.values(), asked.tags, device)
+    if isinstance(request, Wake):
+        _refuse_discarded(rows.values(), request.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
-    if isinstance(asked, Sleep) and device != "cpu":
+    if isinstance(request, Sleep) and device != "cpu":
         _refuse_empty([rows[name] for name in partly])
     doubted, before = in_doubt(state), _ended(state)
     skipped = {
-        name: why
+        name: reason
         for name, row in rows.items()
-        if (why := pointless(asked, row, in_doubt=name in doubted))
+        if (reason := pointless(request, row, in_doubt=name in doubted))
     }
     called = [target for target in targets if target.name not in skipped]
-    outcomes = await _call(asked, called, client, timeout_s, device, partly)
+    outcomes = await _call(request, called, client, timeout_s, device, partly)
     woken, behind = [], {}
-    if isinstance(asked, Wake):
+    if isinstance(request, Wake):
         names = {o.server for o in outcomes if o.ok and o.value is not False}
         woken = [target for target in called if target.name in names]
         behind = await _quarantined_behind(woken, state, client, timeout_s)
     with state.transaction():
         number = count(state)
-        meanwhile = number != before + 1 and isinstance(asked, Pause | Resume)
-        changes = {o.server: _changes(asked, o, rows[o.server]) for o in outcomes if o.ok}
+        meanwhile = number != before + 1 and isinstance(request, Pause | Resume)
+        changes = {o.server: _changes(request, o, rows[o.server]) for o in outcomes if o.ok}
         if meanwhile:
             # what another verb recorded meanwhile stays, unless the server says otherwise
             now = {row.name: row.paused for row in state.servers()}
             changes = {
-                name: one
-                for name, one in changes.items()
+                name: change
+                for name, change in changes.items()
                 if now.get(name, False) == rows[name].paused
             }
         state.update_servers(changes)
         if called:
-            state.add_event(*_event(asked, [_held_back(one, behind) for one in outcomes]))
+            state.add_event(*_event(request, [_held_back(outcome, behind) for outcome in outcomes]))
     if meanwhile:
-        outcomes = await _taken_last(asked, outcomes, state, called, client, number)
+        outcomes = await _taken_last(request, outcomes, state, called, client, number)
     # read again: another terminal may have resumed it meanwhile
-    meant = {row.name for row in state.servers() if row.paused} if woken else ()
-    if pause := [target for target in woken if target.name in meant]:
+    still_paused = {row.name for row in state.servers() if row.paused} if woken else ()
+    if pause := [target for target in woken if target.name in still_paused]:
         await actions.pause(client, pause, mode="keep", timeout_s=timeout_s)
-    found = {
-        o.server: _held_back(_with_context(asked, o, rows[o.server]), behind) for o in outcomes
+    reported = {
+        o.server: _held_back(_with_context(request, o, rows[o.server]), behind) for o in outcomes
     }
     return tuple(
-        found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
+        reported.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     )
 
@@ -113,21 +113,21 @@ def _ended(state: FleetState) -> int:
 
 
 async def _call(
-    asked: Control,
+    request: Control,
     targets: Sequence[ServerTarget],
     client: ControlClient,
     timeout_s: float,
     device: str,
     partly: Collection[str],
 ) -> Sequence[Outcome[Any]]:
-    match asked:
+    match request:
         case Pause():
             return await actions.pause(
                 client,
                 targets,
-                mode=asked.mode,
-                clear_cache=asked.clear_cache,
-                keep_partial=asked.keep_partial,
+                mode=request.mode,
+                clear_cache=request.clear_cache,
+                keep_partial=request.keep_partial,
                 timeout_s=timeout_s,
             )
         case Sleep(level=level):
@@ -140,7 +140,7 @@ async def _call(
 
 
 async def _taken_last(
-    asked: Control,
+    request: Control,
     outcomes: Sequence[Outcome[Any]],
     state: FleetState,
     targets: Sequence[ServerTarget],
@@ -148,23 +148,23 @@ async def _taken_last(
     number: int,
 ) -> Sequence[Outcome[Any]]:
     """Another pause or resume ended meanwhile: record which one each server says it took last."""
-    meant, timeout_s = isinstance(asked, Pause), actions.READ_BACK_TIMEOUT_S
+    pausing, timeout_s = isinstance(request, Pause), actions.READ_BACK_TIMEOUT_S
 
     async def ask(target: ServerTarget) -> bool:
         return await engines.server(client, target, timeout_s=timeout_s).is_paused()
 
     done = {outcome.server for outcome in outcomes if outcome.ok}
-    found = await fan_out([t for t in targets if t.name in done], ask, timeout_s=timeout_s)
-    paused = {one.server: bool(one.value) for one in found if one.ok}
+    answers = await fan_out([t for t in targets if t.name in done], ask, timeout_s=timeout_s)
+    paused = {answer.server: bool(answer.value) for answer in answers if answer.ok}
     with state.transaction():
         if _ended(state) == number:  # a verb that ended after this one asked later
             state.update_servers({name: {"paused": now} for name, now in paused.items()})
-    why = f"{'resumed' if meant else 'paused'} by another command meanwhile"
+    reason = f"{'resumed' if pausing else 'paused'} by another command meanwhile"
     return [
-        replace(one, status=OutcomeStatus.FAILED, detail=why)
-        if paused.get(one.server, meant) != meant
-        else one
-        for one in outcomes
+        replace(outcome, status=OutcomeStatus.FAILED, detail=reason)
+        if paused.get(outcome.server, pausing) != pausing
+        else outcome
+        for outcome in outcomes
     ]
 
 
@@ -182,7 +182,7 @@ async def _put_sleep_on_record(
 
     unknown = [target for target in targets if not rows[target.name].sleep_level]
     outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
-    asleep = {one.server: one.value for one in outcomes if one.value}
+    asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
     return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
 
 
@@ -196,55 +196,59 @@ async def _quarantined_behind(
 
     behind = [target for target in woken if not is_current(state, target.name)]
     failed = {
-        one.server: f"not given the fleet's adapters: {one.detail}"
-        for one in await catch_up(state, client, behind, timeout_s)
-        if not one.ok
+        outcome.server: f"not given the fleet's adapters: {outcome.detail}"
+        for outcome in await catch_up(state, client, behind, timeout_s)
+        if not outcome.ok
     }
     state.update_servers(
-        {name: {"quarantine": f"{why}; type: skyctl recover"} for name, why in failed.items()}
+        {name: {"quarantine": f"{reason}; type: skyctl recover"} for name, reason in failed.items()}
     )
     return failed
 
 
 def _held_back(outcome: Outcome[Any], behind: Mapping[str, str]) -> Outcome[Any]:
     """The outcome, failed for a server that woke `behind` the fleet's adapters."""
-    if (why := behind.get(outcome.server)) is None:
+    if (reason := behind.get(outcome.server)) is None:
         return outcome
-    return replace(outcome, status=OutcomeStatus.FAILED, detail=f"awake, but quarantined: {why}")
+    return replace(outcome, status=OutcomeStatus.FAILED, detail=f"awake, but quarantined: {reason}")
 
 
-def _event(asked: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str]:
+def _event(request: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str]:
     """Subject and message of the line of history: `pause (mode keep): 2 of 2 servers`."""
-    said, ok = asked.describe(), sum(outcome.ok for outcome in outcomes)
+    description, ok = request.describe(), sum(outcome.ok for outcome in outcomes)
     if len(outcomes) == 1:
-        return outcomes[0].server, said if ok else f"{said} failed: {outcomes[0].detail}"
-    return "fleet", f"{said}: {ok} of {count_of(len(outcomes), 'server')}"
+        return outcomes[
+            0
+        ].server, description if ok else f"{description} failed: {outcomes[0].detail}"
+    return "fleet", f"{description}: {ok} of {count_of(len(outcomes), 'server')}"
 
 
-def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
+def pointless(request: Control, row: ServerRow, *, in_doubt: bool) -> str:
     """Why this server is skipped, or "". What a dead push left is not thawed by hand: waking thaws
     as well, unless only the weights of a sleeping server are woken; and so does putting one to
     sleep whose weights are awake.
     """
-    weights_alone = bool(row.sleep_level) and isinstance(asked, Wake) and asked.tags == ("weights",)
-    wakes_first = isinstance(asked, Sleep) and row.weights_awake
-    thaws = (isinstance(asked, Resume | Wake) and not weights_alone) or wakes_first
+    weights_alone = (
+        bool(row.sleep_level) and isinstance(request, Wake) and request.tags == ("weights",)
+    )
+    wakes_first = isinstance(request, Sleep) and row.weights_awake
+    thaws = (isinstance(request, Resume | Wake) and not weights_alone) or wakes_first
     if thaws and (row.quarantine or in_doubt):
-        why = row.quarantine or "it may hold parts of two checkpoints"
-        return f"quarantined: {why}; type: skyctl recover"
-    if isinstance(asked, Pause | Resume) and row.sleep_level:
+        reason = row.quarantine or "it may hold parts of two checkpoints"
+        return f"quarantined: {reason}; type: skyctl recover"
+    if isinstance(request, Pause | Resume) and row.sleep_level:
         return "asleep; type: skyctl wake"
     return ""
 
 
-def _with_context(asked: Control, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
+def _with_context(request: Control, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
     """The outcome, with what may surprise: it changed nothing, or not what one might expect."""
     more = ""
-    if isinstance(asked, Resume) and not before.paused:
+    if isinstance(request, Resume) and not before.paused:
         more = "skyctl had not paused it"
-    elif isinstance(asked, Wake) and not before.sleep_level:
+    elif isinstance(request, Wake) and not before.sleep_level:
         more = "it was not asleep"
-    elif isinstance(asked, Wake) and before.paused and outcome.value is not False:
+    elif isinstance(request, Wake) and before.paused and outcome.value is not False:
         more = "paused as before; type: skyctl resume"
     if not outcome.ok or not more:
         return outcome
@@ -273,13 +277,13 @@ def _refuse_empty(awake: Sequence[ServerRow]) -> None:
         )
 
 
-def _changes(asked: Control, outcome: Outcome[Any], before: ServerRow) -> dict[str, Any]:
+def _changes(request: Control, outcome: Outcome[Any], before: ServerRow) -> dict[str, Any]:
     """The intended state of a server from now on, as fields of its row."""
-    match asked:
+    match request:
         case Pause() | Resume():
-            return {"paused": isinstance(asked, Pause)}
+            return {"paused": isinstance(request, Pause)}
         case Sleep():  # a sleeping server ignores it: what it has discarded stays discarded
-            level = max(asked.level, before.sleep_level)
+            level = max(request.level, before.sleep_level)
             return {"sleep_level": level, "weights_awake": False}
         case Wake(tags=tags) if outcome.value is False:  # partly awake
             return {"weights_awake": True} if "weights" in tags else {}

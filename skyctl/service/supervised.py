@@ -164,11 +164,11 @@ class SupervisedFleet(RemoteFleet):
         def report(finding: Finding) -> Recovered:
             """Of a server that recovery itself had nothing to do about: was taking over enough?"""
             if finding.action == "nothing":
-                return Recovered(finding.server, finding.found, "nothing", True, finding.detail)
+                return Recovered(finding.server, finding.condition, "nothing", True, finding.detail)
             now = after.get(finding.server)
             ok = now is None or now.action == "nothing"
             detail = "" if now is None or ok else now.detail
-            return Recovered(finding.server, finding.found, finding.action, ok, detail, seconds)
+            return Recovered(finding.server, finding.condition, finding.action, ok, detail, seconds)
 
         return tuple(done.get(finding.server) or report(finding) for finding in before)
 

@@ -105,7 +105,7 @@ class UnsupervisedFleet(RecordedFleet):
                 continue
             doubted, intended = doubts.get(row.name), state.server(row.name)
             finding = judge(seen[row.name], intended, doubted, state.weights(), ours=True)
-            if finding.found == "healthy":
+            if finding.condition == "healthy":
                 detail = "it serves, and no supervisor watches it"
                 finding = Finding(row.name, "unsupervised", detail, "adopt")
             findings.append(finding)

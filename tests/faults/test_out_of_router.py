@@ -137,7 +137,7 @@ async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the
         assert "the checkpoint before was pushed back" in job.error["message"]
         assert supervisor.state.weights().version is None
         assert [row.weight_version for row in supervisor.state.servers()] == [None, None]
-        assert [found.found for found in await supervisor.findings()] == ["healthy", "healthy"]
+        assert [found.condition for found in await supervisor.findings()] == ["healthy", "healthy"]
 
 
 async def test_servers_without_a_version_to_go_back_to_are_restarted(

@@ -309,7 +309,7 @@ class World:
 
         findings = await self._find(ref)
         for one in findings:
-            self.tell(f"finds {one.server} {one.found} ({one.detail}): {one.action}")
+            self.tell(f"finds {one.server} {one.condition} ({one.detail}): {one.action}")
         if all(one.action == "nothing" for one in findings):
             return ()
         done = await self._fleet(recover, ref)

@@ -18,6 +18,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "api",
     "checkpoints",
     "cli",
+    "core",
     "doctor",
     "fleetfile",
     "generate",

@@ -37,7 +37,7 @@ async def test_a_given_name_that_moves_takes_no_record_along(
     async with servers.fleet({"command": "cat servers.txt"}) as fleet:
         await break_off(servers, fleet, 0, "a")
         listing.write_text(f"a {second}\nb {first}\n")
-        found = {row.server: row.found for row in await fleet.findings()}
+        found = {row.server: row.condition for row in await fleet.findings()}
         assert found == {"a": "healthy", "b": "half-updated"}  # before names are on record
         outcomes = {row.server: row.status for row in await fleet.resume()}
         assert outcomes == {"a": "ok", "b": "skipped"}

@@ -168,7 +168,7 @@ async def test_servers_of_a_late_trainer_serve_nobody_until_it_has_left(
 
 
 async def test_what_is_asked_of_a_healthy_fleet(fleet: FleetService, tmp_path: Path) -> None:
-    assert [(one.server, one.found) for one in await fleet.findings()] == [
+    assert [(one.server, one.condition) for one in await fleet.findings()] == [
         (name, "healthy") for name in NAMES
     ]
     assert [(one.server, one.action, one.ok) for one in await fleet.recover()] == [

@@ -242,8 +242,8 @@ def test_a_url_names_a_fleet_of_another_machine(
     assert find(None, "http://127.0.0.1:7420").name == "http://127.0.0.1:7420"
     for wrong, match in (
         ("http://gpu7:7420", "unencrypted"),
-        ("ftp://gpu7", "no supervisor's URL"),
-        ("https://gpu7/x", "no supervisor's URL"),
+        ("ftp://gpu7", "not the URL of a supervisor"),
+        ("https://gpu7/x", "not the URL of a supervisor"),
     ):
         with pytest.raises(UsageError, match=match):
             find(None, wrong)

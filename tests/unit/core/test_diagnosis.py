@@ -30,7 +30,7 @@ def found(
     ours: bool = True,
 ) -> tuple[str, str]:
     finding = judge(seen, row or ServerRow("a"), doubt, weights, ours=ours)
-    return finding.found, finding.action
+    return finding.condition, finding.action
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
 
 def test_a_pause_of_somebody_elses_is_no_fault() -> None:
     finding = judge(Observed("a", paused=True), ServerRow("a"), None, BASE, ours=True)
-    assert (finding.found, finding.action) == ("healthy", "nothing")
+    assert (finding.condition, finding.action) == ("healthy", "nothing")
     assert "skyctl resume" in finding.detail
 
 
@@ -156,7 +156,7 @@ async def test_a_version_that_cannot_be_read_is_not_taken_for_no_version(
     async with ControlClient(transport=transport) as client:
         [seen] = await observe(client, transport.targets)
     finding = judge(seen, row, None, weights, ours=False)
-    assert (finding.found, finding.action) == (
+    assert (finding.condition, finding.action) == (
         expected,
         "quarantine" if expected == "stuck" else "nothing",
     )

@@ -14,11 +14,11 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.diagnosis import Finding
 from skyctl.core.recovery import (
     Recovered,
+    clear,
     interrupted_request,
     needed,
     published,
     recover,
-    settle,
 )
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
@@ -60,7 +60,7 @@ class Actions:
             self.state.journal.end(job.id, "failed", error={"message": self.push_error})
         else:
             for name in in_doubt(self.state):
-                settle(self.state, name)
+                clear(self.state, name)
             self.state.journal.end(job.id, "succeeded")
         return self.state.journal.job(job.id)
 

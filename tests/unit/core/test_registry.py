@@ -222,7 +222,7 @@ def test_variables_are_not_expanded_in_the_copy(
 
 
 def test_a_fleets_url_that_cannot_be_parsed_is_a_wrong_argument() -> None:
-    with pytest.raises(UsageError, match="is no URL"):
+    with pytest.raises(UsageError, match="is not a URL"):
         find(None, "https://[::1")
 
 

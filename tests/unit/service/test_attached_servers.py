@@ -91,7 +91,7 @@ async def test_an_edited_list_gives_no_server_the_record_of_another(
         assert list(status) == [row.server for row in await fleet.pause(PAUSE)]
         assert status[broken] == "quarantined"
         await fleet.wake(Wake())
-        found = {row.server: row.found for row in await fleet.findings()}
+        found = {row.server: row.condition for row in await fleet.findings()}
         assert found[broken] == "half-updated"
         await fleet.recover()
         await fleet.resume()
@@ -109,7 +109,7 @@ async def test_a_server_that_appears_frozen_while_one_is_in_doubt_is_not_thawed(
             servers.stubs[1].engine.asleep, servers.stubs[1].engine.sleep_level = {"weights"}, 1
     respelled = [servers.urls[0], servers.other(1, "127.0.0.1")]
     async with servers.fleet(respelled) as fleet:
-        found = {row.server: row.found for row in await fleet.findings()}
+        found = {row.server: row.condition for row in await fleet.findings()}
         assert found["far-2"] == "half-updated"  # also before it is on record
         await fleet.pause(PAUSE)  # does not make it one that skyctl has paused
         for verb in (fleet.resume, fleet.wake):
