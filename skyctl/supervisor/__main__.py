@@ -24,10 +24,10 @@ def main() -> int:
         await serve(fleet_paths(options.fleet))
         # as `asyncio.run` would, but for threads: one may hang in a read, of a file system that is
         # gone
-        if left := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in left:
+        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait(left, timeout=_TASKS_END_S)
+            await asyncio.wait(tasks, timeout=_TASKS_END_S)
         os._exit(0)
 
     parser = argparse.ArgumentParser(prog="python -m skyctl.supervisor")

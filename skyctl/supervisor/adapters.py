@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from skyctl.supervisor.replica import Replica
 
 
-async def change_all(running: RunningFleet, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+async def change_all(running: RunningFleet, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
     """Load or unload on every server, in a turn."""
     fleet = _fleet(running, running.require_plan())
-    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
-        return await change.change_all(fleet, asked)
+    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {request.name}"):
+        return await change.change_all(fleet, request)
 
 
 async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
-    """Record the fleet file's adapters that nobody has loaded or changed: servers that start load
+    """Record the fleet file's adapters that were not loaded or changed yet: servers that start load
     them before they are routed to, those that are up load them now. Files lost in a reboot are
     copied again, if their source is still there.
 
@@ -40,12 +40,12 @@ async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
         store.forget(running.state)  # starting servers would wait for what they cannot load
         return
     fleet = _fleet(running, plan)
-    for one in store.served(running.state).values():
-        if not await asyncio.to_thread(Path(one.path).exists):
+    for adapter in store.served(running.state).values():
+        if not await asyncio.to_thread(Path(adapter.path).exists):
             try:
-                await change.restore(fleet, one)
+                await change.restore(fleet, adapter)
             except SkyctlError as error:
-                running.state.add_event("adapters", f"{one.served_as} is lost: {error.message}")
+                running.state.add_event("adapters", f"{adapter.served_as} is lost: {error.message}")
     for name, path in plan.config.lora.adapters.items():
         if name not in store.served(running.state):
             directory = resolve_relative(path, plan.base_dir)
@@ -66,12 +66,12 @@ async def admit(running: RunningFleet, replica: Replica) -> None:
             outcomes = await committed.catch_up(
                 running.state, running.client, [replica.target], fleet.timeout_s
             )
-        why = "" if outcomes[0].ok else outcomes[0].detail
+        reason = "" if outcomes[0].ok else outcomes[0].detail
     except SkyctlError as error:
-        why = error.message
-    if why:
+        reason = error.message
+    if reason:
         hint = f"skyctl restart {replica.name}"
-        replica.update_row(quarantine=f"not given the fleet's adapters: {why}; type: {hint}")
+        replica.update_row(quarantine=f"not given the fleet's adapters: {reason}; type: {hint}")
 
 
 def is_current(running: RunningFleet, replica: Replica) -> bool:
@@ -81,7 +81,7 @@ def is_current(running: RunningFleet, replica: Replica) -> bool:
 
 
 async def retire(running: RunningFleet) -> None:
-    """Remove the files of versions that nobody uses any more."""
+    """Remove the files of versions that no server uses any more."""
     if running.plan is not None and running.plan.config.lora is not None:
         await committed.retire(_fleet(running, running.plan))
 

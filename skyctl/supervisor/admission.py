@@ -115,22 +115,22 @@ def started_with(plan: FleetPlan) -> str | None:
     reads.
     """
     directory = locate(plan.base)
-    found = directory is not None and any(directory.glob("*.safetensors"))
-    return plan.base if found else None
+    has_shards = directory is not None and any(directory.glob("*.safetensors"))
+    return plan.base if has_shards else None
 
 
 def record_files(state: FleetState, plan: FleetPlan) -> None:
     """Put on record what the models of a plan are now, before servers are started with them. What
     is on record stays while the fleet is up; what was not here then is added.
     """
-    known, bases = base_weights(state), {}
+    recorded, bases = base_weights(state), {}
     for spec in plan.servers:
         if spec.base:
-            base = known.get(spec.base_as_written, BaseWeights())
+            base = recorded.get(spec.base_as_written, BaseWeights())
             missing = not base.files.shards and not base.files.settings
             files = files_of(spec.base) if missing else base.files
             bases[spec.base_as_written] = replace(base, files=files)
-    if bases != known:
+    if bases != recorded:
         record_base(state, bases)
 
 
@@ -148,7 +148,7 @@ async def compare_with_base(
     base = base_weights(state).get(model, BaseWeights())
     place = f"{engine} {arrangement_of(digest)}"
     problem = other_settings(base, launched)
-    instead = "begin anew with what they are now: skyctl down, then skyctl up"
+    instead = "begin again with what they are now: skyctl down, then skyctl up"
     settings_differ = bool(problem)
     if began and not settings_differ:
         problem = other_weights(base, launched, place, digest)
@@ -184,14 +184,14 @@ async def _digest_at_start(
         return "", ""  # nothing moves its weights, and it need not have workers to ask
     server = engines.server(client, replica.target, timeout_s=plan.config.control_timeout_s)
     try:
-        found = await weights_digest(server, timeout_s=transfer.update_timeout_s)
+        weights = await weights_digest(server, timeout_s=transfer.update_timeout_s)
         version = await server.version()
     except ServerError as error:
-        _LOG.warning("%s: its weights were not looked at: %s", replica.name, error.message)
+        _LOG.warning("%s: its weights were not checked: %s", replica.name, error.message)
         return "", ""
-    if found.how and plan.device == "cpu":  # vLLM's checksums of linear layers are of nothing there
+    if weights.how and plan.device == "cpu":  # checksums of linear layers are of nothing there
         return "", ""
-    return f"{version}+{arguments_of(replica.spec)}", found.digest
+    return f"{version}+{arguments_of(replica.spec)}", weights.digest
 
 
 async def bring_to_weights(
@@ -280,8 +280,8 @@ async def refresh_all(
     All states change at once: between the first server seen paused and the last, the router would
     send everything to those not yet seen.
     """
-    asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
-    answers = await asyncio.gather(*asked, return_exceptions=True)
+    probes = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
+    answers = await asyncio.gather(*probes, return_exceptions=True)
     failed = {}
     for replica, paused in zip(replicas, answers, strict=True):
         if isinstance(paused, bool):

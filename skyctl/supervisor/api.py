@@ -35,7 +35,7 @@ from skyctl.supervisor.wire import (
     PROTOCOL,
     VERSION_HEADER,
     adapter,
-    spoken,
+    own_version,
     stamp,
     version_mismatch,
 )
@@ -63,7 +63,7 @@ def make_app(
 ) -> Starlette:
     """The API of one fleet, with the verbs of `offered`, for callers with the `token`."""
     verbs = requests(offered)
-    headers = {VERSION_HEADER: f"{spoken()}/{stamp()}"}
+    headers = {VERSION_HEADER: f"{own_version()}/{stamp()}"}
 
     async def endpoint(request: Request) -> Response:
         caller.set(unquote(request.headers.get(CALLER_HEADER, ""))[:_CALLER_LENGTH])
@@ -74,7 +74,7 @@ def make_app(
             verb = request.path_params["verb"]
             if verb not in verbs:
                 raise NotFoundError(f"there is no verb {verb!r}")
-            arguments = _asked(verb, verbs[verb], await request.body())
+            arguments = _arguments(verb, verbs[verb], await request.body())
             content, status = to_json(await getattr(fleet, verb)(*arguments)), 200
         except SkyctlError as error:
             shown = {**error.to_json(), "details": error.details}
@@ -112,29 +112,29 @@ def _refuse_others(request: Request) -> None:
     """Raise VersionMismatch for a command that speaks another protocol, before anything is done."""
     theirs = request.headers.get(VERSION_HEADER, "")
     if theirs and theirs.partition("/")[2] != str(PROTOCOL):
-        raise version_mismatch(spoken(), theirs)
+        raise version_mismatch(own_version(), theirs)
 
 
-def _asked(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
+def _arguments(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
     """The verb's arguments. Raises UsageError for what no skyctl of this protocol sends."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{verb}: not JSON") from error
-    known = {field.name for field in fields(kind)} if kind is not None else set()
-    if not isinstance(sent, dict) or not sent.keys() <= known:
-        raise UsageError(f"{verb}: a request has only: {', '.join(sorted(known)) or 'nothing'}")
+    accepted = {field.name for field in fields(kind)} if kind is not None else set()
+    if not isinstance(sent, dict) or not sent.keys() <= accepted:
+        raise UsageError(f"{verb}: a request has only: {', '.join(sorted(accepted)) or 'nothing'}")
     if kind is None:
         return ()
     try:
-        asked: Any = adapter(kind).validate_json(body or b"{}")
+        request: Any = adapter(kind).validate_json(body or b"{}")
     except ValidationError as error:
         # where and why, but nothing of what was sent: a plan may hold secrets
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{verb}: {where}: {first['msg']}") from None
-    for name, value in vars(asked).items():
+    for name, value in vars(request).items():
         # NaN defeats every limit, and SQLite's integers have 64 bits
         if isinstance(value, int | float) and not abs(value) < 2**63:
             raise UsageError(f"{verb}: {name}: a number without bounds")
-    return (asked,)
+    return (request,)

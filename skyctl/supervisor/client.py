@@ -34,8 +34,8 @@ from skyctl.store.stopped import is_stopped
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
     VERSION_HEADER,
+    own_version,
     reader,
-    spoken,
     stamp,
     version_mismatch,
 )
@@ -54,7 +54,7 @@ _CONNECT_S = 5.0
 
 
 class RemoteFleet(FleetService):
-    """One fleet. Every call raises FleetDownError when nobody answers."""
+    """One fleet. Every call raises FleetDownError when no supervisor answers."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RemoteFleet(FleetService):
         self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
     ) -> T:
         headers = {
-            VERSION_HEADER: spoken(),
+            VERSION_HEADER: own_version(),
             CALLER_HEADER: quote(own_command()),
             "content-type": "application/json",
             **self._headers,
@@ -105,15 +105,15 @@ class RemoteFleet(FleetService):
         if not answer.is_success:
             raise _error(answer)
         try:
-            found = read(answer.body)
+            decoded = read(answer.body)
         except ValueError as error:
             theirs = answer.headers.get(VERSION_HEADER, "")
-            if theirs and theirs != f"{spoken()}/{stamp()}":
-                raise version_mismatch(theirs, spoken()) from error
+            if theirs and theirs != f"{own_version()}/{stamp()}":
+                raise version_mismatch(theirs, own_version()) from error
             raise ServerError(
                 f"the supervisor answered {answer.text[:100]!r}", hint=LOOK
             ) from error
-        return found
+        return decoded
 
     async def _answer(self, request: Request, patience_s: float) -> Answer:
         """The answer of the supervisor.
@@ -173,13 +173,13 @@ class NetworkFleet(RemoteFleet):
         return await super().load_adapter(request)
 
     async def job_changes(self, request: JobQuery) -> JobChanges:
-        """A push's error says on which machine the checkpoint was looked for."""
-        found = await super().job_changes(request)
-        error = found.job.error
+        """A push's error says on which machine the checkpoint was sought."""
+        changes = await super().job_changes(request)
+        error = changes.job.error
         if error is None or error.get("kind") != "NotFoundError":
-            return found
-        hint = f"it was looked for on {self.host}, where paths of a push are"
-        return replace(found, job=replace(found.job, error={**error, "hint": hint}))
+            return changes
+        hint = f"it was sought on {self.host}, where paths of a push are"
+        return replace(changes, job=replace(changes.job, error={**error, "hint": hint}))
 
     async def staging(self) -> Staging:
         raise UsageError(
@@ -250,8 +250,8 @@ def _error(answer: Answer) -> SkyctlError:
         )
     except (ValueError, LookupError, TypeError, RecursionError):
         theirs = answer.headers.get(VERSION_HEADER, "")
-        if theirs != f"{spoken()}/{stamp()}":
-            return version_mismatch(theirs, spoken())
+        if theirs != f"{own_version()}/{stamp()}":
+            return version_mismatch(theirs, own_version())
         return ServerError(
             f"the supervisor answered {answer.status}", status=answer.status, hint=LOOK
         )

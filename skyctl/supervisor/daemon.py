@@ -86,9 +86,9 @@ async def ensure_running(paths: FleetPaths) -> bool:
         while not await _answers(client):
             ended = child.poll() is not None and not supervisor_running(paths)
             if ended or time.monotonic() > deadline:
-                why = why_it_died(paths.supervisor_log) or "it does not answer"
+                reason = why_it_died(paths.supervisor_log) or "it does not answer"
                 raise SkyctlError(
-                    f"the supervisor of fleet {paths.name} did not start: {why}",
+                    f"the supervisor of fleet {paths.name} did not start: {reason}",
                     hint=f"its log is {paths.supervisor_log}",
                 )
             await asyncio.sleep(0.05)
@@ -128,10 +128,10 @@ def load_everything() -> None:
     """
     for package in _PACKAGES:
         path = importlib.import_module(package).__path__
-        for found in pkgutil.walk_packages(path, f"{package}."):
-            elsewhere = any(part in found.name for part in _ELSEWHERE)
-            if not elsewhere and not found.name.endswith("__main__"):
-                importlib.import_module(found.name)
+        for module in pkgutil.walk_packages(path, f"{package}."):
+            elsewhere = any(part in module.name for part in _ELSEWHERE)
+            if not elsewhere and not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
 
 
 async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
@@ -155,10 +155,10 @@ async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
 def _bound(paths: FleetPaths) -> tuple[int, int] | None:
     """Tells a supervisor's socket from that of the next."""
     try:
-        found = paths.socket.stat()
+        status = paths.socket.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_ctime_ns
+    return status.st_ino, status.st_ctime_ns
 
 
 def become_subreaper() -> None:
@@ -216,7 +216,7 @@ async def _end_without_plan(supervisor: Supervisor) -> None:
     """End a supervisor that is given no plan: as long as it lives, no other can take its place."""
     await asyncio.sleep(_UNPLANNED_S)
     if supervisor.plan is None:
-        _log("nobody said what to run")
+        _log("no command said what to run")
         supervisor.finished.set()
 
 

@@ -150,12 +150,12 @@ class RunningFleet(RecordedFleet):
             self.tinker.wake()
 
     def changed(self) -> None:
-        """Some replica's state changed: all are looked at soon, once for any number of changes."""
+        """Some replica's state changed: all are checked soon, once for any number of changes."""
         if not self._looking:
             self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
+            asyncio.get_running_loop().call_soon(self._note_states)
 
-    def _look(self) -> None:
+    def _note_states(self) -> None:
         self._looking = False
         for replica in self.replicas.values():
             replica.note_state()
@@ -164,28 +164,30 @@ class RunningFleet(RecordedFleet):
         self.wake_tinker()
 
 
-def _runs(one: Replica | Front | None) -> str | None:
+def _runs(child: Replica | Front | None) -> str | None:
     """The hash of what runs; None if nothing does."""
-    return None if one is None or one.phase in GIVEN_UP else one.running_hash
+    return None if child is None or child.phase in GIVEN_UP else child.running_hash
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     """The fleet as its supervisor sees it now. Servers that are up are asked at once, for at most
     `ASK_TIMEOUT_S` seconds.
 
-    Unless `fresh`, a pause that somebody else made shows only with the next health probe.
+    Unless `fresh`, a pause by another client shows only with the next health probe.
     """
     replicas = list(running.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
-    looked_at = [replica for replica in up if fresh and not replica.update_state]
+    polled = [replica for replica in up if fresh and not replica.update_state]
     metrics, versions, failed = await asyncio.gather(
         _answers(running, up, lambda server: server.metrics()),
-        _answers(running, looked_at, lambda server: server.weight_version()),
-        refresh_all(looked_at, running.client, ASK_TIMEOUT_S),
+        _answers(running, polled, lambda server: server.weight_version()),
+        refresh_all(polled, running.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(running, one, metrics.get(one.name), versions.get(one.name), failed)
-        for one in replicas
+        _replica_row(
+            running, replica, metrics.get(replica.name), versions.get(replica.name), failed
+        )
+        for replica in replicas
     )
     router = tinker = None
     if running.router is not None:
@@ -222,7 +224,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         operation=running.operation,
         job=running.push_job.id if running.push_job else None,
         rollout=_rollout(running),
-        adapters=tuple(one.served_as for one in served(running.state).values()),
+        adapters=tuple(adapter.served_as for adapter in served(running.state).values()),
         tinker=tinker,
     )
 
@@ -232,24 +234,24 @@ def _rollout(running: RunningFleet) -> str | None:
     job = running.push_job
     if job is None or not job.request.get("rolling"):
         return None
-    told = running.state.journal.job(job.id).servers
-    done = sum(PushState(server["state"]).complete for server in told.values())
+    states = running.state.journal.job(job.id).servers
+    done = sum(PushState(server["state"]).complete for server in states.values())
     return f"{job.id}: {done} of {count_of(len(running.replicas), 'server')} updated"
 
 
 async def _answers(
-    running: RunningFleet, asked: Sequence[Replica], question: Callable[[Server], Awaitable[T]]
+    running: RunningFleet, replicas: Sequence[Replica], question: Callable[[Server], Awaitable[T]]
 ) -> dict[str, T]:
     """What these servers answer, by name; those that do not are left out."""
 
     async def ask(replica: Replica) -> None:
         server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
         with contextlib.suppress(SkyctlError):
-            found[replica.name] = await question(server)
+            answers[replica.name] = await question(server)
 
-    found: dict[str, T] = {}
-    await asyncio.gather(*map(ask, asked))
-    return found
+    answers: dict[str, T] = {}
+    await asyncio.gather(*map(ask, replicas))
+    return answers
 
 
 def _replica_row(

@@ -37,16 +37,16 @@ async def find(running: RunningFleet) -> list[Finding]:
     """Diagnose each replica; those that are up are asked now."""
     state = running.state
     replicas = list(running.replicas.values())
-    asked = [replica.target for replica in replicas if replica.phase == "up"]
-    seen = {one.server: one for one in await observe(running.client, asked)}
+    targets = [replica.target for replica in replicas if replica.phase == "up"]
+    seen = {answer.server: answer for answer in await observe(running.client, targets)}
     doubts, weights = in_doubt(state), state.weights()
     findings = []
     for replica in replicas:
-        found = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
+        observed = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
         if replica.name not in seen or replica.update_state:
-            found = Observed(replica.name, state=replica.state, problem=replica.reason)
+            observed = Observed(replica.name, state=replica.state, problem=replica.reason)
         doubted = doubts.get(replica.name)
-        findings.append(judge(found, state.server(replica.name), doubted, weights, ours=True))
+        findings.append(judge(observed, state.server(replica.name), doubted, weights, ours=True))
     return findings
 
 
@@ -69,9 +69,9 @@ async def heal(running: RunningFleet, pushes: Pushes) -> None:
         replica.reload_row()
     await admission.refresh_all(running.replicas.values(), running.client, 5.0)
     await rollout.sync_router(running)
-    failed = [one for one in recovered if not one.ok]
+    failed = [repair for repair in recovered if not repair.ok]
     if failed:
-        raise SkyctlError("; ".join(f"{one.server}: {one.detail}" for one in failed))
+        raise SkyctlError("; ".join(f"{repair.server}: {repair.detail}" for repair in failed))
 
 
 class _Actions:
@@ -95,16 +95,16 @@ class _Actions:
         replica = running.replicas[name]
         await admission.push_alone(replica, running.state, running.require_plan(), running.client)
 
-    async def replace(self, name: str, why: str) -> str:
+    async def replace(self, name: str, reason: str) -> str:
         replica = self._running.replicas[name]
-        self.state.add_event(name, f"restarted: {why}")
+        self.state.add_event(name, f"restarted: {reason}")
         try:
             await rollout.restart(self._running, replica, self._running.require_plan())
         except SkyctlError as error:
             return error.message
         if replica.phase != "up":
             return f"did not come back: {replica.reason}"
-        # it runs, and serves nobody: that is no case for recovery
+        # it runs, and serves no user: that is not a case for recovery
         return replica.row.quarantine or ""
 
     def waits(self, name: str, reason: str) -> None:
@@ -172,18 +172,18 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
 
 async def _adopt_one(running: RunningFleet, plan: FleetPlan, host: Host, row: ProcessRow) -> None:
     process = host.adopt(row.identity, row.token, row.descendants)
-    if process.alive() and (child := _wanted(running, plan, row)) is not None:
+    if process.alive() and (child := _keeper(running, plan, row)) is not None:
         child.start(process)
         return
-    if left := process.members():
-        why = "it is not what the plan has" if process.alive() else "its server is gone"
-        pids = ", ".join(str(member.pid) for member in left)
-        running.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
+    if members := process.members():
+        reason = "it is not what the plan has" if process.alive() else "its server is gone"
+        pids = ", ".join(str(member.pid) for member in members)
+        running.state.add_event(row.name, f"ended what was left (pid {pids}): {reason}")
         try:
             await process.stop(plan.config.stop_timeout_s)
         except SkyctlError as error:  # it may still run: whatever takes its place waits
             running.state.add_event(row.name, error.message)
-            if (child := _wanted(running, plan, row)) is not None:
+            if (child := _keeper(running, plan, row)) is not None:
                 child.start_after(process)
             return
     running.state.mark_stale(row.name)
@@ -192,7 +192,7 @@ async def _adopt_one(running: RunningFleet, plan: FleetPlan, host: Host, row: Pr
         running.state.forget_server(row.name)
 
 
-def _wanted(running: RunningFleet, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
+def _keeper(running: RunningFleet, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
     """What is to keep a process of this name running; None if the plan has none."""
     if row.role == "router":
         return rollout.new_router(running, plan.router) if plan.router else None

@@ -31,7 +31,7 @@ class Adopt:
 
 @dataclass(frozen=True)
 class Begun:
-    """An operation's number. 0: there was nothing to do. `joined`: somebody else began it."""
+    """An operation's number. 0: there was nothing to do. `joined`: another command began it."""
 
     operation: int
     joined: bool = False

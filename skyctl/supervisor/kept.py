@@ -71,8 +71,8 @@ class KeptRunning(ABC):
         self.process: ChildProcess | None = None
         self.started_at: float | None = None  # epoch seconds
         # restarts under an earlier supervisor count as well
-        known = remembered(context.state, name, time.monotonic())
-        self.restarts, self.restart_reason = known  # on the monotonic clock
+        history = remembered(context.state, name, time.monotonic())
+        self.restarts, self.restart_reason = history  # on the monotonic clock
         self.settled = asyncio.Event()
         self.adopted = False  # its process was started by an earlier supervisor
         self._task: asyncio.Task[None] | None = None
@@ -163,7 +163,7 @@ class KeptRunning(ABC):
             decision = decide(policy, self.restarts, now)
             if not decision.restart:
                 given_up = "dead" if policy.policy == "never" else "failed"
-                await self._give_up(given_up, f"{reason}; {decision.why}")
+                await self._give_up(given_up, f"{reason}; {decision.reason}")
                 return
             self.restarts.append(now)
             self.restart_reason = reason
@@ -223,17 +223,17 @@ class KeptRunning(ABC):
 
     def _adopt(self, process: ChildProcess) -> ChildProcess:
         """Take over the record of a process that an earlier supervisor started."""
-        found = self._context.state.process(self.name)
-        assert found is not None  # adopted processes come from the state file
-        self._record = found
-        self.started_at = found.started_at
+        recorded = self._context.state.process(self.name)
+        assert recorded is not None  # adopted processes come from the state file
+        self._record = recorded
+        self.started_at = recorded.started_at
         self._event(f"adopted (pid {process.pid})")
         return process
 
     def _death(self, process: ChildProcess) -> str:
         """How its process ended, and the error that it wrote."""
-        why = why_it_died(self._context.paths.log(self.name))
-        return f"{process.exit_text()}{self._lifetime()}" + (f": {why}" if why else "")
+        reason = why_it_died(self._context.paths.log(self.name))
+        return f"{process.exit_text()}{self._lifetime()}" + (f": {reason}" if reason else "")
 
     def _lifetime(self) -> str:
         """` after 5 s`, where how long it lived is worth telling."""

@@ -89,24 +89,24 @@ class Listening:
     async def become(self, plan: FleetPlan) -> None:
         """Begin, end or change listening. A failure is reported in the fleet's status."""
         section = plan.config.supervisor
-        found = entrance(section, plan.base_dir, self._supervisor.paths)
+        credentials = entrance(section, plan.base_dir, self._supervisor.paths)
         async with self._turn:
-            if self._as == (section, _contents(found)):
+            if self._as == (section, _contents(credentials)):
                 return
             await self.close()
             self._as, self._supervisor.not_listening = None, ""
-            if found is None:
+            if credentials is None:
                 self._as = (section, ())
                 return
             try:
-                await self._open(section, found)
+                await self._open(section, credentials)
             except (SkyctlError, OSError, ssl.SSLError, ValueError) as error:
-                why = error.message if isinstance(error, SkyctlError) else str(error)
-                problem = f"the supervisor does not listen at {section.listen}: {why}"
+                reason = error.message if isinstance(error, SkyctlError) else str(error)
+                problem = f"the supervisor does not listen at {section.listen}: {reason}"
                 self._supervisor.not_listening = problem
                 self._supervisor.state.add_event("fleet", problem)
                 return
-            self._as = (section, _contents(found))
+            self._as = (section, _contents(credentials))
             self._supervisor.state.add_event("fleet", f"listens at {section.listen}")
 
     async def close(self) -> None:
@@ -116,15 +116,19 @@ class Listening:
             await self._serving
             self._server = self._serving = None
 
-    async def _open(self, section: SupervisorSection, found: Entrance) -> None:
+    async def _open(self, section: SupervisorSection, credentials: Entrance) -> None:
         if section.token_file is None:
-            ensure_secret(found.token_file)
-        token = read_secret(found.token_file)
+            ensure_secret(credentials.token_file)
+        token = read_secret(credentials.token_file)
         if token is None:
-            raise SkyctlError(f"{found.token_file} does not exist")
+            raise SkyctlError(f"{credentials.token_file} does not exist")
         host, port = section.address
-        if found.cert is not None and found.key is not None and section.tls_cert is None:
-            await asyncio.to_thread(ensure_certificate, found.cert, found.key, host)
+        if (
+            credentials.cert is not None
+            and credentials.key is not None
+            and section.tls_cert is None
+        ):
+            await asyncio.to_thread(ensure_certificate, credentials.cert, credentials.key, host)
         config = uvicorn.Config(
             make_app(self._supervisor, FleetService, token=token),
             log_level="warning",
@@ -132,8 +136,8 @@ class Listening:
             lifespan="off",
             ws="none",  # which it would import
             timeout_graceful_shutdown=2,
-            ssl_certfile=found.cert,
-            ssl_keyfile=found.key,
+            ssl_certfile=credentials.cert,
+            ssl_keyfile=credentials.key,
             http=ImpatientProtocol,
         )
         config.load()
@@ -150,9 +154,11 @@ class QuietServer(uvicorn.Server):
         yield
 
 
-def _contents(found: Entrance | None) -> tuple[bytes, ...]:
+def _contents(credentials: Entrance | None) -> tuple[bytes, ...]:
     """Of its files: a token or certificate that was replaced must no longer be accepted."""
-    files = () if found is None else (found.token_file, found.cert, found.key)
+    files = (
+        () if credentials is None else (credentials.token_file, credentials.cert, credentials.key)
+    )
     return tuple(_digest(path) for path in files if path is not None)
 
 
@@ -174,10 +180,10 @@ def ensure_certificate(cert: Path, key: Path, host: str) -> None:
         return
     names = {"localhost", socket.gethostname(), socket.getfqdn()}
     addresses = {
-        one.address.partition("%")[0]
-        for found in psutil.net_if_addrs().values()
-        for one in found
-        if one.family in (socket.AF_INET, socket.AF_INET6)
+        entry.address.partition("%")[0]
+        for interface in psutil.net_if_addrs().values()
+        for entry in interface
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
     }
     (addresses if ":" in host or host[:1].isdigit() else names).add(host)
     subjects = [f"DNS:{name}" for name in sorted(names)]
@@ -220,7 +226,7 @@ class BoundedListener(socket.socket):
     def accept(self) -> tuple[socket.socket, Any]:
         """Raises ConnectionAbortedError, after which asyncio waits for the next connection."""
         connection, address = super().accept()
-        self._accepted = [one for one in self._accepted if one.fileno() >= 0]
+        self._accepted = [accepted for accepted in self._accepted if accepted.fileno() >= 0]
         if len(self._accepted) >= self._most:
             connection.close()
             raise ConnectionAbortedError
@@ -237,17 +243,17 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self.idle_s, self._look)
+        self._timer = self.loop.call_later(self.idle_s, self._check_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         idle = self.cycle is None or self.cycle.response_complete
         if idle and self.cycle is self._before:
             self.transport.close()
             return
         self._before = self.cycle
-        self._timer = self.loop.call_later(self.idle_s, self._look)
+        self._timer = self.loop.call_later(self.idle_s, self._check_idle)

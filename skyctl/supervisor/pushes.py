@@ -152,11 +152,11 @@ class Pushes:
         running = self._running
         journal = running.state.journal
         job = jobs.open_push(journal, turn, request)
-        left = [r for r in running.replicas.values() if r not in up]
-        if left:
-            names = ", ".join(f"{replica.name} ({replica.state})" for replica in left)
+        absent = [r for r in running.replicas.values() if r not in up]
+        if absent:
+            names = ", ".join(f"{replica.name} ({replica.state})" for replica in absent)
             journal.add_events(job.id, JobEvent.note(f"not part of this push: {names}"))
-        for replica in left:
+        for replica in absent:
             if replica.phase != "up":
                 replica.hold()
         running.push_job = job
@@ -274,8 +274,10 @@ class RouterRotation:
         running.held_out = out
         await router.sync()
         urls = {running.replicas[name].spec.url for name in names}
-        if left := urls & router.workers:
-            raise SkyctlError(f"the router still sends requests to {', '.join(sorted(left))}")
+        if still_routed := urls & router.workers:
+            raise SkyctlError(
+                f"the router still sends requests to {', '.join(sorted(still_routed))}"
+            )
         if closed:
             for name in names:
                 running.replicas[name].close()
@@ -304,7 +306,7 @@ class RouterRotation:
         for replica in replicas:
             replica.open_again()
         # a server whose machine does not confirm that it is open is routed to once it does
-        await asyncio.gather(*(replica.settle() for replica in replicas))
+        await asyncio.gather(*(replica.wait_confirmed() for replica in replicas))
         await refresh_all(replicas, running.client, _ASK_TIMEOUT_S)
         running.held_out -= set(names)
         await sync_router(running)
@@ -321,7 +323,7 @@ class Warming:
         self._task: asyncio.Task[None] | None = None
         self._rehearsed: set[str] = set()
 
-    def look(self) -> None:
+    def begin_if_due(self) -> None:
         """Begin a rehearsal if it is due: every server that should be up is, and nothing else is
         under way.
         """
@@ -353,7 +355,7 @@ class Warming:
         if plan.device == "cpu" and running.state.weights().checkpoint is not None:
             return []  # a push into CPU servers keeps nothing for the next one
         try:
-            running.arbiter.take(Act.VERB, "a look").release()
+            running.arbiter.take(Act.VERB, "a check").release()
         except ConflictError:
             return []
         return replicas

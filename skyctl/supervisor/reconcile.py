@@ -38,18 +38,18 @@ def compare(
     """What to do so that what runs becomes `plan`. A process is given by its spec's hash; None: it
     was given up or stopped, or (a front) there is none.
     """
-    wanted = {spec.name: spec_hash(spec) for spec in plan.servers}
+    planned = {spec.name: spec_hash(spec) for spec in plan.servers}
     start, restart = [], []
-    for name, digest in wanted.items():
-        found = running.get(name)
-        if found is None:
+    for name, digest in planned.items():
+        current = running.get(name)
+        if current is None:
             start.append(name)
-        elif found != digest:
+        elif current != digest:
             restart.append(name)
     return Changes(
         start=tuple(start),
         restart=tuple(restart),
-        stop=tuple(name for name in running if name not in wanted),
+        stop=tuple(name for name in running if name not in planned),
         router=router != (spec_hash(plan.router) if plan.router else None),
         tinker=tinker != (spec_hash(plan.tinker) if plan.tinker else None),
     )

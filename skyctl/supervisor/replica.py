@@ -85,7 +85,7 @@ class Replica(KeptRunning):
         self.reached_by_push = ""  # a failed push that reached it while it was starting
         self._closed = False
         self._worth_restarting = False  # until it was up once with this spec
-        self.launched: BaseFiles | None = None  # what it was started from; None if nobody looked
+        self.launched: BaseFiles | None = None  # what it was started from; None if not recorded
         self.compared = False  # with what the fleet came up with, since its start
         self._row = context.state.server(spec.name)
         self._shown = self.state
@@ -183,7 +183,7 @@ class Replica(KeptRunning):
         self._closed = False
         self.reload_row()
 
-    async def settle(self) -> bool:
+    async def wait_confirmed(self) -> bool:
         """Wait until it is closed, or open, where it runs. False: it is `lost` until its machine
         confirms it.
         """
@@ -228,7 +228,7 @@ class Replica(KeptRunning):
                 return reason
         if self._record.phase != "ready":
             self._save(replace(self._record, phase="ready"))
-        self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
+        self.process.record_segments()  # its ranks have met: after a crash it may be too late
         reached("server.ready")
         if not adopted:  # what it has loaded is known if the files did not change meanwhile
             now = await asyncio.to_thread(files_of, self.spec.base)
@@ -243,7 +243,7 @@ class Replica(KeptRunning):
             admitted = self._context.admitted(self)
         if not self._row.quarantine:
             self._release()
-        if reason := await self._unless_dead(self.process, self.settle()):
+        if reason := await self._unless_dead(self.process, self.wait_confirmed()):
             return reason
         self._worth_restarting = True
         self._event("ready")
@@ -252,10 +252,10 @@ class Replica(KeptRunning):
 
     def _spawn_server(self) -> ChildProcess:
         engine = ENGINES[self.spec.engine]
-        held = {engine.closed_variable: str(self._context.paths.hold_file(self.name))}
+        hold = {engine.closed_variable: str(self._context.paths.hold_file(self.name))}
         env = self._context.credentials.fill(self.spec.env, engine.key_variable)
         # SGLang's first requests are to itself, at its own address
-        return self._spawn(self.spec.argv, bypassing({**env, **held}, [self.spec.host]))
+        return self._spawn(self.spec.argv, bypassing({**env, **hold}, [self.spec.host]))
 
     def _before_spawn(self) -> None:
         self.forget_weights()
@@ -267,9 +267,9 @@ class Replica(KeptRunning):
         self.hold()
 
     def _release(self) -> None:
-        held = self._context.paths.hold_file(self.name)
-        if held.exists():  # on a read-only disk even an unlink of a missing file fails
-            held.unlink(missing_ok=True)
+        hold_file = self._context.paths.hold_file(self.name)
+        if hold_file.exists():  # on a read-only disk even an unlink of a missing file fails
+            hold_file.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
         self.observed_paused, self.update_state, self.lost = None, "", ""
@@ -299,8 +299,8 @@ class Replica(KeptRunning):
                 return "it closed its port and did not end"
             if waited_s > patience_s:
                 holder = None if ours else self.host.port_holder(self.spec.host, self.spec.port)
-                why = f": another process answers at port {self.spec.port}" if holder else ""
-                return f"not ready after {format_seconds(patience_s)}{why}"
+                note = f": another process answers at port {self.spec.port}" if holder else ""
+                return f"not ready after {format_seconds(patience_s)}{note}"
             await _wait(process.exited, READY_POLL_S)
         return self._death(process)
 
@@ -353,7 +353,7 @@ class Replica(KeptRunning):
             failures.succeeded()
             if cut := await self._cut(process):
                 self.lost = cut
-            elif self.lost and await self.settle():
+            elif self.lost and await self.wait_confirmed():
                 self.lost = ""
             self._note_failures(failures)
             self.observe(paused=paused)

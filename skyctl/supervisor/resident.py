@@ -97,10 +97,10 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Asks the servers that are up, if `request.fresh`."""
-        found = await report(self, fresh=request.fresh)
+        status = await report(self, fresh=request.fresh)
         # an operation that has ended is reported even after the next has begun
-        ended = next((one for one in self._ended_operations if one.id == request.operation), None)
-        return found if ended is None else replace(found, operation=ended)
+        ended = self._ended(request.operation)
+        return status if ended is None else replace(status, operation=ended)
 
     async def reconcile(self, request: Reconcile) -> Begun:
         """Raises ConflictError if something else is being done."""
@@ -157,11 +157,11 @@ class Supervisor(RunningFleet, SupervisorService):
         for _ in range(_RECOVERIES):
             await self._until_ended(self.begin_recovery(), deadline)
             done |= {
-                one.server: one
-                for one in self.recovered
-                if one.action != "nothing" or one.server not in done
+                repair.server: repair
+                for repair in self.recovered
+                if repair.action != "nothing" or repair.server not in done
             }
-            if all(one.action == "nothing" for one in await self.findings()):
+            if all(repair.action == "nothing" for repair in await self.findings()):
                 break
         return tuple(done.values())
 
@@ -192,8 +192,8 @@ class Supervisor(RunningFleet, SupervisorService):
         return True
 
     async def _until_ended(self, number: int, deadline: float | None) -> None:
-        """Wait for an operation. Raises SkyctlError if somebody ended it, DeadlineExceeded if it
-        goes on.
+        """Wait for an operation. Raises SkyctlError if another command ended it,
+        DeadlineExceeded if it goes on.
         """
         task = self._operation_task
         if task is not None and self.operation is not None and self.operation.id == number:
@@ -204,7 +204,7 @@ class Supervisor(RunningFleet, SupervisorService):
                     f"{self.operation.kind} has not ended in time; it goes on",
                     hint="follow it: skyctl status --watch; or end it: skyctl down",
                 )
-        ended = next((one for one in self._ended_operations if one.id == number), None)
+        ended = self._ended(number)
         if ended is not None and ended.error in (BY_DOWN, INTERRUPTED):
             raise ended_by_others(ended.kind, ended.error)
 
@@ -306,18 +306,18 @@ class Supervisor(RunningFleet, SupervisorService):
             self.held_out -= {replica.name for replica in chosen}
             if self.router is not None and self.router.workers != set(self.desired().values()):
                 await rollout.sync_router(self)
-        found = {outcome.server: outcome for outcome in outcomes}
-        return tuple(found.get(r.name) or absent[r.name] for r in everyone)
+        by_name = {outcome.server: outcome for outcome in outcomes}
+        return tuple(by_name.get(r.name) or absent[r.name] for r in everyone)
 
-    async def _see(self, asked_for: Control, replicas: Sequence[Replica], found: Outcomes) -> None:
+    async def _see(self, request: Control, replicas: Sequence[Replica], outcomes: Outcomes) -> None:
         """Update whether each is paused: from the verb if that settles it, otherwise by asking."""
-        tells = isinstance(asked_for, Pause | Resume)
-        told = {outcome.server for outcome in found if outcome.ok} if tells else set()
-        request = [replica for replica in replicas if replica.name not in told]
-        await admission.refresh_all(request, self.client, 5.0)
+        tells = isinstance(request, Pause | Resume)
+        reported = {outcome.server for outcome in outcomes if outcome.ok} if tells else set()
+        unknown = [replica for replica in replicas if replica.name not in reported]
+        await admission.refresh_all(unknown, self.client, 5.0)
         for replica in replicas:
-            if replica.name in told:
-                replica.observe(paused=isinstance(asked_for, Pause))
+            if replica.name in reported:
+                replica.observe(paused=isinstance(request, Pause))
 
     async def _change_adapter(
         self, verb: str, request: LoadAdapter | UnloadAdapter
@@ -337,16 +337,16 @@ class Supervisor(RunningFleet, SupervisorService):
         servers = await self.pushes.opened(trainer)
         if await hung_up.get()():
             close_sender(self.state, job.id)
-            trainer.report("whoever asked for the update has gone meanwhile")
+            trainer.report("the client of the update has gone meanwhile")
         return OpenedUpdate(job.id, servers)
 
     async def close_update(self, request: CloseUpdate) -> None:
         """Called after the push has ended, it releases the servers that waited for it."""
-        held, trainer = held_by(self.state), self.pushes.trainer
+        holder, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, request.job)
         if trainer is not None and self.push_job is not None and self.push_job.id == request.job:
             trainer.report(request.failure)
-        elif held is not None and held_by(self.state) is None:
+        elif holder is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
 
@@ -365,7 +365,7 @@ class Supervisor(RunningFleet, SupervisorService):
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
             if await hung_up.get()():  # its directory may hold another version by now
-                raise ConflictError("whoever asked for the push has gone meanwhile")
+                raise ConflictError("the client of the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
             return self.pushes.start(request, turn, trainer)
@@ -375,9 +375,9 @@ class Supervisor(RunningFleet, SupervisorService):
 
     # --- internals ------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        super()._look()
-        self.pushes.warming.look()
+    def _note_states(self) -> None:
+        super()._note_states()
+        self.pushes.warming.begin_if_due()
 
     def _take(self, plan: FleetPlan) -> None:
         """Make this the plan; changed policies apply from now on. Raises FleetDownError."""
@@ -409,15 +409,20 @@ class Supervisor(RunningFleet, SupervisorService):
 
     def _refuse_another_launcher(self, plan: FleetPlan) -> None:
         """Only the launcher that started a process can end it."""
-        before, wanted = self.state.get("launcher") or LAUNCHER, plan.config.launcher
-        if before == wanted:
+        before, launcher = self.state.get("launcher") or LAUNCHER, plan.config.launcher
+        if before == launcher:
             return
         if self.state.processes():
             raise ConflictError(
-                f"the fleet's processes were started by launcher {before!r}, not {wanted!r}",
+                f"the fleet's processes were started by launcher {before!r}, not {launcher!r}",
                 hint="bring it down first: skyctl down && skyctl up",
             )
-        self.state.set("launcher", wanted)
+        self.state.set("launcher", launcher)
+
+    def _ended(self, number: int | None) -> Operation | None:
+        """The operation of this number, if it has ended."""
+        ended = (operation for operation in self._ended_operations if operation.id == number)
+        return next(ended, None)
 
     def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation = []
@@ -454,8 +459,8 @@ class Supervisor(RunningFleet, SupervisorService):
     def _meant_for(self, request: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
         doubted = replica.name in in_doubt(self.state)
-        if why := verbs.pointless(request, replica.row, in_doubt=doubted):
-            return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, why)
+        if reason := verbs.pointless(request, replica.row, in_doubt=doubted):
+            return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, reason)
         detail = f"not running ({replica.state})"
         if isinstance(request, Pause | Resume):
             with self.state.transaction():
@@ -469,7 +474,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
     def _refuse_while_busy(self) -> None:
         self._refuse_operation()
-        self.arbiter.take(Act.VERB, "a look").release()
+        self.arbiter.take(Act.VERB, "a check").release()
 
     def _settles(self) -> bool:
         """Whether what lives is still being adopted or repaired, or servers are being asked how a
@@ -490,9 +495,9 @@ class Supervisor(RunningFleet, SupervisorService):
 
     def _refuse_operation(self) -> None:
         if operation := self.under_way:
-            what = f"{operation.kind} {operation.detail}".strip()
+            activity = f"{operation.kind} {operation.detail}".strip()
             raise ConflictError(
-                f"fleet {self.paths.name} is busy: {what}",
+                f"fleet {self.paths.name} is busy: {activity}",
                 hint="follow it: skyctl status --watch",
                 details={"operation": operation.kind},
             )
@@ -551,9 +556,9 @@ class Supervisor(RunningFleet, SupervisorService):
             yield
 
 
-def _same(one: FleetPlan, other: FleetPlan) -> bool:
+def _same(plan: FleetPlan, other: FleetPlan) -> bool:
     def hashes(plan: FleetPlan) -> list[str]:
         specs = (*plan.servers, plan.router, plan.tinker)
         return [spec_hash(spec) if spec else "" for spec in specs]
 
-    return hashes(one) == hashes(other)
+    return hashes(plan) == hashes(other)

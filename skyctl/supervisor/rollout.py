@@ -72,8 +72,8 @@ async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) ->
     for replica in replicas:
         await restart(running, replica, plan)
         if replica.phase != "up" or replica.row.quarantine:
-            why = replica.row.quarantine or replica.reason
-            raise SkyctlError(f"{replica.name} did not come back: {why}")
+            reason = replica.row.quarantine or replica.reason
+            raise SkyctlError(f"{replica.name} did not come back: {reason}")
     await settle_router(running)
 
 
@@ -121,7 +121,7 @@ def raise_all(outcomes: Sequence[object]) -> None:
     """Raise SkyctlError with the distinct errors among the outcomes of parallel work."""
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failed:
-        raise SkyctlError("; ".join(dict.fromkeys(str(one) for one in failed)))
+        raise SkyctlError("; ".join(dict.fromkeys(str(error) for error in failed)))
 
 
 def host_of(state: FleetState) -> Host:
@@ -158,11 +158,11 @@ async def sync_router(running: RunningFleet) -> None:
 
 async def _remove_other_fronts(running: RunningFleet, plan: FleetPlan) -> None:
     for role in ("router", "tinker"):
-        front, wanted = getattr(running, role), getattr(plan, role)
-        same = front and wanted and front.running_hash == spec_hash(wanted)
+        front, planned = getattr(running, role), getattr(plan, role)
+        same = front and planned and front.running_hash == spec_hash(planned)
         if front is not None and not same:
             await remove_front(running, front)
-        elif front is None and wanted is not None:
+        elif front is None and planned is not None:
             running.started_by_operation.append(role)
 
 
@@ -216,7 +216,7 @@ def _front_context(
 async def settle_router(running: RunningFleet) -> None:
     """Wait for the router and its workers, unless there is nothing to route to."""
     if running.router is not None:
-        await _settle(running, running.router, lambda: _to_come(running))
+        await _await_front(running, running.router, lambda: _to_come(running))
         if running.desired():
             await sync_router(running)
 
@@ -225,10 +225,10 @@ async def settle_fronts(running: RunningFleet) -> None:
     """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
     await settle_router(running)
     if running.tinker is not None:
-        await _settle(running, running.tinker, lambda: takes_requests(running))
+        await _await_front(running, running.tinker, lambda: takes_requests(running))
 
 
-async def _settle(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
+async def _await_front(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
     """Wait for a front while that is worthwhile: what it waits for may be gone."""
     settled = asyncio.create_task(front.settled.wait())
     try:

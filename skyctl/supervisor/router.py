@@ -68,16 +68,16 @@ class RouterChild(Front):
         if self.state != "ready":
             return False
         async with self._syncing:
-            wanted = set(self._desired().values())
+            desired = set(self._desired().values())
             actual = set(await self._client.workers())
             self._heard = True  # adding a dead server takes long; that is not its fault
-            for url in sorted(actual - wanted):
+            for url in sorted(actual - desired):
                 await self._client.remove_worker(url)
-            if self._pairs and wanted - actual:
+            if self._pairs and desired - actual:
                 return True
-            for url in sorted(wanted - actual):
+            for url in sorted(desired - actual):
                 await self._client.add_worker(url)
-            self._set_workers(frozenset(wanted))
+            self._set_workers(frozenset(desired))
             return False
 
     async def _renew(self) -> None:

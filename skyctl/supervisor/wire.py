@@ -29,7 +29,7 @@ CALLER_HEADER = "x-skyctl-caller"
 """The command that asks, percent-encoded: others are told about it."""
 
 
-def spoken() -> str:
+def own_version() -> str:
     """This skyctl's version and protocol, as in the header: `0.3.0/3`."""
     return f"{__version__}/{PROTOCOL}"
 
@@ -63,10 +63,10 @@ def reader(kind: type[T]) -> Callable[[bytes], T]:
         return adapter(kind).validate_json
 
     def read(body: bytes) -> T:
-        found = json.loads(body)
-        if not isinstance(found, kind):
-            raise ValueError(f"{found!r} is no {kind.__name__}")
-        return found
+        value = json.loads(body)
+        if not isinstance(value, kind):
+            raise ValueError(f"{value!r} is not a {kind.__name__}")
+        return value
 
     return read
 
@@ -88,8 +88,10 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
         material.append(spec.node.target)
         if (ray := spec.node.ray) is not None:
             material.append([ray.address, ray.labels, ray.head, ray.resource, ray.count])
-        for one in spec.followers:
-            material.append([one.node.target, spec.as_written(one.argv), lasting(one.env)])
+        for follower in spec.followers:
+            material.append(
+                [follower.node.target, spec.as_written(follower.argv), lasting(follower.env)]
+            )
     if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
         material.append(PROTOCOL)
     return hashlib.sha256(json.dumps(material).encode()).hexdigest()

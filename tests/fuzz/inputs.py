@@ -422,10 +422,10 @@ def api_body(dice: random.Random, directory: Path) -> None:
 
 async def _api_body(dice: random.Random, directory: Path) -> None:
     from skyctl.supervisor.api import make_app
-    from skyctl.supervisor.wire import VERSION_HEADER, spoken
+    from skyctl.supervisor.wire import VERSION_HEADER, own_version
 
     path = dice.choice(sorted(_REQUESTS))
-    version = spoken() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
+    version = own_version() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
     transport = httpx.ASGITransport(make_app(_Unmoved()))
     async with httpx.AsyncClient(transport=transport, base_url="http://supervisor") as client:
         answer = await client.post(

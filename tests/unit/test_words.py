@@ -31,6 +31,7 @@ DONE = {  # packages without a banned name; "." has the modules on top
     "service",
     "smoke",
     "store",
+    "supervisor",
     "tinker",
     "transfer",
     "wire",

@@ -129,7 +129,7 @@ async def test_paths_are_those_of_the_fleets_machine(
         with pytest.raises(UsageError, match="on the fleet's own machine"):
             await fleet.staging()
         job = await fleet.wait_job(await fleet.start_push(PushRequest("/not/there")), timeout_s=30)
-        assert job.error is not None and "looked for on 127.0.0.1" in job.error["hint"]
+        assert job.error is not None and "sought on 127.0.0.1" in job.error["hint"]
 
 
 async def test_it_listens_as_the_latest_plan_says(there: There) -> None:

@@ -504,7 +504,7 @@ async def test_a_takeover_adopts_no_api_that_has_another_endpoint_or_protocol(
             # what another supervisor of this fleet would begin with
             later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
             later._take(changed)
-            found = healing._wanted(later, changed, first)
+            found = healing._keeper(later, changed, first)
             assert (found is None) == (changed is not plan)
 
 

@@ -99,7 +99,7 @@ async def test_nothing_is_rehearsed_where_nobody_wants_it(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, plan_of(tmp_path / "model", "a", **policies))
-        supervisor.pushes.warming.look()
+        supervisor.pushes.warming.begin_if_due()
         await asyncio.sleep(0)
         assert rehearsals.asked == []
 
@@ -112,7 +112,7 @@ async def test_cpu_servers_that_were_pushed_to_are_not_rehearsed_with(
         await bring_up(supervisor, plan)
         supervisor.state.set_weights(FleetWeights("v1", plan.model_path))
         supervisor.plan = replace(plan, config=plan_of(tmp_path / "model", "a").config)
-        supervisor.pushes.warming.look()
+        supervisor.pushes.warming.begin_if_due()
         await asyncio.sleep(0)
         assert rehearsals.asked == []
 
@@ -125,7 +125,7 @@ async def test_a_rehearsal_that_fails_changes_nothing(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, plan_of(tmp_path / "model", "a"))
         await eventually(lambda: rehearsals.ends == ["ended"])
-        supervisor.pushes.warming.look()
+        supervisor.pushes.warming.begin_if_due()
         await asyncio.sleep(0)
         assert len(rehearsals.asked) == 1 and digests(supervisor) == [None]
 

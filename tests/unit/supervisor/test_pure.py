@@ -41,7 +41,7 @@ def test_the_wait_before_a_restart_doubles_up_to_its_cap() -> None:
 def test_a_replica_that_died_too_often_within_the_window_is_given_up() -> None:
     decision = decide(POLICY, [1.0, 2.0, 3.0, 4.0], now=50.0)
     assert not decision.restart
-    assert "4 times within 1m40s" in decision.why
+    assert "4 times within 1m40s" in decision.reason
 
 
 def test_restarts_older_than_the_window_are_forgiven() -> None:

@@ -14,7 +14,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.resident import Supervisor
-from skyctl.supervisor.wire import VERSION_HEADER, spoken
+from skyctl.supervisor.wire import VERSION_HEADER, own_version
 from tests.stub.through_httpx import ThroughHttpx
 
 
@@ -52,7 +52,7 @@ async def test_an_old_supervisor_that_does_not_understand_is_said_to_be_old() ->
 
 async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old() -> None:
     with pytest.raises(VersionMismatch):
-        await client(answering(500, **{VERSION_HEADER: f"{spoken()}/0"})).status()
+        await client(answering(500, **{VERSION_HEADER: f"{own_version()}/0"})).status()
 
 
 async def test_an_error_of_one_like_ours_is_an_error() -> None:

@@ -15,7 +15,7 @@ from skyctl.core.status import FleetStatus
 from skyctl.errors import UsageError
 from skyctl.http.fanout import Outcome
 from skyctl.supervisor import wire
-from skyctl.supervisor.api import _asked, requests
+from skyctl.supervisor.api import _arguments, requests
 from skyctl.supervisor.interface import SupervisorService
 
 # What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up, and
@@ -40,8 +40,8 @@ def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
 
 @pytest.mark.parametrize("wait_s", ["NaN", "Infinity", '"NaN"', "1e999", str(2**63)])
 def test_a_number_without_bounds_is_refused(wait_s: str) -> None:
-    assert _asked("job_changes", JobQuery, b'{"job": "push-1", "wait_s": 5}') == (
+    assert _arguments("job_changes", JobQuery, b'{"job": "push-1", "wait_s": 5}') == (
         JobQuery("push-1", wait_s=5),
     )
     with pytest.raises(UsageError, match="a number without bounds"):
-        _asked("job_changes", JobQuery, f'{{"job": "push-1", "wait_s": {wait_s}}}'.encode())
+        _arguments("job_changes", JobQuery, f'{{"job": "push-1", "wait_s": {wait_s}}}'.encode())
