@@ -181,7 +181,8 @@ async def _ask(
 async def _ask_one(server: PushedServer) -> tuple[LayoutReport, ...]:
     spelt_out = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
-        answers = await server.control.ask_workers(WorkerMethod.LAYOUT, {"known": list(spelt_out)})
+        described = {"described": list(spelt_out)}
+        answers = await server.control.ask_workers(WorkerMethod.LAYOUT, described)
         reports = tuple(_spelled(LayoutReport.from_wire(answer), spelt_out) for answer in answers)
     except ServerError as error:
         if lacks_method(error):

@@ -1,7 +1,6 @@
-"""Names are the field's nouns and verbs, not pronouns. `python tests/unit/test_words.py` counts."""
+"""Names are the field's nouns and verbs, not pronouns."""
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "skyctl"
@@ -12,30 +11,6 @@ BANNED = frozenset({
     "tell", "trust", "doubt", "weigh", "hurry", "leave", "come_to", "spoken",
 })
 # fmt: on
-DONE = {  # packages without a banned name; "." has the modules on top
-    ".",
-    "adapters",
-    "api",
-    "checkpoints",
-    "cli",
-    "core",
-    "doctor",
-    "fleetfile",
-    "generate",
-    "help",
-    "http",
-    "launch",
-    "live",
-    "monitoring",
-    "push",
-    "service",
-    "smoke",
-    "store",
-    "supervisor",
-    "tinker",
-    "transfer",
-    "wire",
-}
 
 
 def assigned(tree: ast.AST) -> list[tuple[int, str]]:
@@ -54,21 +29,15 @@ def assigned(tree: ast.AST) -> list[tuple[int, str]]:
     return names
 
 
-def banned() -> list[tuple[str, str]]:
-    """Each banned name: its package, and `path:line name`. A leading underscore does not help."""
+def banned() -> list[str]:
+    """Each banned name, as `path:line name`. A leading underscore does not help."""
     return [
-        (path.parts[0] if len(path.parts) > 1 else ".", f"{path}:{line} {name}")
+        f"{path}:{line} {name}"
         for path in sorted(file.relative_to(PACKAGE) for file in PACKAGE.rglob("*.py"))
         for line, name in assigned(ast.parse((PACKAGE / path).read_text(encoding="utf-8")))
         if name.lstrip("_") in BANNED
     ]
 
 
-def test_packages_that_are_done_have_no_banned_name() -> None:
-    assert [name for package, name in banned() if package in DONE] == []
-
-
-if __name__ == "__main__":
-    counts = Counter(package for package, _ in banned())
-    print(*(f"{count:5} {package}" for package, count in counts.most_common()), sep="\n")
-    print(f"{counts.total():5} in all")
+def test_no_name_is_banned() -> None:
+    assert banned() == []

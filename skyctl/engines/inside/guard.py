@@ -12,7 +12,7 @@ Its secrets come in the environment.
     a path with characters that cannot be printed   401       401       400
 
 The API key opens what is listed, by its whole path. Starlette's routes also match a path that ends
-with a newline: such a path passes for nobody, since what is behind the guard compares paths too.
+with a newline: such a path passes for no client, since what is behind the guard compares paths too.
 
 Refused requests are kept out of the access log, where their URLs would fill the disk: at most once
 a minute a line says how many there were.
@@ -47,9 +47,9 @@ TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
 HELD_VARIABLE = "SKYCTL_HELD_WHILE"
 """A path: while the file exists, only the control token opens inference."""
 LEASE_VARIABLE = "SKYCTL_LEASE"
-"""A file that is touched whenever the control token is shown: somebody watches this server."""
+"""A file that is touched whenever the control token is shown: a supervisor watches this server."""
 SHORTEST_TOKEN = 32
-"""In characters. A placeholder or an empty variable is no token."""
+"""In characters. A placeholder or an empty variable is not a token."""
 
 _OPEN = frozenset({"/health", "/ping"})
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -165,10 +165,10 @@ class _AccessLog(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
             record.args = tuple(
-                f"{one[:_LONGEST_LOGGED_PATH]}…"
-                if isinstance(one, str) and len(one) > _LONGEST_LOGGED_PATH
-                else one
-                for one in record.args
+                f"{argument[:_LONGEST_LOGGED_PATH]}…"
+                if isinstance(argument, str) and len(argument) > _LONGEST_LOGGED_PATH
+                else argument
+                for argument in record.args
             )
         return not _REFUSING.get()
 
@@ -298,8 +298,8 @@ def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:
         return None
     state = getattr(scope.get("app"), "state", None)
     core = getattr(getattr(state, "engine_client", None), "engine_core", None)
-    found: Callable[..., Awaitable[None]] | None = getattr(core, "pause_scheduler_async", None)
-    return found
+    pause: Callable[..., Awaitable[None]] | None = getattr(core, "pause_scheduler_async", None)
+    return pause
 
 
 def route_path(scope: Scope) -> str:

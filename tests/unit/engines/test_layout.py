@@ -269,7 +269,7 @@ def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
         worker = Loader(model, monkeypatch)
         with pytest.raises(RuntimeError, match="has not been proven"):
             worker.copy(program, plan, chunks, 3)
-        worker.loader.trust(report.layout)
+        worker.loader.mark_proven(report.layout)
         for parameter in model.parameters():
             parameter.data.zero_()
         worker.copy(program, plan, chunks, 3)
@@ -306,7 +306,7 @@ def test_the_last_chunk_may_hold_nothing_that_the_worker_copies(
         program = program_for(report, plan)
         assert max(copy.chunk for copy in program.copies) == len(plan.chunks) - 2
         worker = Loader(model, monkeypatch)
-        worker.loader.trust(report.layout)
+        worker.loader.mark_proven(report.layout)
         worker.copy(program, plan, chunks_of(checkpoint, plan), 3)
 
 
@@ -350,7 +350,7 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
             assert torch.equal(parameter, before[name]), name
         names = [name for name, _, _ in program.parameters]
         assert come_to(worker, model, names) != expected  # it holds the first checkpoint
-        worker.loader.trust(report.layout)
+        worker.loader.mark_proven(report.layout)
         worker.process(program, plan, chunks, keep=True)
         worker.loader.load(range(len(chunks)), last=True)
         for name, parameter in model.named_parameters():
@@ -370,6 +370,6 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
 def come_to(worker: Loader, model: Any, names: list[str]) -> dict[str, int]:
     from skyctl.wire.device_digest import as_it_lies, digest_on_device
 
-    looked_at, parameters = worker.loader.looked_at(names), dict(model.named_parameters())
+    looked_at, parameters = worker.loader.running_names(names), dict(model.named_parameters())
     numbers = digest_on_device([as_it_lies(parameters[name]) for name in looked_at])
-    return worker.loader.come_to(names, dict(zip(looked_at, numbers, strict=True)))
+    return worker.loader.numbers_of(names, dict(zip(looked_at, numbers, strict=True)))

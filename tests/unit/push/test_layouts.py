@@ -129,7 +129,7 @@ async def test_a_layout_that_is_known_by_its_digest_is_not_asked_for_again(
     await chosen(checkpoint, site(Workers(report())))
     workers = Workers(report(parameters=()))
     assert (await chosen(checkpoint, site(workers))).name == "runtime"
-    assert workers.calls == [("skyctl_layout", {"known": [LAYOUT]})]
+    assert workers.calls == [("skyctl_layout", {"described": [LAYOUT]})]
 
 
 async def test_more_layouts_than_are_remembered_are_understood_in_every_push(
@@ -147,7 +147,7 @@ async def test_more_layouts_than_are_remembered_are_understood_in_every_push(
                 report(
                     rank,
                     layout=layout,
-                    parameters=() if layout in kwargs["known"] else parameters,
+                    parameters=() if layout in kwargs["described"] else parameters,
                     proven=False,
                 )
                 for rank, (layout, parameters) in enumerate(of_rank.items())

@@ -55,8 +55,8 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     probed = 0
     numbers: dict[int, int] = {}
     with torch.inference_mode(), plain_tensors():
-        held = sorted(model.state_dict(keep_vars=True).items())
-        named = list(_distinct(held))
+        state = sorted(model.state_dict(keep_vars=True).items())
+        named = list(_distinct(state))
         tensors = len(named)
         digests = _digest_tensors([tensor for _, tensor in named], numbers)
         for (name, _), digest in zip(named, digests, strict=True):
@@ -72,7 +72,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
                 total.update(packed)
                 dense.update(packed)
                 probed += 1
-    tensors_of = dict(held)
+    tensors_of = dict(state)
     return {
         "digest": total.hexdigest(),
         "dense": dense.hexdigest(),
@@ -82,10 +82,10 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     }
 
 
-def _distinct(held: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _distinct(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Non-empty tensors, shared ones once."""
     seen: set[int] = set()
-    for name, tensor in held:
+    for name, tensor in tensors:
         if tensor.numel() and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
@@ -163,18 +163,20 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
 def not_finite(model: torch.nn.Module) -> str:
     """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
     with torch.inference_mode():
-        looked: dict[str, torch.Tensor] = {
+        finite_by_name: dict[str, torch.Tensor] = {
             name: all_finite(parameter)
             for name, parameter in model.named_parameters()
             if parameter.numel() and parameter.is_floating_point()
         }
-        on_cpu = not looked or any(one.device.type == "cpu" for one in looked.values())
+        on_cpu = not finite_by_name or any(
+            flag.device.type == "cpu" for flag in finite_by_name.values()
+        )
         for name, layer in model.named_modules() if on_cpu else ():
             if is_packed(layer):
-                kept = [one for one in _read_out(layer) if one.is_floating_point()]
-                looked[name] = torch.stack([all_finite(one) for one in kept]).all()
-        finite = torch.stack(list(looked.values())).tolist()
-    return next((name for name, good in zip(looked, finite, strict=True) if not good), "")
+                kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
+                finite_by_name[name] = torch.stack([all_finite(tensor) for tensor in kept]).all()
+        finite = torch.stack(list(finite_by_name.values())).tolist()
+    return next((name for name, good in zip(finite_by_name, finite, strict=True) if not good), "")
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
@@ -271,20 +273,22 @@ def answer_rows(model: Any, questions: Sequence[RowQuestion]) -> list[RowAnswer]
 def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
     try:
         placements = tracer.placements(question, trace)
-        found = [row for placement in placements for row in _read(placement, question)]
+        rows = [row for placement in placements for row in _read(placement, question)]
     except NotComparable as why:
         return RowAnswer(question.name, reason=str(why))
     except Exception as error:  # a version of vLLM that lacks what is read here
         return RowAnswer(question.name, reason=f"it cannot be read: {error!r}")
-    if not found:
+    if not rows:
         return RowAnswer(question.name, elsewhere=True)
-    wanted = getattr(torch, question.dtype)
-    held = found[0][3].dtype
-    dtype = wanted if all(_holds_exactly(values, wanted) for *_, values in found) else held
+    loaded_as = getattr(torch, question.dtype)
+    own_dtype = rows[0][3].dtype
+    dtype = (
+        loaded_as if all(_holds_exactly(values, loaded_as) for *_, values in rows) else own_dtype
+    )
     name = str(dtype).removeprefix("torch.")
     pieces = [
         (row, begin, end, row_number(_bytes(values.to(dtype)), name))
-        for row, begin, end, values in found
+        for row, begin, end, values in rows
     ]
     return RowAnswer(question.name, name, pieces)
 

@@ -34,20 +34,20 @@ def describe(model: Any) -> list[ParameterLayout]:
     """
     packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
     seen: set[int] = set()
-    found = []
+    layouts = []
     for path, module in model.named_modules():
         loaded = unprocessed(module)
         if loaded is not None:
             weight = _Parameter(path, module, "weight", loaded, packed)
-            found.append(_describe(weight, processed=True))
+            layouts.append(_describe(weight, processed=True))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
                 continue
             if loaded is not None and name != "bias":
                 continue
             seen.add(id(parameter))
-            found.append(_describe(_Parameter(path, module, name, parameter, packed)))
-    return found
+            layouts.append(_describe(_Parameter(path, module, name, parameter, packed)))
+    return layouts
 
 
 def ignored_tensors(model: Any) -> list[str]:
@@ -99,34 +99,34 @@ class _Parameter:
         return Part(self.full_name, tuple(self.tensor.shape), 1, count, 0, count, 0, count)
 
 
-def _describe(of: _Parameter, *, processed: bool = False) -> ParameterLayout:
-    tensor = of.tensor
+def _describe(parameter: _Parameter, *, processed: bool = False) -> ParameterLayout:
+    tensor = parameter.tensor
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     try:
         if tensor.is_meta != processed or not tensor.is_contiguous():
             raise _Unknown(f"it is {'empty' if tensor.is_meta else 'not contiguous'}")
-        parts = tuple(_parts(of))
+        parts = tuple(_parts(parameter))
     except _Unknown as why:
-        return ParameterLayout(of.full_name, dtype, shape, reason=str(why))
+        return ParameterLayout(parameter.full_name, dtype, shape, reason=str(why))
     zeros = tensor.numel() - sum(part.rows * part.row for part in parts)
-    return ParameterLayout(of.full_name, dtype, shape, parts, zeros, processed=processed)
+    return ParameterLayout(parameter.full_name, dtype, shape, parts, zeros, processed=processed)
 
 
-def _parts(of: _Parameter) -> Iterator[Part]:
-    module = of.module
+def _parts(parameter: _Parameter) -> Iterator[Part]:
+    module = parameter.module
     method = type(getattr(module, "quant_method", None)).__name__
     if method not in _PLAIN_METHODS and unprocessed(module) is None:
         raise _Unknown(f"{method} processes it")
     kind = type(module).__name__
     if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
-        return _experts(of)
+        return _experts(parameter)
     describe_kind = _KINDS.get(kind)
     if describe_kind is not None:
-        return describe_kind(of)
-    loader = getattr(of.tensor, "weight_loader", None)
+        return describe_kind(parameter)
+    loader = getattr(parameter.tensor, "weight_loader", None)
     if loader is not None and getattr(loader, "__name__", "") != "default_weight_loader":
         raise _Unknown(f"{kind} loads it in a way of its own")
-    return iter([of.whole()])
+    return iter([parameter.whole()])
 
 
 def _rows(tensor: str, shape: Sequence[int], begin: int, count: int, target: int) -> Part:
@@ -142,36 +142,38 @@ def _columns(tensor: str, shape: Sequence[int], begin: int, count: int, target: 
     return Part(tensor, tuple(shape), height, count, begin, width, target, count)
 
 
-def _replicated(of: _Parameter) -> Iterator[Part]:
-    if of.is_fused:
+def _replicated(parameter: _Parameter) -> Iterator[Part]:
+    if parameter.is_fused:
         raise _Unknown("it is fused, and not split among ranks")
-    yield of.whole()
+    yield parameter.whole()
 
 
-def _column(of: _Parameter) -> Iterator[Part]:
-    if of.is_fused:
+def _column(parameter: _Parameter) -> Iterator[Part]:
+    if parameter.is_fused:
         raise _Unknown("it is fused in an unknown way")
-    rows = of.tensor.shape[0]
-    shape = (rows * of.module.tp_size, *of.tensor.shape[1:])
-    yield _rows(of.full_name, shape, rows * of.module.tp_rank, rows, 0)
+    rows = parameter.tensor.shape[0]
+    shape = (rows * parameter.module.tp_size, *parameter.tensor.shape[1:])
+    yield _rows(parameter.full_name, shape, rows * parameter.module.tp_rank, rows, 0)
 
 
-def _row(of: _Parameter) -> Iterator[Part]:
-    if of.name != "weight":
-        yield of.whole()
+def _row(parameter: _Parameter) -> Iterator[Part]:
+    if parameter.name != "weight":
+        yield parameter.whole()
         return
-    height, width = of.tensor.shape
-    shape = (height, width * of.module.tp_size)
-    yield _columns(of.full_name, shape, width * of.module.tp_rank, width, 0)
+    height, width = parameter.tensor.shape
+    shape = (height, width * parameter.module.tp_size)
+    yield _columns(parameter.full_name, shape, width * parameter.module.tp_rank, width, 0)
 
 
-def _merged(of: _Parameter) -> Iterator[Part]:
-    module = of.module
-    return _fused(of, [(size, module.tp_rank, module.tp_size) for size in module.output_sizes])
+def _merged(parameter: _Parameter) -> Iterator[Part]:
+    module = parameter.module
+    return _fused(
+        parameter, [(size, module.tp_rank, module.tp_size) for size in module.output_sizes]
+    )
 
 
-def _qkv(of: _Parameter) -> Iterator[Part]:
-    module = of.module
+def _qkv(parameter: _Parameter) -> Iterator[Part]:
+    module = parameter.module
     head, value_head = module.head_size, getattr(module, "v_head_size", module.head_size)
     key_rank = module.tp_rank // module.num_kv_head_replicas
     key_ranks = max(1, module.tp_size // module.num_kv_head_replicas)
@@ -180,42 +182,42 @@ def _qkv(of: _Parameter) -> Iterator[Part]:
         (module.total_num_kv_heads * head, key_rank, key_ranks),
         (module.total_num_kv_heads * value_head, key_rank, key_ranks),
     ]
-    return _fused(of, blocks)
+    return _fused(parameter, blocks)
 
 
-def _fused(of: _Parameter, blocks: Sequence[tuple[int, int, int]]) -> Iterator[Part]:
+def _fused(parameter: _Parameter, blocks: Sequence[tuple[int, int, int]]) -> Iterator[Part]:
     """Projections stacked by rows; for each (total rows, rank, ranks)."""
-    parent, _, last = of.path.rpartition(".")
-    names = of.packed.get(last, _USUAL.get(last, []))
+    parent, _, last = parameter.path.rpartition(".")
+    names = parameter.packed.get(last, _USUAL.get(last, []))
     if len(names) != len(blocks):
         raise _Unknown(f"it is made of {len(blocks)} projections whose names are not known")
-    width, target = prod(of.tensor.shape[1:]), 0
+    width, target = prod(parameter.tensor.shape[1:]), 0
     for projection, (size, rank, ranks) in zip(names, blocks, strict=True):
         rows = size // ranks
-        shape = (size, *of.tensor.shape[1:])
-        tensor = ".".join(filter(None, (parent, projection, of.name)))
+        shape = (size, *parameter.tensor.shape[1:])
+        tensor = ".".join(filter(None, (parent, projection, parameter.name)))
         yield _rows(tensor, shape, rows * rank, rows, target)
         target += rows * width
-    if target != of.tensor.numel():
+    if target != parameter.tensor.numel():
         raise _Unknown("its projections do not fill it")
 
 
 _USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 
 
-def _vocabulary(of: _Parameter) -> Iterator[Part]:
-    module = of.module
-    if of.name != "weight" or module.num_added_embeddings:
+def _vocabulary(parameter: _Parameter) -> Iterator[Part]:
+    module = parameter.module
+    if parameter.name != "weight" or module.num_added_embeddings:
         raise _Unknown("it holds more than the vocabulary")
     indices = module.shard_indices
     begin, end = indices.org_vocab_start_index, indices.org_vocab_end_index
-    shape = (module.org_vocab_size, of.tensor.shape[1])
-    yield _rows(of.full_name, shape, begin, end - begin, 0)  # the rest is padding
+    shape = (module.org_vocab_size, parameter.tensor.shape[1])
+    yield _rows(parameter.full_name, shape, begin, end - begin, 0)  # the rest is padding
 
 
-def _experts(of: _Parameter) -> Iterator[Part]:
+def _experts(parameter: _Parameter) -> Iterator[Part]:
     """w13 has gate and up of one expert after another, w2 their down projections."""
-    module, name, config = of.module, of.name, of.module.moe_config
+    module, name, config = parameter.module, parameter.name, parameter.module.moe_config
     parallel = config.moe_parallel_config
     backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", "unknown")
     if backend not in _EXPERT_BACKENDS:
@@ -233,9 +235,9 @@ def _experts(of: _Parameter) -> Iterator[Part]:
     padded = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
     if padded != (hidden, inner):
         raise _Unknown("its experts are padded")
-    base = of.path.removesuffix(".routed_experts")
+    base = parameter.path.removesuffix(".routed_experts")
     whole, begin = inner * parallel.tp_size, inner * parallel.tp_rank
-    gate, up, down = (getattr(module, f"ckpt_{one}_proj_name") for one in ("gate", "up", "down"))
+    gate, up, down = (getattr(module, f"ckpt_{role}_proj_name") for role in ("gate", "up", "down"))
     for expert in sorted(manager.get_local_expert_ids(), key=manager.map_global_to_local):
         local = manager.map_global_to_local(expert)
         at = f"{base}.{expert}."

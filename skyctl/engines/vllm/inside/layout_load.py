@@ -72,8 +72,8 @@ class LayoutLoader:
         parallel = self._worker.vllm_config.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-    def report(self, known: Sequence[str] = ()) -> LayoutReport:
-        """How the model is made, as of now; layouts of `known` digests are not spelt out.
+    def report(self, described: Sequence[str] = ()) -> LayoutReport:
+        """How the model is made, as of now; layouts whose digest is in `described` are not.
 
         Called as a push begins: what an earlier, killed push mapped and never closed is released,
         or the sender's memory would stay on this GPU.
@@ -92,7 +92,7 @@ class LayoutLoader:
         return LayoutReport(
             self.rank,
             layout,
-            () if layout in known else parameters,
+            () if layout in described else parameters,
             tuple(sorted(self._proven)),
             tuple(ignored_tensors(model)),
             whole_problem(model),
@@ -157,11 +157,11 @@ class LayoutLoader:
             made = layout_process.process(layer, loaded)
             number, *others = digest_on_device([loaded, *map(as_it_lies, made.values())])
             path = name.rpartition(".")[0]
-            products = (f"{path}.{one}" for one in made)
+            products = (f"{path}.{product}" for product in made)
             self._made[name] = _Made(number, dict(zip(products, others, strict=True)))
             if keep:
                 running = layout_process.products(layer)
-                self._products += [(running[one], made[one]) for one in made]
+                self._products += [(running[product], made[product]) for product in made]
 
     def load(self, chunks: Sequence[int], last: bool) -> None:
         """Copy chunks out of their slots on this GPU. `last`: there are no more; release them.
@@ -206,7 +206,7 @@ class LayoutLoader:
         torch.cuda.synchronize(self._device)
         self._finish()
 
-    def trust(self, layout: str) -> None:
+    def mark_proven(self, layout: str) -> None:
         """vLLM's loader left in every parameter what this layout predicts. Holds as long as the
         model's description stays the same.
         """
@@ -219,23 +219,23 @@ class LayoutLoader:
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []
 
-    def looked_at(self, names: Iterable[str]) -> list[str]:
+    def running_names(self, names: Iterable[str]) -> list[str]:
         """The running parameters that show what these, of a program, hold."""
-        return [one for name in names for one in self._made_of(name)]
+        return [product for name in names for product in self._made_of(name)]
 
-    def come_to(self, names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
+    def numbers_of(self, names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
         """The numbers of these parameters, of a program, from those of the running ones. For a
         processed parameter it is the number of the weight it was made of, if the layer holds what
         was made.
         """
-        found = {}
+        from_program = {}
         for name in names:
             made = self._made.get(name)
             if made is None:
-                found[name] = numbers[name]
-            elif all(numbers[one] == number for one, number in made.products.items()):
-                found[name] = made.number
-        return found
+                from_program[name] = numbers[name]
+            elif all(numbers[product] == number for product, number in made.products.items()):
+                from_program[name] = made.number
+        return from_program
 
     def _made_of(self, name: str) -> list[str]:
         made = self._made.get(name)

@@ -63,15 +63,15 @@ class _Loaded:
         height, width = self.question.matrix
         return Placement(self.layer, self.attribute, 0, 0, height, width)
 
-    def rows(self, first: int, count: int, held: int = 0) -> Placement:
+    def rows(self, first: int, count: int, at: int = 0) -> Placement:
         """`count` of the checkpoint's rows from `first` on, which the layer holds from `held` on.
         For a tensor of one dimension: values.
         """
         layer, attribute = self.layer, self.attribute
         if len(self.question.shape) == 1:
-            return Placement(layer, attribute, 0, first, 1, count, held_column=held)
+            return Placement(layer, attribute, 0, first, 1, count, held_column=at)
         width = self.question.matrix[1]
-        return Placement(layer, attribute, first, 0, count, width, held_row=held)
+        return Placement(layer, attribute, first, 0, count, width, held_row=at)
 
     def columns(self, first: int, count: int) -> Placement:
         return Placement(self.layer, self.attribute, 0, first, self.question.matrix[0], count)
@@ -131,9 +131,9 @@ class Tracer:
             self._load(named)
         except Exception:
             self._loads.clear()
-            for number, one in enumerate(named):
+            for number, item in enumerate(named):
                 try:
-                    self._load([one])
+                    self._load([item])
                 except Exception as error:  # whatever a model makes of an unknown name
                     refusals[number] = f"vLLM's loader refuses it: {error}"
         by_storage: dict[int, list[_Load]] = {}
@@ -160,14 +160,14 @@ class Tracer:
             if _of_other_stage(question.name, self._model):
                 return []
             raise NotComparable("vLLM loads nothing of it, or not as it is")
-        found = []
+        places = []
         for load in trace.loads:
             if not _unchanged(load.tensor, trace.sent):
                 raise NotComparable("vLLM rearranges it when it is loaded")
             for layer, attribute in self._owners.get(id(load.parameter), ()):
                 own = self._own_loaders.get(id(load.parameter))
-                found += _located(_Loaded(layer, attribute, load, question), own)
-        return found
+                places += _located(_Loaded(layer, attribute, load, question), own)
+        return places
 
 
 @contextmanager
@@ -281,13 +281,13 @@ def _of_merged(to: _Loaded) -> list[Placement]:
     shards = range(len(sizes)) if to.load.shard is None else to.load.shard
     shards = [shards] if isinstance(shards, int) else list(shards)
     _expect(to.question.shape[0], sum(sizes[shard] for shard in shards))
-    found, before = [], 0
+    places, before = [], 0
     for shard in shards:
         size = sizes[shard] // layer.tp_size
-        held = sum(sizes[:shard]) // layer.tp_size
-        found.append(to.rows(before + layer.tp_rank * size, size, held))
+        at = sum(sizes[:shard]) // layer.tp_size
+        places.append(to.rows(before + layer.tp_rank * size, size, at))
         before += sizes[shard]
-    return found
+    return places
 
 
 def _of_qkv(to: _Loaded) -> list[Placement]:
@@ -299,16 +299,16 @@ def _of_qkv(to: _Loaded) -> list[Placement]:
         ("k", kv_heads * layer.head_size, layer.num_kv_heads * layer.head_size, kv_rank),
         ("v", kv_heads * layer.v_head_size, layer.num_kv_heads * layer.v_head_size, kv_rank),
     )
-    wanted = [part for part in parts if to.load.shard in (None, part[0])]
-    _expect(to.question.shape[0], sum(total for _, total, _, _ in wanted))
-    found, before, held = [], 0, 0
+    loaded = [part for part in parts if to.load.shard in (None, part[0])]
+    _expect(to.question.shape[0], sum(total for _, total, _, _ in loaded))
+    places, before, at = [], 0, 0
     for part in parts:
         _, total, size, rank = part
-        if part in wanted:
-            found.append(to.rows(before + rank * size, size, held))
+        if part in loaded:
+            places.append(to.rows(before + rank * size, size, at))
             before += total
-        held += size
-    return found
+        at += size
+    return places
 
 
 def _of_expert(to: _Loaded) -> list[Placement]:
@@ -327,8 +327,8 @@ def _of_expert(to: _Loaded) -> list[Placement]:
         return [Placement(layer, attribute, 0, first, height, size, expert=expert)]
     size = height // parallel.tp_size
     first = parallel.tp_rank * size
-    held = getattr(layer, attribute).shape[1] // 2 if shard == "w3" else 0
-    return [Placement(layer, attribute, first, 0, size, width, held, expert=expert)]
+    at = getattr(layer, attribute).shape[1] // 2 if shard == "w3" else 0
+    return [Placement(layer, attribute, first, 0, size, width, at, expert=expert)]
 
 
 def _expect(size: int, expected: int) -> None:

@@ -69,10 +69,10 @@ class SkyctlWorkerExtension:
         model = self.model_runner.get_model()
         parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
         names = numbered[loader.rank] if numbered else ()
-        found = digest_model(model, loader.looked_at(names))
+        digests = digest_model(model, loader.running_names(names))
         return {
-            **found,
-            "numbers": loader.come_to(names, found["numbers"]),
+            **digests,
+            "numbers": loader.numbers_of(names, digests["numbers"]),
             "place": loader.rank,
             "digest_version": DIGEST_VERSION,
             "arrangement": arrangement(self.vllm_config),
@@ -90,7 +90,7 @@ class SkyctlWorkerExtension:
         parallel = self.vllm_config.parallel_config
         rank = (parallel.data_parallel_index, parallel.rank)
         if not method.startswith("skyctl_"):
-            raise ValueError(f"{method!r} is no method of skyctl's")
+            raise ValueError(f"{method!r} is not a method of skyctl's")
         try:
             answer = getattr(self, method)(**kwargs)
         except Exception as error:
@@ -168,9 +168,9 @@ class SkyctlWorkerExtension:
 
         torch.cuda.empty_cache()
 
-    def skyctl_layout(self, known: Sequence[str] = ()) -> dict[str, Any]:
-        """How parameters are made of checkpoint tensors (`layout.py`), but for `known` layouts."""
-        return self._skyctl_loader().report(known).to_wire()
+    def skyctl_layout(self, described: Sequence[str] = ()) -> dict[str, Any]:
+        """How parameters are made of checkpoint tensors (`layout.py`), less those `described`."""
+        return self._skyctl_loader().report(described).to_wire()
 
     def skyctl_layout_open(
         self,
@@ -198,7 +198,7 @@ class SkyctlWorkerExtension:
     def skyctl_layout_trust(self, layouts: Sequence[str]) -> None:
         """The layout of this worker's rank was compared with what vLLM's loader made."""
         loader = self._skyctl_loader()
-        loader.trust(layouts[loader.rank])
+        loader.mark_proven(layouts[loader.rank])
 
     def skyctl_layout_close(self) -> None:
         """Release the sender's memory."""

@@ -30,8 +30,8 @@ def open_receiver(init: ReceiverInit, rank: int) -> Receiver:
         ValueError: no such transport.
     """
     if init.transport not in TRANSPORTS:
-        known = ", ".join(TRANSPORTS)
-        raise ValueError(f"transport {init.transport!r} is unknown to this server; it has {known}")
+        names = ", ".join(TRANSPORTS)
+        raise ValueError(f"transport {init.transport!r} is unknown to this server; it has {names}")
     module: Any = importlib.import_module(f"skyctl.engines.vllm.inside.receivers.{init.transport}")
     receiver: Receiver = module.RECEIVER(init, rank)
     return receiver
