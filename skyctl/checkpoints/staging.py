@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,30 @@ _TRIES = 10
 _HEADROOM = 0.25
 
 
+class StagedEntry:
+    """A private checkpoint directory at `path` that this process keeps from being swept."""
+
+    def __init__(self, path: Path, lock: FileLock) -> None:
+        self.path = path
+        self._lock = lock
+
+    def claim(self, invalidate: Callable[[], None]) -> bool:
+        """Whether no other process reads it; then `invalidate` makes it unreadable for those that
+        come later. None of them waits while it is written.
+        """
+        try:
+            if not self._lock.take():
+                return False
+            invalidate()
+            return True
+        finally:
+            self._lock.take(shared=True, wait=True)  # one that could not be converted is lost
+
+    def close(self) -> None:
+        """The entry goes with the next sweep, unless the fleet's state names it by then."""
+        self._lock.close()
+
+
 @contextmanager
 def staged(
     directory: Path,
@@ -41,11 +65,27 @@ def staged(
     in_memory: bool = True,
     memory_root: Path = MEMORY_ROOT,
 ) -> Iterator[Path]:
-    """A new, empty, private checkpoint directory, held while the block runs.
+    """The path of a `staged_entry`, held while the block runs."""
+    entry = staged_entry(
+        directory, needed_bytes=needed_bytes, in_memory=in_memory, memory_root=memory_root
+    )
+    try:
+        yield entry.path
+    finally:
+        entry.close()
+
+
+def staged_entry(
+    directory: Path,
+    *,
+    needed_bytes: int | None,
+    in_memory: bool = True,
+    memory_root: Path = MEMORY_ROOT,
+) -> StagedEntry:
+    """A new, empty, private checkpoint directory.
 
     With `in_memory` it is in a tmpfs (at `memory_root`) if `needed_bytes` are known and fit there
-    with room to spare, else below `directory`. The block's end does not remove it: `sweep` does,
-    unless the fleet's state names it by then.
+    with room to spare, else below `directory`.
 
     Raises:
         SkyctlError: it cannot be made, or there is no room for it.
@@ -58,9 +98,10 @@ def staged(
         else:
             _require_room(directory, needed_bytes or 0)
             (entry / LIVE).mkdir(mode=0o700)
-        yield entry / LIVE
-    finally:
+    except BaseException:
         lock.close()
+        raise
+    return StagedEntry(entry / LIVE, lock)
 
 
 def is_staged(path: str) -> bool:

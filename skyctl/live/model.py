@@ -64,8 +64,10 @@ def read_pairs(
         dtype: what tensors are sent as: "match" (as the servers run each), "as-is", a torch dtype
             by name for all floating-point tensors, or None: another dtype than theirs is refused.
 
+    Tensors of other names than the servers' are read, too: servers say which they do without.
+
     Raises:
-        PreflightError: a tensor is not the servers', or cannot be read; nothing was sent.
+        PreflightError: a tensor is not as the servers run it, or cannot be read.
         UsageError: these are not weights.
     """
     expected = {target.name: target for target in targets}
@@ -82,13 +84,32 @@ def read_pairs(
             for name, tensor in _named(weights)
             for renamed in _renamed(_part(name, tensor), names, expected)
         ]
-    used = [part for part in parts if not expected or part.name in expected]
-    _refuse_extra(parts, used, expected)
     return [
         (Block(part.name, _dtype(part, expected, dtype), part.shape, *part.box), part.local)
-        for part in used
-        if math.prod(part.box[1])
+        for part in _without_tied(parts, expected)
+        if math.prod(part.box[1]) or not math.prod(part.shape)
     ]
+
+
+def dtype_name(dtype: object) -> str | None:
+    """ "as-is", "match", or a torch dtype's name (given by name or as the dtype); None unchanged.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name in (AS_IS, MATCH):
+        return name
+    import torch
+
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise UsageError(
+            f"{name!r} is not a dtype of torch",
+            hint='give one such as "bfloat16", or "match", or "as-is"',
+        )
+    return name
 
 
 def _named(weights: Weights) -> Iterator[tuple[str, Any]]:
@@ -253,29 +274,25 @@ def _share(part: _Part, name: str, shape: tuple[int, ...], whole: Box) -> _Part:
     return _Part(name, shape, (start, tuple(lengths[extra:])), local[(0,) * extra])
 
 
-def _refuse_extra(
-    parts: Sequence[_Part], used: Sequence[_Part], expected: Mapping[str, Target]
-) -> None:
-    """Raise PreflightError for a tensor that the servers do not run, unless it is one that they run
-    under another name: tied embeddings.
+def _without_tied(parts: Sequence[_Part], expected: Mapping[str, Target]) -> list[_Part]:
+    """The parts, but those that the servers do not run and that lie where another does: tied
+    embeddings under their second name.
+
+    Raises:
+        PreflightError: a name differs from theirs by what a wrapper puts in front.
     """
-    addresses = {part.local.data_ptr() for part in used if part.local.numel()}
-    for part in parts:
-        if part.name in expected or not expected or not part.local.numel():
-            continue
-        if part.local.data_ptr() in addresses:
-            continue
-        for ending in expected:
+    extra = [part for part in parts if expected and part.name not in expected]
+    addresses = {part.local.data_ptr() for part in parts if part.name in expected}
+    tied = {part.name for part in extra if part.local.data_ptr() in addresses}
+    for part in extra:
+        for ending in () if part.name in tied else expected:
             if part.name.endswith(f".{ending}"):
                 prefix = part.name.removesuffix(ending)
                 raise PreflightError(
                     f"{part.name} is not in the model the servers run; {ending} is",
                     hint=f"name it so: name.removeprefix({prefix!r})",
                 )
-        raise PreflightError(
-            f"{part.name} is not in the model the servers run",
-            hint="leave it out, or give its name there: names={…}",
-        )
+    return [part for part in parts if part.name not in tied]
 
 
 def _dtype(part: _Part, expected: Mapping[str, Target], dtype: str | None) -> str:

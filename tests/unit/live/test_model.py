@@ -189,7 +189,6 @@ def test_fused_tensors_are_split_wherever_they_are_cut(placement: Any) -> None:
         ({"w": ["a", "b"]}, "names: w has 24 elements, the 2 tensors.* have 16"),
         ({"w": ["a", "c", "b"]}, r"names: c \[4, 4\] is not a run of rows of w \[6, 4\]"),
         ({"w": ["a", "x"]}, "names: w → x, which is not in the model"),
-        ({"w": "x"}, "x is not in the model the servers run"),
     ],
 )
 def test_a_mapping_that_does_not_fit_is_refused(names: dict[str, Any], message: str) -> None:
@@ -243,7 +242,6 @@ def test_masters_are_sent_as_the_dtype_that_is_chosen(dtype: str, sent_as: str) 
     [
         ({"w": torch.ones(3)}, PreflightError, r"w is \[3\] here, the servers run \[2\]"),
         ({"w": torch.ones(2, dtype=torch.float64)}, PreflightError, "w is float64 here, float32"),
-        ({"w": torch.ones(2), "x": torch.ones(1)}, PreflightError, "x is not in the model"),
         ({"model.w": torch.ones(2)}, PreflightError, "model.w is not in the model .*; w is"),
         ({"w": torch.empty(2, device="meta")}, UsageError, "w is on the meta device"),
         ({"w": torch.ones(2).to_sparse()}, UsageError, "w is torch.sparse_coo"),

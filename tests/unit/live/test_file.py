@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from skyctl.checkpoints import live
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.live import RunningModel, dtype_name, running_model, write_tensors
+from skyctl.checkpoints.live import HEADER_BYTES, RunningModel, running_model
 from skyctl.errors import PreflightError, SkyctlError, UsageError
+from skyctl.live.blocks import Target
+from skyctl.live.file import Window, lay_out, targets_of, write_tensors
+from skyctl.live.model import dtype_name, read_pairs
 from tests.unit.push.checkpoints import CONFIG, filled, write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -84,18 +86,6 @@ async def test_an_async_iterator_is_read_one_tensor_at_a_time(tmp_path: Path) ->
     assert [read[f"t{n}"][0].item() for n in range(3)] == [0, 1, 2]
 
 
-async def test_many_tensors_are_cut_into_shards_with_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "HEADER_BYTES", 1016)
-    given = {f"model.layers.{n}.weight": torch.full((3,), float(n)) for n in range(40)}
-    path = await written(given, tmp_path / "ckpt")
-    found = read_checkpoint(str(path))
-    assert len(found.shards) > 2
-    assert {t.name: t.shape for t in found.tensors} == dict.fromkeys(given, (3,))
-    assert not list(path.glob("part-*"))
-
-
 @pytest.mark.parametrize("sizes", [[200_000], [1000], [1000, 200_000]])
 async def test_a_disk_that_fills_up_at_any_point_is_said_to_be_full(
     tmp_path: Path, sizes: list[int]
@@ -103,7 +93,7 @@ async def test_a_disk_that_fills_up_at_any_point_is_said_to_be_full(
     """Small tensors stay in the file's buffer until the end."""
     given = {f"w{size}": torch.zeros(size, dtype=torch.uint8) for size in sizes}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (live.HEADER_BYTES + 100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_BYTES + 108, hard))
     try:
         with pytest.raises(SkyctlError, match="File too large") as raised:
             await written(given, tmp_path / "a")
@@ -171,15 +161,71 @@ async def test_what_is_no_weight_is_refused(
         await written(tensors, tmp_path / "ckpt")
 
 
-async def test_a_sharded_tensor_is_refused_with_how_to_gather_it(tmp_path: Path) -> None:
-    class Sharded:
-        def detach(self) -> None: ...
+async def test_names_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:
+    names = [f"{number:0100000}" for number in range(84)]
+    with pytest.raises(PreflightError, match="the names of 84 tensors are too long"):
+        await written(dict.fromkeys(names, torch.zeros(1)), tmp_path / "ckpt")
 
-        def full_tensor(self) -> None: ...
 
-    with pytest.raises(UsageError, match="DTensor") as caught:
-        await written([("a", Sharded())], tmp_path / "ckpt")
-    assert "full_tensor()" in caught.value.hint
+def fill(window: Window, path: Path, model: Any, places: dict[str, int], scan: bool = True) -> str:
+    pairs = read_pairs(model, [], dtype="as-is")
+    return window.write([(block, places[block.tensor], local) for block, local in pairs], scan=scan)
+
+
+def test_a_file_is_laid_out_once_and_written_again_at_each_step(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(3, 5), "c": torch.ones(())}
+    targets = [
+        Target("a", "bfloat16", (3,)),
+        Target("b", "float32", (3, 5)),
+        Target("c", "float32", ()),
+    ]
+    file, places = lay_out(tmp_path, targets, CONFIG)
+    with file:
+        window = Window(file.path)
+        digests = set()
+        for step in range(3):
+            file.invalidate()
+            with pytest.raises(PreflightError):
+                read_checkpoint(str(tmp_path))
+            stepped = {name: tensor * step for name, tensor in model.items()}
+            assert fill(window, file.path, stepped, places) == ""
+            file.finish()
+            read = load_file(file.path)
+            assert all(torch.equal(read[name], stepped[name]) for name in model)
+            digests.add(read_checkpoint(str(tmp_path)).identity_digest)
+        assert len(digests) == 3, "a version that was overwritten is not taken for what it was"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_named_as_they_would_be_sent(tmp_path: Path, value: float) -> None:
+    model = {"a": torch.ones(3), "b": torch.tensor([1.0, value])}
+    file, places = lay_out(
+        tmp_path, [Target("a", "float32", (3,)), Target("b", "float32", (2,))], CONFIG
+    )
+    with file:
+        window = Window(file.path)
+        assert fill(window, file.path, model, places) == "b"
+        assert fill(window, file.path, model, places, scan=False) == ""
+
+
+def test_a_master_that_is_too_large_for_what_is_sent_is_named(tmp_path: Path) -> None:
+    sent = [Target("b", "float16", (2,))]
+    file, places = lay_out(tmp_path, sent, CONFIG)
+    with file:
+        pairs = read_pairs({"b": torch.tensor([1.0, 1e5])}, sent)
+        rows = [(block, places[block.tensor], local) for block, local in pairs]
+        assert Window(file.path).write(rows, scan=True) == "b"
+
+
+def test_a_file_without_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(SkyctlError, match="File too large"):
+            lay_out(tmp_path, [Target("a", "float32", (2**20,))], CONFIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -189,4 +235,5 @@ def test_an_unknown_dtype_is_refused() -> None:
 
 def test_the_config_of_what_runs_is_kept(tmp_path: Path) -> None:
     assert running(tmp_path).config == CONFIG
+    assert {target.dtype for target in targets_of(running(tmp_path))} == {"float32"}
     assert running_model(None) == RunningModel() == running_model("org/not-here")
