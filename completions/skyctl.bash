@@ -317,7 +317,7 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --format) _skyctl_words "skyrl prime-rl openai env tinker"; return ;;
+                --format) _skyctl_words "skyrl prime-rl openai env tinker trainer"; return ;;
                 --prometheus-sd) _skyctl_files; return ;;
             esac
             _skyctl_words "-f --file --fleet --format --export --prometheus-sd --show-key --json -h --help -q --quiet --no-color --debug" ;;

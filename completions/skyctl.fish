@@ -376,7 +376,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from generate' -l no-color -d 'No 
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l debug -d 'Show a traceback with an error.'
 complete -c skyctl -n '__fish_seen_subcommand_from urls' -s f -l file -r -F -d 'Fleet file (default: $SKYCTL_FILE, ./fleet.yaml, else what runs).'
 complete -c skyctl -n '__fish_seen_subcommand_from urls' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name (default: $SKYCTL_FLEET).'
-complete -c skyctl -n '__fish_seen_subcommand_from urls' -l format -x -a 'skyrl prime-rl openai env tinker' -d 'What this program\'s configuration needs.'
+complete -c skyctl -n '__fish_seen_subcommand_from urls' -l format -x -a 'skyrl prime-rl openai env tinker trainer' -d 'What this program\'s configuration needs.'
 complete -c skyctl -n '__fish_seen_subcommand_from urls' -l export -d 'Short for --format env.'
 complete -c skyctl -n '__fish_seen_subcommand_from urls' -l prometheus-sd -r -F -d 'Write Prometheus service discovery (file_sd, .json).'
 complete -c skyctl -n '__fish_seen_subcommand_from urls' -l show-key -d 'The API key alone.'

@@ -16,13 +16,13 @@ from skyctl.adapters.peft import write_adapter
 from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
+from skyctl.core.job_result import push_result
 from skyctl.core.service import CloseUpdate, FleetService, OpenUpdate, Staging
 from skyctl.core.urls import control_token
 from skyctl.live.file import write_tensors
 from skyctl.live.model import dtype_name
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.trainer import SendTarget, suggest
-from skyctl.service.ended import push_result
 from skyctl.store.adapters import AdapterVersion
 from skyctl.store.identity import own_identity
 from skyctl.store.journal import Job, JobEvent

@@ -14,6 +14,7 @@ from skyctl.api.session import SessionHolder
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
+from skyctl.core.job_result import push_result
 from skyctl.core.registry import FleetRef
 from skyctl.core.results import KeptVersion, WeightsState
 from skyctl.core.service import (
@@ -25,7 +26,6 @@ from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
-from skyctl.service.ended import push_result
 from skyctl.store.journal import JobEvent
 from skyctl.store.state import TRAINER
 

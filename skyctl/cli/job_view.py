@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from skyctl import output
+from skyctl.core.job_result import job_error
 from skyctl.output import LiveView
-from skyctl.service.ended import job_error
 from skyctl.units import count_of, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:

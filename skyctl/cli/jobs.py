@@ -79,9 +79,9 @@ def show(
     from skyctl import output
     from skyctl.cli.bars_view import legend, timeline_view
     from skyctl.cli.job_view import job_views
+    from skyctl.core.job_result import job_error
     from skyctl.core.service import JobQuery
     from skyctl.core.timeline import timeline as timeline_of
-    from skyctl.service.ended import job_error
 
     query = JobQuery(job_id)
     changes = call_chosen_fleet(

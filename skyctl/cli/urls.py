@@ -26,6 +26,7 @@ class Format(StrEnum):
     OPENAI = "openai"
     ENV = "env"
     TINKER = "tinker"
+    TRAINER = "trainer"
 
 
 FormatOption = Annotated[
@@ -72,6 +73,7 @@ def urls(
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
       eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and its key
+      eval "$(skyctl urls --format trainer)"   # SKYCTL_FLEET_URL: one URL for a trainer
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
     from rich.text import Text
@@ -171,6 +173,7 @@ def _lines(urls: FleetUrls) -> str:
     terminal.
     """
     rows = [("router", urls.router)] if urls.router else []
+    rows += [("trainer", urls.trainer)] if urls.trainer else []
     rows += urls.servers.items()
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {url}" for name, url in rows)

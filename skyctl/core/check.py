@@ -183,10 +183,10 @@ def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) ->
             names = " and ".join(owner.owner for owner in owners)
             yield Problem(f"port {port} is given to {names}", "give each its own port")
     for port, owners in by_port.items():
-        if port in own_ports:
-            continue
         host, key = owners[0].host, owners[0].key
         section, dot, _ = key.rpartition(".")
+        if port in own_ports or section == "trainer":  # the supervisor reports what it cannot bind
+            continue
         if (holder := launcher.port_holder(host, port)) is not None:
             yield Problem(
                 f"{owners[0].owner}: port {port} is taken by {holder}",
@@ -211,6 +211,8 @@ def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
         yield _Listener("router metrics", "router.metrics_port", router.host, router.metrics_port)
     if plan.tinker is not None:
         yield _Listener("tinker", "tinker.port", plan.tinker.host, plan.tinker.port)
+    if (trainer := plan.config.trainer) is not None:
+        yield _Listener("trainer", "trainer.port", trainer.host, trainer.port)
 
 
 def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:

@@ -524,6 +524,8 @@ class _Planner:
             ports.update(port for port in (router.port, router.metrics_port) if port is not None)
         if self.config.tinker is not None:
             ports.add(self.config.tinker.port)
+        if self.config.trainer is not None:
+            ports.add(self.config.trainer.port)
         return ports
 
     def _port(self, owner: str, next_port: Callable[[], int] | None = None) -> int:

@@ -147,10 +147,13 @@ class OpenUpdate:
 
 @dataclass(frozen=True)
 class CloseUpdate:
-    """The trainer's report: everything is sent, or why not."""
+    """The trainer's report: everything is sent, or why not. `version` is the label of the weights
+    of an update that was begun without one.
+    """
 
     job: str
     failure: str = ""
+    version: str = ""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "OPENAI_API_KEY"
 OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
 """Stands for the key that skyctl made, where a format can only name a variable."""
+FLEET_URL_VARIABLE = "SKYCTL_FLEET_URL"
 NO_KEY = "EMPTY"
 """What vLLM's own examples pass as a key where none is required."""
 SKYRL_ARGS = ("enable-scale-out",)
@@ -89,6 +90,8 @@ class FleetUrls:
     """The servers'."""
     routed: bool | None = None
     """False while the router has no server, and none is starting; None if unknown."""
+    trainer: str | None = None
+    """The fleet URL, which speaks vLLM's RL API for all servers; None without a `trainer:`."""
 
     @property
     def entry(self) -> str | None:
@@ -100,6 +103,7 @@ class FleetUrls:
         return {
             "model": self.model,
             "router": self.router,
+            "trainer": self.trainer,
             "servers": dict(self.servers),
             "access": asdict(self.access),
         }
@@ -199,11 +203,30 @@ def as_env(urls: FleetUrls) -> str:
     return "\n".join(lines)
 
 
+def as_trainer(urls: FleetUrls) -> str:
+    """A line for a POSIX shell: the fleet URL, with the control token as its password.
+
+    The HTTP libraries of vLLM's, TRL's and SkyRL's clients take it from there.
+    """
+    if urls.trainer is None:
+        raise UsageError(
+            f"fleet {urls.name} has no fleet URL for trainers",
+            hint="write `trainer: {port: 8791}` into its fleet file; then: skyctl up",
+        )
+    scheme, _, address = urls.trainer.partition("://")
+    if file := urls.access.control_token_file:
+        return (
+            f'export {FLEET_URL_VARIABLE}="{scheme}://trainer:$(cat {shlex.quote(file)})@{address}"'
+        )
+    return f"export {FLEET_URL_VARIABLE}={shlex.quote(urls.trainer)}"
+
+
 FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
     "skyrl": as_skyrl,
     "prime-rl": as_prime_rl,
     "openai": as_openai,
     "env": as_env,
+    "trainer": as_trainer,
 }
 
 

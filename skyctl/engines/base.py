@@ -213,9 +213,14 @@ class Server(Protocol):
         """Stage 2 of a push. Fails if an update is already open."""
 
     async def update_weights(
-        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> None:
-        """Stage 3 of a push, once per chunk. An error closes the update, weights half loaded."""
+        """Stage 3 of a push, once per chunk; of several infos, each worker takes its own. An error
+        closes the update, weights half loaded.
+        """
 
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float | None = None

@@ -114,7 +114,17 @@ def plan_warnings(
         *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
         *_tinker_warnings(config, launches, trainer_gpu),
+        *_trainer_warnings(config),
     )
+
+
+def _trainer_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
+    if config.trainer is not None and not is_loopback(config.trainer.host):
+        yield PlanWarning(
+            f"trainer.host {config.trainer.host}: the control token crosses the network "
+            "unencrypted; a reader of it can replace the weights",
+            "leave `trainer: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
+        )
 
 
 def _tinker_warnings(

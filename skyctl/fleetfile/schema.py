@@ -28,6 +28,7 @@ from skyctl.fleetfile.sections import (
     SshSection,
     SupervisorSection,
     TinkerSection,
+    TrainerSection,
     WeightTransferSection,
 )
 from skyctl.fleetfile.values import (
@@ -146,6 +147,9 @@ class FleetConfig(Section):
     tinker: TinkerSection | None = Field(
         None, description="Serve the Tinker API beside the fleet; needs `lora`."
     )
+    trainer: TrainerSection | None = Field(
+        None, description="Serve vLLM's RL API for the whole fleet at one URL."
+    )
     supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
@@ -209,6 +213,10 @@ class FleetConfig(Section):
             )
         if self.tinker is not None:
             self._check_tinker(self.tinker)
+        if self.trainer is not None and (self.attached or self.engine != DEFAULT_ENGINE):
+            raise ValueError(
+                "`trainer` is for vLLM servers that skyctl starts: it speaks their API"
+            )
         self._check_tokens()
         return self
 
@@ -350,6 +358,8 @@ class FleetConfig(Section):
         open_hosts = {"host": self.host}
         if isinstance(self.router, RouterSection) and self.router.enabled:
             open_hosts["router.host"] = self.router.host
+        if self.trainer is not None:
+            open_hosts["trainer.host"] = self.trainer.host
         for key, host in open_hosts.items():
             if not is_loopback(host):
                 raise ValueError(

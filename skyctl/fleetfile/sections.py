@@ -344,6 +344,14 @@ class TinkerSection(Section):
         return int(number or 0) if kind == "cuda" else None
 
 
+class TrainerSection(Section):
+    """One URL that speaks vLLM's RL API for the whole fleet, for trainers with clients of their
+    own."""
+
+    host: str = Field("127.0.0.1", description="Address the fleet URL binds.")
+    port: Port = Field(8791, description="Port of the fleet URL.")
+
+
 class DiscoverySection(Section):
     """Servers that another system places: each command looks them up again. One key of two."""
 

@@ -89,6 +89,7 @@ class Trainer:
         self.at = at
         seen = process is not None and process.boot_id == boot_id() and process.alive()
         self.process = process if seen else None
+        self.version = ""  # the label that it gave at its end
         self._timeout_s = timeout_s
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[tuple[SendTarget, ...]] = loop.create_future()
@@ -108,9 +109,12 @@ class Trainer:
             return f"the trainer (pid {self.process.pid}) died"
         return ""
 
-    def report(self, failure: str = "") -> None:
-        """The trainer's report: everything is sent, or why not. Only the first counts."""
+    def report(self, failure: str = "", version: str = "") -> None:
+        """The trainer's report: everything is sent, or why not, and the `version` that the update
+        was begun without. Only the first counts.
+        """
         if not self._word.done():
+            self.version = version
             self._word.set_result(failure)
 
     async def targets(self, push: asyncio.Task[Any]) -> tuple[SendTarget, ...]:

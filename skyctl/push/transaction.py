@@ -224,9 +224,13 @@ async def deliver(run: Run, frozen: Frozen) -> Delivered:
 
 
 def label_of(run: Run, checked: Checked, delivery: Delivery) -> str:
-    """The version's label: the user's, else the checkpoint's name and a digest of its content."""
-    if run.request.weight_version:
-        return run.request.weight_version
+    """The version's label: the user's, else the trainer's, else the checkpoint's name and a digest
+    of its content.
+    """
+    trainer = run.fleet.trainer
+    given = run.request.weight_version or (trainer.version if trainer is not None else "")
+    if given:
+        return given
     digest = delivery.content_digest or checked.source.identity
     return f"{checked.source.name}@{digest[:8]}"
 

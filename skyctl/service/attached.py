@@ -183,7 +183,7 @@ class AttachedFleet(RecordedFleet):
     async def close_update(self, request: CloseUpdate) -> None:
         close_sender(self.state, request.job)
         if request.job in self._trainers:
-            self._trainers.pop(request.job).report(request.failure)
+            self._trainers.pop(request.job).report(request.failure, request.version)
 
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.request import PushRequest

@@ -38,6 +38,7 @@ from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.rollout import host_of
+from skyctl.supervisor.trainer_listening import TrainerListening
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0
@@ -178,12 +179,14 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     )
     server = QuietServer(config)
     loop = asyncio.get_running_loop()
-    listening, changes = Listening(supervisor), set[asyncio.Task[None]]()
+    listeners = (Listening(supervisor), TrainerListening(supervisor))
+    changes = set[asyncio.Task[None]]()
 
     def planned(plan: FleetPlan) -> None:
-        task = loop.create_task(listening.become(plan))
-        changes.add(task)
-        task.add_done_callback(changes.discard)
+        for listening in listeners:
+            task = loop.create_task(listening.become(plan))
+            changes.add(task)
+            task.add_done_callback(changes.discard)
 
     supervisor.on_plan = planned
     downs: list[asyncio.Task[TakenDown]] = []
@@ -204,7 +207,8 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for chore in chores:
         chore.cancel()
     server.should_exit = True
-    await listening.close()
+    for listening in listeners:
+        await listening.close()
     await serving
     for result in await asyncio.gather(*downs, return_exceptions=True):
         if isinstance(result, BaseException):

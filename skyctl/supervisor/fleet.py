@@ -73,10 +73,15 @@ class RunningFleet(RecordedFleet):
         self.push_job: Job | None = None
         self.recovered: tuple[Recovered, ...] = ()
         self.taken_over = False
-        self.not_listening = ""  # why other machines cannot reach it although they should
+        self.unbound: dict[str, str] = {}  # what does not listen although it should, and why
         self._context: ReplicaContext | None = None
         self._looking = False
         self._unanswering: Replica | None = None  # the last to be replaced for missed probes
+
+    @property
+    def not_listening(self) -> str:
+        """Why clients cannot reach it although they should; "" if they can."""
+        return "; ".join(self.unbound.values())
 
     def require_plan(self) -> FleetPlan:
         """The plan of the running fleet. Raises FleetDownError if none was started yet."""

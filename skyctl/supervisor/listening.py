@@ -12,6 +12,7 @@ import hashlib
 import socket
 import ssl
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ _DAYS = 3650
 _OPENSSL_TIMEOUT_S = 30.0
 MOST_CONNECTIONS = 64
 IDLE_S = 15.0
+Settings = tuple[str, int, object]
+"""Host, port, and whatever else a listener was opened with."""
 
 
 @dataclass(frozen=True)
@@ -76,38 +79,54 @@ def entrance(section: SupervisorSection, base_dir: Path, paths: FleetPaths) -> E
     )
 
 
-class Listening:
-    """Listens as the latest plan says; `Supervisor.not_listening` says why it does not."""
+class ListensAsPlanned(ABC):
+    """Serves an app at one address, as the latest plan says; `Supervisor.not_listening` says why it
+    does not.
+    """
+
+    title: str
+    """What listens, in words."""
+    most_connections = MOST_CONNECTIONS
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._as: object = (SupervisorSection(), ())  # what it listens as; None: not as it should
+        self._as: object = None  # what it listens as; None: not at all
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
+    @abstractmethod
+    def _settings(self, plan: FleetPlan) -> Settings | None:
+        """The address, and all that it listens as; None if the plan has none."""
+
+    @abstractmethod
+    async def _config(self, plan: FleetPlan, options: dict[str, Any]) -> uvicorn.Config:
+        """What it serves. Raises SkyctlError, OSError."""
+
     async def become(self, plan: FleetPlan) -> None:
         """Begin, end or change listening. A failure is reported in the fleet's status."""
-        section = plan.config.supervisor
-        credentials = entrance(section, plan.base_dir, self._supervisor.paths)
+        settings = self._settings(plan)
         async with self._turn:
-            if self._as == (section, _contents(credentials)):
+            if self._as == settings:
                 return
             await self.close()
-            self._as, self._supervisor.not_listening = None, ""
-            if credentials is None:
-                self._as = (section, ())
+            self._as = object()  # not as it should
+            self._supervisor.unbound.pop(self.title, None)
+            if settings is None:
+                self._as = None
                 return
+            host, port, _ = settings
+            shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             try:
-                await self._open(section, credentials)
+                await self._open(plan, host, port)
             except (SkyctlError, OSError, ssl.SSLError, ValueError) as error:
                 reason = error.message if isinstance(error, SkyctlError) else str(error)
-                problem = f"the supervisor does not listen at {section.listen}: {reason}"
-                self._supervisor.not_listening = problem
+                problem = f"{self.title} does not listen at {shown}: {reason}"
+                self._supervisor.unbound[self.title] = problem
                 self._supervisor.state.add_event("fleet", problem)
                 return
-            self._as = (section, _contents(credentials))
-            self._supervisor.state.add_event("fleet", f"listens at {section.listen}")
+            self._as = settings
+            self._supervisor.state.add_event("fleet", f"{self.title} listens at {shown}")
 
     async def close(self) -> None:
         """Stop listening."""
@@ -116,34 +135,56 @@ class Listening:
             await self._serving
             self._server = self._serving = None
 
-    async def _open(self, section: SupervisorSection, credentials: Entrance) -> None:
+    async def _open(self, plan: FleetPlan, host: str, port: int) -> None:
+        options = {
+            "log_level": "warning",
+            "access_log": False,
+            "lifespan": "off",
+            "ws": "none",  # which it would import
+            "timeout_graceful_shutdown": 2,
+            "http": ImpatientProtocol,
+        }
+        config = await self._config(plan, options)
+        config.load()
+        listener = BoundedListener(
+            listen_at(host, port, backlog=self.most_connections), most=self.most_connections
+        )
+        self._server = QuietServer(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+
+class Listening(ListensAsPlanned):
+    """The supervisor's API for other machines."""
+
+    title = "the supervisor"
+
+    def _settings(self, plan: FleetPlan) -> Settings | None:
+        section = plan.config.supervisor
+        credentials = entrance(section, plan.base_dir, self._supervisor.paths)
+        return (
+            None if credentials is None else (*section.address, (section, _contents(credentials)))
+        )
+
+    async def _config(self, plan: FleetPlan, options: dict[str, Any]) -> uvicorn.Config:
+        section = plan.config.supervisor
+        credentials = entrance(section, plan.base_dir, self._supervisor.paths)
+        assert credentials is not None  # it has settings
         if section.token_file is None:
             ensure_secret(credentials.token_file)
         token = read_secret(credentials.token_file)
         if token is None:
             raise SkyctlError(f"{credentials.token_file} does not exist")
-        host, port = section.address
+        host, _ = section.address
         if (
             credentials.cert is not None
             and credentials.key is not None
             and section.tls_cert is None
         ):
             await asyncio.to_thread(ensure_certificate, credentials.cert, credentials.key, host)
-        config = uvicorn.Config(
-            make_app(self._supervisor, FleetService, token=token),
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",  # which it would import
-            timeout_graceful_shutdown=2,
-            ssl_certfile=credentials.cert,
-            ssl_keyfile=credentials.key,
-            http=ImpatientProtocol,
+        app = make_app(self._supervisor, FleetService, token=token)
+        return uvicorn.Config(
+            app, ssl_certfile=credentials.cert, ssl_keyfile=credentials.key, **options
         )
-        config.load()
-        listener = BoundedListener(listen_at(host, port, backlog=64))
-        self._server = QuietServer(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
 
 class QuietServer(uvicorn.Server):

@@ -53,8 +53,8 @@ class Pushes:
         self._running = running
         self._heal_after = heal_after
         self._task: asyncio.Task[None] | None = None
-        self._senders = SenderPool()
-        self.warming = Warming(running, self._senders)
+        self.senders = SenderPool()
+        self.warming = Warming(running, self.senders)
 
     def start(self, request: PushRequest, turn: Turn, trainer: Trainer | None = None) -> Job:
         """Begin a push into every server that is up; returns the job, which releases the turn at
@@ -146,7 +146,7 @@ class Pushes:
     async def close(self) -> None:
         """End the sender that is kept between pushes."""
         await self.warming.stop()
-        await self._senders.close()
+        await self.senders.close()
 
     def _open(self, request: PushRequest, up: Sequence[Replica], turn: Turn, *, heals: bool) -> Job:
         running = self._running
@@ -201,7 +201,7 @@ class Pushes:
                 replace(self._fleet(plan, up, dry_run=request.dry_run), trainer=self.trainer),
                 client=client,
                 state=state,
-                senders=self._senders,
+                senders=self.senders,
                 rotation=RouterRotation(running) if running.router else None,
                 on_server=self._on_server,
                 on_part=lambda: reload_rows(up, running.state),

@@ -216,6 +216,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def urls(self) -> FleetUrls:
         plan, metrics = self.require_plan(), None
+        trainer = plan.config.trainer
         if plan.router is not None:
             host = urlsplit(plan.router.url).hostname or "127.0.0.1"
             metrics = local_url(host, plan.router.metrics_port)
@@ -228,6 +229,7 @@ class Supervisor(RunningFleet, SupervisorService):
             access=access(plan.config, self.paths),
             engine=plan.config.engine,
             routed=rollout.takes_requests(self),
+            trainer=local_url(trainer.host, trainer.port) if trainer is not None else None,
         )
 
     async def model_path(self) -> str | None:
@@ -345,7 +347,7 @@ class Supervisor(RunningFleet, SupervisorService):
         holder, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, request.job)
         if trainer is not None and self.push_job is not None and self.push_job.id == request.job:
-            trainer.report(request.failure)
+            trainer.report(request.failure, request.version)
         elif holder is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()

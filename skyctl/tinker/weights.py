@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from skyctl.core.job_result import job_error
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -25,7 +26,6 @@ from skyctl.errors import (
     SkyctlError,
 )
 from skyctl.push.request import PushRequest
-from skyctl.service.ended import job_error
 from skyctl.store.journal import LATEST
 from skyctl.tinker import files
 

@@ -234,8 +234,12 @@ class SGLangServer(SGLangState):
         self._updates = True
 
     async def update_weights(
-        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> None:
+        assert isinstance(update_info, Mapping)  # only vLLM's trainers send several
         path = keeper.FROM_GROUP if "group_name" in update_info else keeper.FROM_TENSOR
         await self._call("POST", path, json=dict(update_info), timeout_s=timeout_s)
 

@@ -277,9 +277,12 @@ class VLLMServer(HttpServer):
         await self._call("POST", "/start_weight_update", timeout_s=timeout_s)
 
     async def update_weights(
-        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        update_info: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float | None = None,
     ) -> None:
-        body = {"update_info": dict(update_info)}
+        body = {"update_info": update_info}
         await self._call("POST", "/update_weights", json=body, timeout_s=timeout_s)
 
     async def finish_weight_update(

@@ -40,7 +40,7 @@ URLS = FleetUrls(
     router_metrics="http://127.0.0.1:9000",
     access=Access(api_key_env="DEMO_KEY"),
 )
-BARE = FleetUrls("bare", None, None, {"bare-0": "https://gpu7:8001"})
+BARE = FleetUrls("bare", None, None, {"bare-0": "https://gpu7:8001"}, trainer="http://gpu7:8001")
 
 # SkyRL: InferenceEngineConfig and PlacementConfig, skyrl/train/config/config.py
 SKYRL = {
@@ -143,6 +143,14 @@ def test_the_openai_client_takes_its_variables_from_the_environment(
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_a_fleet_without_router_or_model_has_every_format(name: str) -> None:
     assert "gpu7:8001" in FORMATS[name](BARE) and "None" not in FORMATS[name](BARE)
+
+
+def test_the_fleet_url_takes_its_password_from_the_tokens_file() -> None:
+    with pytest.raises(UsageError, match="no fleet URL for trainers"):
+        FORMATS["trainer"](URLS)
+    access = Access(control_token_file="/home/me/a b")
+    line = FORMATS["trainer"](replace(BARE, access=access))
+    assert line == """export SKYCTL_FLEET_URL="http://trainer:$(cat '/home/me/a b')@gpu7:8001\""""
 
 
 def test_a_fleet_without_servers_is_refused() -> None:

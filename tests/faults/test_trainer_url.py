@@ -1,0 +1,246 @@
+"""A trainer that knows one URL: vLLM's RL API for a whole fleet, with the fleet's transaction."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.launch.local.host import free_port
+from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.faults.test_updates import Supervised
+from tests.forking import command
+from tests.stub.url_trainer import CALLS, body
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+BOUND_S = 60.0
+UPDATE = ("start_weight_update", "update_weights", "finish_weight_update")
+
+
+class Fleet(Supervised):
+    """Two stubs, their supervisor and the fleet URL."""
+
+    port: int
+    token = ""
+
+    @property
+    def url(self) -> str:
+        secret = f"trainer:{self.token}@" if self.token else ""
+        return f"http://{secret}127.0.0.1:{self.port}"
+
+    def call(self, call: str, *, seed: int = 1, version: str = "step-1", **how: Any) -> Any:
+        """One of a trainer's calls; returns its answer's JSON."""
+        answer = self.post(call, body(call, version, seed), **how)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, content: Any = None, **how: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/{path}", json=content, timeout=60, trust_env=False, **how)
+
+    def get(self, path: str, **how: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}/{path}", timeout=60, trust_env=False, **how)
+
+    def train_begun(self, *options: str, seed: int = 1, version: str = "step-1") -> Popen[str]:
+        """A trainer's process."""
+        run = ("-m", "tests.stub.url_trainer", self.url, version, str(seed))
+        return command(
+            [sys.executable, *run, *options],
+            cwd=self.directory,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdin=DEVNULL,
+            stdout=DEVNULL,
+            stderr=PIPE,
+        )
+
+    def trainer(self, *options: str, seed: int = 1, version: str = "step-1") -> tuple[int, str]:
+        """A trainer's process to its end: exit code and stderr."""
+        process = self.train_begun(*options, seed=seed, version=version)
+        _, errors = process.communicate(timeout=BOUND_S)
+        return process.returncode or 0, errors
+
+    def whole(self) -> list[dict[str, Any]]:
+        """The servers' states, once all serve: never parts of two checkpoints."""
+        self.until("ready")
+        states = self.states()
+        assert len({state["digest"] for state in states}) == 1
+        for state in states:
+            assert not (state["paused"] or state["update_open"] or state["half_loaded"])
+            assert "half loaded" not in state["served"] and "unpaused" not in str(state["served"])
+        return states
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """With the `auth` of the test's parameter, none if it has none."""
+    auth = getattr(request, "param", "none")
+    fleet = Fleet(tmp_path)
+    fleet.port = free_port("127.0.0.1")
+    fleet.write(
+        extra=f"auth: {auth}\ntrainer: {{port: {fleet.port}}}\n"
+        "weight_transfer: {backend: sparse_nccl, update_timeout_s: 20}\ncontrol_timeout_s: 5\n"
+    )
+    write_checkpoint(tmp_path / "model", tiny_tensors(1))
+    fleet.run("up")
+    if auth != "none":
+        access = fleet.json("urls")["data"]["access"]
+        fleet.token = Path(access["control_token_file"]).read_text().strip()
+    try:
+        yield fleet
+    finally:
+        fleet.run("down", "--drain-timeout", "0")
+
+
+def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:
+    before = {state["digest"] for state in fleet.states()}
+    assert fleet.get("get_world_size").json() == {"world_size": 2}
+    workers = fleet.get("v1/rl/workers").json()["workers"]
+    assert [(worker["rank_offset"], worker["workers"]) for worker in workers] == [(1, 1), (2, 1)]
+    for call in CALLS[:3]:
+        fleet.call(call)
+    states = fleet.states()
+    assert all(state["paused"] and state["update_open"] for state in states)
+    refused = fleet.json("pause", expect=1)
+    assert "push-1" in refused["error"]["message"]
+    assert fleet.post("resume").status_code == 409, "only the update's end thaws"
+    done = fleet.call("finish_weight_update")
+    assert done["weight_version"] == "step-1" and done["freeze_window_s"] > 0
+    states = fleet.whole()
+    assert {state["weight_version"] for state in states} == {"step-1"}
+    assert {state["digest"] for state in states} != before
+    version = fleet.get("v1/version", params={"wait": "step-1"}).json()
+    assert version["version"] == "step-1" and len(version["servers"]) == 2
+    fleet.call("start_weight_update")
+    fleet.call("update_weights", seed=2)
+    unlabelled = fleet.post("finish_weight_update").json()
+    assert unlabelled["weight_version"] == "push-2"
+
+
+@pytest.mark.parametrize("midway", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway: bool) -> None:
+    before = {state["digest"] for state in fleet.states()}
+    if midway:
+        for row in fleet.replicas().values():
+            fault = {f"/{call}": {"kind": "delay", "seconds": 2.0}}
+            httpx.post(f"{row['url']}/stub/faults", json=fault, trust_env=False)
+    code, errors = fleet.trainer("--dies-at", call, *(["--midway"] if midway else []))
+    assert code == -signal.SIGKILL, errors
+    committed = call == "finish_weight_update"
+    if committed:
+        fleet.get("v1/version", params={"wait": "step-1"})
+    states = fleet.whole()
+    assert ({state["digest"] for state in states} != before) == committed
+    if call in UPDATE[:2]:
+        message = fleet.json("jobs")["data"]["jobs"][0]["error"]["message"]
+        assert any(words in message for words in ("the trainer (pid", "hung up", "has gone"))
+    for row in fleet.replicas().values():
+        httpx.post(f"{row['url']}/stub/faults", json={}, trust_env=False)
+    code, errors = fleet.trainer(seed=2, version="step-2")
+    assert code == 0, errors
+    assert {state["weight_version"] for state in fleet.whole()} == {"step-2"}
+
+
+@pytest.mark.parametrize("call", UPDATE)
+def test_a_server_that_dies_fails_the_update_with_a_sentence(fleet: Fleet, call: str) -> None:
+    row = fleet.replicas()["stubs-1"]
+    fault = {f"/{call}": {"kind": "delay", "seconds": 10.0}}
+    httpx.post(f"{row['url']}/stub/faults", json=fault, trust_env=False)
+    process = fleet.train_begun()
+    deadline = time.monotonic() + BOUND_S
+    while (
+        httpx.get(f"{row['url']}/stub/state", trust_env=False).json()["calls"].get(f"/{call}", 0)
+        < 1
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(row["pid"], signal.SIGKILL)
+    _, errors = process.communicate(timeout=BOUND_S)
+    assert process.returncode == 1
+    assert "stubs-1" in json.loads(errors)["error"]["message"]
+    if call == "finish_weight_update":  # the other has verified weights, which no file has
+        assert "no file has it" in fleet.until("quarantined", "stubs-1")["stubs-1"]["reason"]
+        assert fleet.get("v1/version").json()["servers"]["stubs-0"]["version"] == "step-1"
+    else:
+        states = fleet.whole()
+        assert {state["weight_version"] for state in states} == {"default"}
+    code, errors = fleet.trainer(seed=2, version="step-2")
+    assert code == 0, errors
+    assert {state["weight_version"] for state in fleet.whole()} == {"step-2"}
+
+
+def test_a_restarted_server_is_not_in_the_trainers_group(fleet: Fleet) -> None:
+    fleet.call("init_weight_transfer_engine")
+    os.kill(fleet.replicas()["stubs-0"]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + BOUND_S
+    while fleet.replicas()["stubs-0"]["restarts"] < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    fleet.until("ready")
+    refused = fleet.post("start_weight_update")
+    assert refused.status_code == 409
+    assert "stubs-0 left the trainer's group" in refused.json()["error"]["message"]
+    code, errors = fleet.trainer()
+    assert code == 0, errors
+
+
+def test_verbs_reach_every_server(fleet: Fleet) -> None:
+    assert fleet.get("is_paused").json() == {"is_paused": False}
+    assert fleet.post("pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
+    assert fleet.get("is_paused").json() == {"is_paused": True}
+    assert [state["paused"] for state in fleet.states()] == [True, True]
+    code, errors = fleet.trainer()  # a trainer that pauses and resumes itself
+    assert code == 0, errors
+    assert [state["paused"] for state in fleet.states()] == [True, True]
+    assert fleet.post("resume").json() == {"status": "resumed"}
+    assert fleet.post("sleep?level=1").json()["status"] == "sleeping"
+    assert fleet.get("is_sleeping").json() == {"is_sleeping": True}
+    assert fleet.post("wake_up").json()["status"] == "awake"
+    assert fleet.post("reset_prefix_cache").json() == {"success": True}
+    assert fleet.get("version").json() == {"version": "0.32.0"}
+    assert fleet.get("server_info").json()["vllm_config"]["weight_transfer_config"]
+    fleet.whole()
+
+
+@pytest.mark.parametrize("fleet", ["all", "control"], indirect=True)
+def test_the_fleet_url_wants_the_fleets_keys(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+    token, fleet.token = fleet.token, ""
+    for call in CALLS:
+        assert fleet.post(call, body(call, "x", 1)).status_code == 401
+    assert fleet.post("pause").status_code == 401
+    assert fleet.get("health").status_code == 200
+    model = {"model": fleet.json("urls")["data"]["model"], "prompt": "ab", "max_tokens": 2}
+    inference = fleet.post("v1/completions", model)
+    auth = request.node.callspec.params["fleet"]
+    assert inference.status_code == (401 if auth == "all" else 200), inference.text
+    bearer = {"Authorization": f"Bearer {token}"}
+    assert fleet.post("v1/completions", model, headers=bearer).json()["choices"]
+    fleet.token = token
+    answer = fleet.post("v1/completions", {**model, "stream": True})
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
+    code, errors = fleet.trainer()
+    assert code == 0, errors
+    assert fleet.get("is_paused").json() == {"is_paused": False}
+
+
+def test_the_port_may_be_taken(tmp_path: Path) -> None:
+    fleet = StubFleet(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        fleet.write(replicas=1, extra=f"auth: none\ntrainer: {{port: {port}}}\n")
+        fleet.run("up")
+        reasons = fleet.json("status")["data"]["reasons"]
+    assert f"the fleet URL does not listen at 127.0.0.1:{port}" in json.dumps(reasons)
+    fleet.run("up")
+    assert httpx.get(f"http://127.0.0.1:{port}/is_paused", trust_env=False).status_code == 200
+    fleet.run("down")
