@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl import engines
-from skyctl.core.arbiter import Act
+from skyctl.core.arbiter import Act, Turn
 from skyctl.core.job_result import push_result
 from skyctl.core.service import CloseUpdate, OpenUpdate
 from skyctl.engines.base import Server
@@ -85,7 +85,7 @@ class TrainerUpdate:
         if self._open is not None:
             raise ConflictError(f"{self._open.job} is under way: finish it first")
         targets, timeout_s = await self.targets(), self._timeout_s
-        with await self._fleet.arbiter.turn(Act.SLEEP, "a trainer that joins the servers"):
+        with await self._turn("a trainer that joins the servers", gone):
             await self._leave_own_group(targets)
             self._joined = {}
             await self._all(
@@ -102,7 +102,7 @@ class TrainerUpdate:
         if self._open is not None:
             raise ConflictError(f"{self._open.job} is under way: finish it first")
         targets = await self.targets()
-        with await self._fleet.arbiter.turn(Act.SLEEP, "a trainer that leaves the servers"):
+        with await self._turn("a trainer that leaves the servers", gone):
             self._joined = {}
             await self._all(
                 targets,
@@ -180,6 +180,19 @@ class TrainerUpdate:
     @property
     def _timeout_s(self) -> float:
         return self._fleet.require_plan().config.weight_transfer.update_timeout_s
+
+    async def _turn(self, act: str, gone: Gone) -> Turn:
+        """The fleet for itself, once others have ended what they do: a trainer that restarts may
+        meet what it began before. Raises ConflictError.
+        """
+        until = time.monotonic() + self._fleet.require_plan().config.control_timeout_s
+        while True:
+            try:
+                return await self._fleet.arbiter.turn(Act.SLEEP, act)
+            except ConflictError:
+                if time.monotonic() > until or await gone():
+                    raise
+            await asyncio.sleep(_LOOK_S)
 
     def _require_open(self) -> _Open:
         if self._open is None:
