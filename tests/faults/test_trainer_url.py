@@ -141,9 +141,9 @@ def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway
         fleet.get("v1/version", params={"wait": "step-1"})
     states = fleet.whole()
     assert ({state["digest"] for state in states} != before) == committed
-    if call in UPDATE[:2]:
+    if call in UPDATE[:2] and not midway:
         message = fleet.json("jobs")["data"]["jobs"][0]["error"]["message"]
-        assert any(words in message for words in ("the trainer (pid", "hung up", "has gone"))
+        assert any(words in message for words in ("the trainer (pid", "hung up"))
     for row in fleet.replicas().values():
         httpx.post(f"{row['url']}/stub/faults", json={}, trust_env=False)
     code, errors = fleet.trainer(seed=2, version="step-2")
