@@ -36,6 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "simulation.json"
 MOST = 10_000
 """Within so many schedules a defect that is put back must be found."""
 _BATCH = 50
+_WITHOUT_IT = "without it as well: "
 
 
 @dataclass
@@ -75,8 +76,8 @@ class Violation:
     seeds: list[int] = field(default_factory=list)
 
 
-def play_kind(kind: str, unmended: bool, seed: int, home: Path) -> Ended:
-    return play(Schedule(seed, kind, unmended=unmended), home)
+def play_like(schedule: Schedule, seed: int, home: Path) -> Ended:
+    return play(replace(schedule, seed=seed), home)
 
 
 def play_defect(name: str, seed: int, home: Path) -> Ended:
@@ -85,8 +86,8 @@ def play_defect(name: str, seed: int, home: Path) -> Ended:
     schedule = defect.schedule(seed)
     with seams.replaced(defect.patches):
         ended = play(schedule, home)
-    if ended.violations and play(schedule, home).violations:
-        ended.violations.clear()
+    if ended.violations and (others := play(schedule, home).violations):
+        ended.violations[:] = [_WITHOUT_IT + others[0]]
     return ended
 
 
@@ -118,26 +119,18 @@ def replay(schedule: Schedule) -> int:
     return 1 if ended.violations else 0
 
 
-def soak(
-    kinds: list[str],
-    first: int,
-    schedules: int,
-    processes: int,
-    minutes: float,
-    *,
-    unmended: bool = False,
-) -> dict[str, Any]:
-    """Play `schedules` of each kind, or as many as can be played in so many minutes or until
-    Ctrl-C."""
+def soak(likes: list[Schedule], schedules: int, processes: int, minutes: float) -> dict[str, Any]:
+    """Play so many schedules like each of these, from its seed on, or as many as can be played in
+    so many minutes or until Ctrl-C."""
     began = time.monotonic()
-    counts = {kind: Count() for kind in kinds}
+    counts = {like.kind: Count() for like in likes}
     violations: dict[str, Violation] = {}
 
     def orders() -> Iterator[Order]:
-        for begin in range(first, first + schedules, _BATCH):
-            for kind in kinds:
-                seeds = range(begin, min(begin + _BATCH, first + schedules))
-                yield Order(kind, partial(play_kind, kind, unmended), seeds)
+        for begin in range(0, schedules, _BATCH):
+            for like in likes:
+                end = like.seed + min(begin + _BATCH, schedules)
+                yield Order(like.kind, partial(play_like, like), range(like.seed + begin, end))
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # what has been played counts
@@ -155,7 +148,7 @@ def soak(
         "found": {message: asdict(violation) for message, violation in violations.items()},
         "seconds": round(time.monotonic() - began, 1),
         "processes": processes,
-        "first_seed": first,
+        "first_seed": likes[0].seed,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}",
     }
 
@@ -206,6 +199,7 @@ def reinsert(prefixes: list[str], processes: int, seed: int) -> dict[str, int | 
 def _until_found(name: str, processes: int, seed: int) -> tuple[int | None, str]:
     """The first seed that finds a defect, and what it violates."""
     finds: dict[int, str] = {}
+    others: list[int] = []
 
     def orders() -> Iterator[Order]:
         for begin in range(seed, seed + MOST, _BATCH):
@@ -214,8 +208,12 @@ def _until_found(name: str, processes: int, seed: int) -> tuple[int | None, str]
             yield Order(name, partial(play_defect, name), range(begin, begin + _BATCH))
 
     for _, ended in play_all(orders(), processes):
-        if ended.violations:
+        if ended.violations and ended.violations[0].startswith(_WITHOUT_IT):
+            others.append(ended.seed)
+        elif ended.violations:
             finds[ended.seed] = ended.violations[0]
+    if others:
+        print(f"seeds that violate something without it as well: {others[:5]}")
     return (min(finds), finds[min(finds)]) if finds else (None, "")
 
 
@@ -244,24 +242,19 @@ def main() -> int:
             [sys.executable, "-m", "benchmarks.simulation", *sys.argv[1:]],
             {**os.environ, "PYTHONHASHSEED": "0"},
         )
+    first = chosen.seed if chosen.replay is None else chosen.replay
+    without = frozenset(chosen.without.split(",")) - {""}
+    kinds = chosen.kind or list(KINDS)
+    likes = [Schedule(first, kind, without, unmended=chosen.unmended) for kind in kinds]
     if chosen.replay is not None:
-        kind = (chosen.kind or [KINDS[0]])[0]
-        without = frozenset(chosen.without.split(",")) - {""}
-        return replay(Schedule(chosen.replay, kind, without, unmended=chosen.unmended))
+        return replay(likes[0])
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if chosen.reinserted is not None:
         until = reinsert(chosen.reinserted, chosen.processes, chosen.seed)
         results = {**before, "reinserted": {**before.get("reinserted", {}), **until}}
         failed = None in until.values()
     else:
-        results = soak(
-            chosen.kind or list(KINDS),
-            chosen.seed,
-            chosen.schedules,
-            chosen.processes,
-            chosen.minutes,
-            unmended=chosen.unmended,
-        )
+        results = soak(likes, chosen.schedules, chosen.processes, chosen.minutes)
         results["reinserted"] = before.get("reinserted", {})
         failed = bool(results["violations"])
         by_count = sorted(results["found"].items(), key=lambda item: -item[1]["count"])
