@@ -46,7 +46,7 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
     source, timeout_s = checked.source, run.fleet.update_timeout_s
     # both must end before this does: a pause that outlives its push would freeze the server
     meanwhile = asyncio.gather(
-        _refuse_thawed(server), server.control.reset_caches(), return_exceptions=True
+        require_paused(server), server.control.reset_caches(), return_exceptions=True
     )
     try:
         if not (run.request.verify or server.proof.copied):
@@ -89,17 +89,6 @@ def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_d
         _require_change(alive(loaded))
     if source.trainer is None:  # a trainer's are compared by rows only
         run.learned.digests += agreed(loaded, names)
-
-
-async def _refuse_thawed(server: PushedServer) -> None:
-    """Freeze a server again that was thawed while it was loaded; what it answered meanwhile is
-    unknown.
-    """
-    try:
-        await require_paused(server)
-    except ServerError:
-        await server.control.pause("abort", clear_cache=False)
-        raise
 
 
 def _require_change(servers: Sequence[PushedServer]) -> None:

@@ -17,6 +17,7 @@ from skyctl.push.servers import (
     Holds,
     PushedServer,
     alive,
+    ask_all,
     close_session,
     each,
     require_paused,
@@ -233,6 +234,14 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
                     server.failure or "an earlier push broke off and left it half updated"
                 )
                 run.observer.server(server.name, PushState.QUARANTINED, server.failure)
+
+
+async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
+    """Freeze servers that must not be resumed, in case another program has: the push ends, and
+    looks no more.
+    """
+    unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
+    await ask_all(unsafe, require_paused, timeout_s=run.fleet.control_timeout_s)
 
 
 async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:

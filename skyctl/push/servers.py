@@ -246,12 +246,12 @@ def alive(servers: Sequence[PushedServer]) -> list[PushedServer]:
 
 async def require_paused(server: PushedServer) -> None:
     """Raise ServerError if a server that must be frozen is not: it would answer from a half-loaded
-    model. A sleeping server answers nobody.
+    model. It is frozen again first. A sleeping server answers no request.
     """
-    if not server.before.asleep and not await server.control.is_paused():
-        raise ServerError(
-            f"{server.name} is not paused: somebody else resumed it, or started it anew"
-        )
+    if server.before.asleep or await server.control.is_paused():
+        return
+    await server.control.pause("abort", clear_cache=False)
+    raise ServerError(f"{server.name} is not paused: somebody else resumed it, or started it anew")
 
 
 async def open_session(server: PushedServer) -> None:

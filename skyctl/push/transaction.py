@@ -31,6 +31,7 @@ from skyctl.push.commit import publish, verify
 from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import (
     NotYet,
+    freeze_again,
     pause,
     refuse_impossible,
     refuse_paused,
@@ -106,7 +107,9 @@ async def carry_out(run: Run) -> PushResult:
             await accept(run, verified, push_back=carry_out)
             return await publish(run, verified)
     except BaseException as error:
-        raise cut_short(run, checked.servers, error) from error
+        failure = cut_short(run, checked.servers, error)
+        await freeze_again(run, checked.servers)
+        raise failure from error
     finally:
         await rejoin(
             run, checked.servers

@@ -120,9 +120,11 @@ async def refuse_commit(
         end += f": the version before could not be pushed back ({problem})" if problem else ""
     else:
         end = f"{_version_before(run)} was pushed back"
-    for row in rows:
+    for server, row in zip(servers, rows, strict=True):
         if row.state == PushState.QUARANTINED:
             run.observer.server(row.server, PushState.QUARANTINED, row.detail)
+        else:
+            server.holds = Holds.OLD  # again
     prompts = len({result.prompt for result in results})
     return CanaryFailed(
         f"the new weights were not accepted, {end} ({reason}; {len(bad)} of {len(results)} "

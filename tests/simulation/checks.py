@@ -14,6 +14,9 @@ from tests.simulation.kernel import Process
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+_LOOK_S = 2.0
+"""How long before its end a push looks at its servers for the last time."""
+
 
 def serves(world: World, engine: Engine) -> str:
     """What is wrong with the answers that a server would give now, or ""."""
@@ -73,10 +76,12 @@ def labelled_anew(world: World, engine: Engine) -> None:
         world.violate("label: a server gets it, and its files came to other weights before")
 
 
-def push_ended(world: World) -> None:
-    """What was thawed while the push loaded it is frozen again."""
+def push_ended(world: World, pusher: Process | None) -> None:
+    """What was thawed while the push loaded it is frozen again, unless that was after it had looked
+    for the last time."""
     for engine in world.engines:
-        if engine.answered and engine.loading_by is not None and engine.serving:
+        late = world.loop.now - engine.looked_at < _LOOK_S or not world.network_well
+        if engine.answered and engine.loading_by is pusher and engine.serving and not late:
             world.violate(
                 "thawed: a push has ended, and leaves a server so that was thawed amid it"
             )

@@ -133,6 +133,7 @@ class Engine:
         self.thawed_by: Process | None = None
         self.loading_by: Process | None = None  # from the start of its session to the label
         self.answered = False  # in that time
+        self.looked_at = 0.0  # by its loader, whether it is paused
         self.announced: set[str] = set()
         self.next_chunk = 0
         self.sender = 0
@@ -257,7 +258,9 @@ class Engine:
     def _world_size(self, *_: Any) -> Any:
         return {"world_size": self.ranks}
 
-    def _is_paused(self, *_: Any) -> Any:
+    def _is_paused(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        if caller is self.loading_by:
+            self.looked_at = self._loop.now
         return {"is_paused": self.paused}
 
     def _is_sleeping(self, *_: Any) -> Any:

@@ -213,7 +213,10 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.push.delivery.require_paused": _nothing_awaited}
     ),
     "21 a server that was thawed while it was loaded is left so": Defect(
-        "attached", {"skyctl.push.commit._refuse_thawed": _nothing_awaited}, unmended=True
+        "attached", {"skyctl.push.commit.require_paused": _nothing_awaited}, unmended=True
+    ),
+    "34 a push that fails does not look again at what must not serve": Defect(
+        "attached", {"skyctl.push.transaction.freeze_again": _nothing_awaited}, unmended=True
     ),
     "22 a second attempt builds on what the first left": Defect(
         "attached", {"skyctl.push.delivery.scrub": open_session}

@@ -326,6 +326,9 @@ class SupervisedWorld(World):
         nobody = self.supervising is None or self.supervising.dead
         return nobody and all(one.process is None or one.process.dead for one in self.engines)
 
+    def _pusher(self) -> Process | None:
+        return self.supervising
+
     def _push_under_way(self) -> bool:
         return self.supervisor is not None and self.supervisor.push_job is not None
 

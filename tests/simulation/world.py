@@ -26,7 +26,7 @@ from skyctl.store.state import FleetState
 from tests.simulation import checks, people, seams
 from tests.simulation.disk import HUB, Checkpoints, Disk
 from tests.simulation.engine import Engine, Frailty
-from tests.simulation.kernel import Kernel, Process
+from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import Endless, VirtualLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.sender import Memory
@@ -207,6 +207,8 @@ class World:
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
             return
+        if caller is not None and caller.label == people.STRANGER:
+            return  # nothing of ours stands in its way
         if any(flock.process is owner for flock in self.kernel.flocks.values()):
             who = plain(caller.label) if caller else "?"
             self.violate(f"one holder: {path} of {who} into {plain(owner.label)}'s session")
@@ -328,10 +330,19 @@ class World:
                 on_record = self._on_record(fleet)
                 urls = {target.name: target.url for target in self._targets(fleet)}
                 checks.push_succeeded(self, job, number, urls, on_record=on_record)
-            checks.push_ended(self)
+            checks.push_ended(self, self._pusher())
             return job
 
         return await self._fleet(use, ref)
+
+    def _pusher(self) -> Process | None:
+        """The process that acts on servers for the command that runs."""
+        return current()
+
+    @property
+    def network_well(self) -> bool:
+        """Whether every request is answered in time."""
+        return not self.faults & {"network", "engine-sticks"}
 
     def _targets(self, fleet: Any) -> Sequence[Any]:
         return tuple(fleet.targets)

@@ -563,6 +563,23 @@ async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs:
     assert thawed.paused
 
 
+async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push_fails(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thawed = stubs.servers[1]
+    thawed.asgi.faults = {"/update_weight_version": Fault("status")}
+
+    def reach(point: str) -> None:
+        if point == "push.published":
+            thawed.engine.scheduler = Scheduler.RUNNING
+
+    monkeypatch.setattr("skyctl.push.commit.reached", reach)
+    with pytest.raises(PushError) as caught:
+        await push_new(stubs)
+    assert states(caught.value) == ["ready", "quarantined"]
+    assert thawed.engine.paused
+
+
 async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
     """What asked beside the failed call whether its server is frozen has ended with it."""
     stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
