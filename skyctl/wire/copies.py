@@ -5,7 +5,7 @@ The sender uses it as well: it builds each parameter from its own chunks to numb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd
 
 import torch
@@ -23,36 +23,57 @@ def octets_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_runs(
-    copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
+    copies: Iterable[Copy],
+    chunk: torch.Tensor,
+    parameters: Mapping[int, torch.Tensor],
+    dtypes: Sequence[torch.dtype] = (),
 ) -> None:
-    """Enqueue `copies` from `chunk` into `parameters` (by their index), all flat uint8 tensors."""
-    for target, source in paired_runs(copies, chunk, parameters):
+    """Enqueue `copies` from `chunk` into `parameters`, flat uint8 tensors by their index. For
+    `dtypes` see `paired_runs`.
+    """
+    for target, source in paired_runs(copies, chunk, parameters, dtypes):
         target.copy_(source, non_blocking=True)
 
 
 def paired_runs(
-    copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
+    copies: Iterable[Copy],
+    chunk: torch.Tensor,
+    parameters: Mapping[int, torch.Tensor],
+    dtypes: Sequence[torch.dtype] = (),
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of the destination (a view of a parameter) and the source (a view of the chunk)."""
+    """Pairs of the destination (a view of a parameter) and the source (a view of the chunk).
+
+    A chunk of elements, instead of bytes, comes with the `dtypes` of all parameters. Where they
+    differ it is cast; a copy's bytes are those of the parameter's elements then.
+    """
+    octets = octets_of(chunk)
     for copy in copies:
         target = parameters[copy.parameter]
-        source_pitch = copy.source_pitch if copy.rows > 1 else copy.row
-        target_pitch = copy.target_pitch if copy.rows > 1 else copy.row
-        unit = gcd(
-            *(copy.row, copy.source, source_pitch, copy.target, target_pitch),
-            *(chunk.data_ptr(), target.data_ptr(), 8),
-        )
-        source_runs = _runs(chunk, copy.source, copy.rows, copy.row, source_pitch, unit)
-        target_runs = _runs(target, copy.target, copy.rows, copy.row, target_pitch, unit)
+        rows, row = copy.rows, copy.row
+        source_pitch = copy.source_pitch if rows > 1 else row
+        target_pitch = copy.target_pitch if rows > 1 else row
+        dtype = dtypes[copy.parameter] if dtypes else chunk.dtype
+        if dtype == chunk.dtype:
+            unit = gcd(
+                *(row, copy.source, source_pitch, copy.target, target_pitch),
+                *(octets.data_ptr(), target.data_ptr(), 8),
+            )
+            source_runs = _runs(octets, copy.source, rows, row, source_pitch, _UNITS[unit])
+            target_runs = _runs(target, copy.target, rows, row, target_pitch, _UNITS[unit])
+        else:
+            item, own = dtype.itemsize, chunk.dtype.itemsize
+            begin, size, pitch = (n // item * own for n in (copy.source, row, source_pitch))
+            source_runs = _runs(octets, begin, rows, size, pitch, chunk.dtype)
+            target_runs = _runs(target, copy.target, rows, row, target_pitch, dtype)
         yield target_runs, source_runs
 
 
 def _runs(
-    octets: torch.Tensor, begin: int, rows: int, row: int, pitch: int, unit: int
+    octets: torch.Tensor, begin: int, rows: int, row: int, pitch: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Shape [rows, row / unit]; a run outside the tensor raises RuntimeError."""
+    """Shape [rows, elements of `dtype`]; a run outside the tensor raises RuntimeError."""
     end = begin + (rows - 1) * pitch + row
     if begin < 0 or end > octets.numel():
         raise RuntimeError(f"a copy of bytes {begin} to {end} leaves {octets.numel()} bytes")
-    words = octets[begin:end].view(_UNITS[unit])
-    return words.as_strided((rows, row // unit), (pitch // unit, 1))
+    elements, unit = octets[begin:end].view(dtype), dtype.itemsize
+    return elements.as_strided((rows, row // unit), (pitch // unit, 1))

@@ -57,6 +57,14 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [int(value) for value in sums.tolist()]
 
 
+def sum_of_words(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What each of these words contributes to the number of its tensor, by its place there. Both
+    are flat int64 tensors.
+    """
+    row, lane = places // LANES + LANES + 1, places % LANES + 1
+    return _mix(words.clone()) * (_mix(row) | 1) * (_mix(lane) | 1)
+
+
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
     """A view in memory order, as of a quantized weight stored transposed, to sum in place."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from skyctl.wire.messages import DIGEST_VERSION
 
-LAYOUT_VERSION = f"3.{DIGEST_VERSION}"
+LAYOUT_VERSION = f"4.{DIGEST_VERSION}"
 """Version of this format, and of the numbers by which parameters are compared with what was sent. A
 worker with another version is pushed to by vLLM's loader, a sender with another refuses a push.
 """
@@ -161,6 +161,8 @@ class LayoutReport:
     """Why there is no layout."""
     spare_bytes: int = 0
     """Memory that it takes to process parameters beside the running ones."""
+    opened: str = ""
+    """The key of the trainer's exports that it has mapped, with a program that still fits."""
 
     def to_wire(self) -> dict[str, Any]:
         parameters = [parameter.to_wire() for parameter in self.parameters]
@@ -180,4 +182,5 @@ class LayoutReport:
             tuple(map(str, data["ignored"])),
             str(data["reason"]),
             int(data["spare_bytes"]),
+            str(data["opened"]),
         )

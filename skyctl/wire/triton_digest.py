@@ -85,3 +85,52 @@ def _runs(number: int, address: int, size: int) -> Iterator[tuple[int, int, int,
         take = min(words - at, _RUN_WORDS)
         ends = at + take == words
         yield address + at * 8, take, tail if ends else 0, at // LANES, number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_pieces(  # type: ignore[no-untyped-def]
+    base, table, sums, broken, GOLDEN, MIX, LANES: tl.constexpr, BLOCK: tl.constexpr
+):
+    entry = table + tl.program_id(0) * 8
+    source = (base + tl.load(entry)).to(tl.pointer_type(tl.int64))
+    width = tl.load(entry + 2).to(tl.int32)
+    count = tl.load(entry + 1).to(tl.int32) * width
+    pitch, first, target_pitch = tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    target, exponents = tl.load(entry + 6), tl.load(entry + 7)
+    total = tl.zeros((BLOCK,), dtype=tl.int64)
+    worst = tl.zeros((BLOCK,), dtype=tl.int32)
+    for begin in range(0, count, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        run = place // width
+        column = (place - run * width).to(tl.int64)
+        run = run.to(tl.int64)
+        words = tl.load(source + run * pitch + column, mask=place < count, other=0)
+        position = first + run * target_pitch + column
+        row, lane = position // LANES, position % LANES
+        factor = _mix(row + LANES + 1, GOLDEN, MIX) | 1
+        total += _mix(words, GOLDEN, MIX) * factor * (_mix(lane + 1, GOLDEN, MIX) | 1)
+        for quarter in tl.static_range(4):
+            mask = (exponents >> (16 * quarter)) & 0xFFFF
+            bits = (words >> (16 * quarter)) & mask
+            worst |= tl.where((mask != 0) & (bits == mask), 1, 0)
+    tl.atomic_add(sums + target, tl.sum(total, axis=0))
+    if tl.max(worst, axis=0) > 0:
+        tl.atomic_max(broken + target, 1)
+
+
+def sum_pieces(base: int, table: torch.Tensor, sums: torch.Tensor, broken: torch.Tensor) -> None:
+    """Add what pieces of tensors contribute to numbers of their whole tensors.
+
+    Args:
+        base: added to every address.
+        table: int64 [pieces, 8]: address, number of runs, words in each, words from one to the
+            next; the first word's place in its tensor, words from one run to the next there; which
+            sum it is added to; masks of the exponents in a word's four quarters, 0 where no NaN
+            can be.
+        sums: int64, on the GPU of the pieces.
+        broken: int32, set to 1 where a piece holds NaN or infinity.
+    """
+    if len(table):
+        _sum_pieces[(len(table),)](
+            *(base, table, sums, broken, GOLDEN, MIX), LANES=LANES, BLOCK=1024, num_warps=4
+        )

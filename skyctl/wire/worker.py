@@ -21,6 +21,8 @@ class WorkerMethod(StrEnum):
     FREE_CACHED = "skyctl_free_cached"
     LAYOUT = "skyctl_layout"
     LAYOUT_OPEN = "skyctl_layout_open"
+    LAYOUT_MAP = "skyctl_layout_map"
+    LAYOUT_STAGE = "skyctl_layout_stage"
     LAYOUT_LOAD = "skyctl_layout_load"
     LAYOUT_RECEIVE = "skyctl_layout_receive"
     LAYOUT_PROCESS = "skyctl_layout_process"

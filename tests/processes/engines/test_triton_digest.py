@@ -20,13 +20,29 @@ triton_digest._RUN_WORDS = 2 * LANES
 tensors = for_the_kernel()
 assert triton_digest.sum_words(tensors).tolist() == digest_on_device(tensors)
 """
+_COMPARE_PIECES = """
+from skyctl.live import sums
+from tests.unit.live.pieces import COPIES, PARAMETERS, exports
+
+sums._RUN_WORDS, sums._BATCH_BYTES = 64, 1 << 12
+for dtype in ("bfloat16", "float32"):
+    for broken in (False, True):
+        weights = exports(dtype, broken=broken)
+        plain = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=False).sum()
+        kernel = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=True).sum()
+        for partial in (plain, kernel):
+            partial.edges.sort()
+        assert kernel == plain, (kernel, plain)
+        assert bool(plain.not_finite) == broken
+"""
 
 
+@pytest.mark.parametrize("compare", [_COMPARE, _COMPARE_PIECES], ids=["whole", "pieces"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_gives_the_numbers_of_the_plain_code() -> None:
+def test_the_kernel_gives_the_numbers_of_the_plain_code(compare: str) -> None:
     # the variable is read when triton is imported: a process of its own
     done = subprocess.run(
-        [sys.executable, "-c", _COMPARE],
+        [sys.executable, "-c", compare],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,

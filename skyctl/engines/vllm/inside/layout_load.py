@@ -2,14 +2,13 @@
 
 Per push:  open ─► process … process ─► load … load | receive
                     beside serving           frozen
+           open stays for the pushes of a trainer whose exports it maps: ─► stage ─► load
 Nothing is loaded by a program that this process has not seen proven (`trust`): a description of the
 model that was compared, byte for byte, with what vLLM's loader made of a checkpoint.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 from skyctl.engines.vllm.inside import layout_process
 from skyctl.engines.vllm.inside.completeness import half_open
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
+from skyctl.engines.vllm.inside.layout_memory import memory_beside, sender_slots
 from skyctl.wire.copies import copy_runs, octets_of, paired_runs
 from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
+from skyctl.wire.exports import Export, opened
 from skyctl.wire.layouts import (
     Copy,
     LayoutReport,
@@ -53,6 +54,10 @@ class LayoutLoader:
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._buffers: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._key = ""
+        self._mapped: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._layers: dict[str, Any] = {}
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._made: dict[str, _Made] = {}
@@ -72,13 +77,15 @@ class LayoutLoader:
         parallel = self._worker.vllm_config.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-    def report(self, described: Sequence[str] = ()) -> LayoutReport:
+    def report(self, described: Sequence[str] = (), key: str = "") -> LayoutReport:
         """How the model is made, as of now; layouts whose digest is in `described` are not.
 
         Called as a push begins: what an earlier, killed push mapped and never closed is released,
-        or the sender's memory would stay on this GPU.
+        or the sender's memory would stay on this GPU. What was mapped under this `key` stays, if
+        it still fits.
         """
-        self.close()
+        if not (key and key == self._key and self._in_place()):
+            self.close()
         self._made = {}
         model = self._model
         if self._device.type != "cuda":
@@ -97,6 +104,7 @@ class LayoutLoader:
             tuple(ignored_tensors(model)),
             whole_problem(model),
             layout_process.spare_bytes(model),
+            self._key,
         )
 
     def open(
@@ -115,18 +123,13 @@ class LayoutLoader:
                 are to be processed, and not all chunks have a slot, or memory is short.
         """
         self.close()
-        self._made = {}
-        if self._described()[0] != program.layout or half_open(self._model):
-            raise RuntimeError("the model's parameters are not what the program was planned for")
-        self._program = program
-        for copy in program.copies:
-            self._copies.setdefault(copy.chunk, []).append(copy)
         try:
-            self._layers = layout_process.layers(self._model)
-            if self._layers:
-                self._require_room(slots=len(offsets))
+            self._begin(program, slots=len(offsets))
             if payload:
-                self._pair(self._map(payload), offsets)
+                slots = self._map(payload)
+                ends = [*offsets[1:], slots.numel()]
+                self._slots = [slots[a:b] for a, b in zip(offsets, ends, strict=True)]
+                self._pair(self._targets(program))
             if buffer_bytes:
                 self._buffers = [
                     torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device)
@@ -135,6 +138,51 @@ class LayoutLoader:
         except BaseException:
             self.close()
             raise
+
+    def map(
+        self, program: Program, exports: Sequence[Sequence[Any]], key: str, staged: bool
+    ) -> None:
+        """Get ready for the pushes of a trainer without touching a parameter: map its memory.
+
+        Args:
+            program: all that each push copies.
+            exports: the `Export` that is chunk k, as it travels.
+            key: identifies these exports and the program; they stay mapped until `close`.
+            staged: a push is first copied beside the parameters, by `stage`.
+
+        Raises:
+            RuntimeError: as `open`; or memory is not there, or is too short.
+        """
+        before = self._mapped
+        self.close()
+        try:
+            self._begin(program, slots=len(exports))
+            for row in map(tuple, exports):
+                self._mapped[row] = before[row] if row in before else self._open(row)
+            self._slots = [self._mapped[tuple(row)] for row in exports]
+            self._dtypes = [getattr(torch, dtype) for _, dtype, _ in program.parameters]
+            targets = self._targets(program)
+            if staged:
+                beside = memory_beside(targets, self._device)
+                self._staged = [(targets[place], beside[place]) for place in targets]
+                targets = beside
+            self._pair(targets)
+            self._key = key
+        except BaseException:
+            self.close()
+            raise
+
+    def stage(self) -> None:
+        """Copy all that was mapped to beside the parameters, and process what layers process,
+        while the model serves.
+        """
+        self._require_proven()
+        for pairs in self._pairs.values() if self._staged else ():
+            self._copy(pairs)
+        self._products = []
+        for chunk in range(len(self._slots)) if self._layers else ():
+            self.process(chunk, True)
+        torch.cuda.synchronize(self._device)
 
     def process(self, chunk: int, keep: bool) -> None:
         """Process the parameters that this chunk completes as their layers would. Chunks come in
@@ -163,23 +211,21 @@ class LayoutLoader:
                 running = layout_process.products(layer)
                 self._products += [(running[product], made[product]) for product in made]
 
-    def load(self, chunks: Sequence[int], last: bool) -> None:
-        """Copy chunks out of their slots on this GPU. `last`: there are no more; release them.
+    def load(self, chunks: Sequence[int] | None, last: bool) -> None:
+        """Copy chunks out of their slots on this GPU; None: all, or what was staged of them.
+        `last`: there are no more; release them, unless they are a trainer's.
 
         Raises:
             RuntimeError: parameters are not where they were when the program was opened.
         """
         self._require_proven()
-        with plain_tensors():
-            moved = any(p.data_ptr() != at for p, at in self._addresses)
-        if moved or not self._pairs:
+        if not (self._pairs and self._in_place()):
             raise RuntimeError("the model's parameters are not where they were")
-        for chunk in chunks:
-            # the last chunks may hold nothing of this worker's
-            for target, source in self._pairs.get(chunk, ()):
-                target.copy_(source, non_blocking=True)
-        for target, source in self._products if last else ():
-            target.copy_(source, non_blocking=True)
+        # the last chunks may hold nothing of this worker's
+        for chunk in self._pairs if chunks is None else chunks:
+            self._copy(self._pairs.get(chunk, ()) if not self._staged else ())
+        self._copy(self._staged)
+        self._copy(self._products if last else ())
         torch.cuda.synchronize(self._device)
         if last:
             self._finish()
@@ -214,10 +260,11 @@ class LayoutLoader:
             self._proven.add(layout)
 
     def close(self) -> None:
-        """Release the sender's memory and buffers."""
+        """Release the sender's or the trainer's memory, and buffers."""
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []
+        self._key, self._mapped, self._staged, self._dtypes = "", {}, [], []
 
     def running_names(self, names: Iterable[str]) -> list[str]:
         """The running parameters that show what these, of a program, hold."""
@@ -241,9 +288,35 @@ class LayoutLoader:
         made = self._made.get(name)
         return [name] if made is None else list(made.products)
 
+    def _begin(self, program: Program, *, slots: int) -> None:
+        """Raises RuntimeError where `open` does."""
+        self._made = {}
+        if self._described()[0] != program.layout or half_open(self._model):
+            raise RuntimeError("the model's parameters are not what the program was planned for")
+        self._program = program
+        for copy in program.copies:
+            self._copies.setdefault(copy.chunk, []).append(copy)
+        self._layers = layout_process.layers(self._model)
+        if self._layers:
+            self._require_room(slots=slots)
+
+    def _in_place(self) -> bool:
+        """Whether parameters are where they were when the program was opened."""
+        with plain_tensors():
+            return all(p.data_ptr() == at for p, at in self._addresses)
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+    def _open(self, row: tuple[Any, ...]) -> torch.Tensor:
+        return opened(Export.from_wire(row), self._device)
+
     def _finish(self) -> None:
-        """Release the sender, and do what vLLM's own update does at its end."""
-        self.close()
+        """Release a sender, and do what vLLM's own update does at its end."""
+        self._products = []
+        if not self._key:
+            self.close()
         if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
             reset()
 
@@ -297,35 +370,19 @@ class LayoutLoader:
         self._addresses = [(p, p.data_ptr()) for p in (*copied.values(), *made_anew)]
         return {place: octets_of(parameter) for place, parameter in copied.items()}
 
-    def _pair(self, slots: torch.Tensor, offsets: Sequence[int]) -> None:
+    def _pair(self, targets: Mapping[int, torch.Tensor]) -> None:
         """Prepare views of all that will be copied, which takes longer than enqueueing copies."""
-        if self._program is None:
-            return
-        targets = self._targets(self._program)
-        ends = [*offsets[1:], slots.numel()]
-        self._slots = [slots[begin:end] for begin, end in zip(offsets, ends, strict=True)]
         for chunk in range(max(self._copies, default=-1) + 1):
-            octets = self._slots[chunk % len(offsets)]
+            elements = self._slots[chunk % len(self._slots)]
             copies = [c for c in self._copies.get(chunk, ()) if c.parameter in targets]
-            self._pairs[chunk] = list(paired_runs(copies, octets, targets))
+            self._pairs[chunk] = list(paired_runs(copies, elements, targets, self._dtypes))
 
     def _fill(self, place: int, parameter: torch.Tensor) -> None:
         """Copy one parameter's bytes out of the slots; padding is zero."""
         octets = octets_of(parameter).zero_()
         for copy in self._opened().copies:
             if copy.parameter == place:
-                copy_runs([copy], self._slots[copy.chunk], {place: octets})
+                copy_runs([copy], self._slots[copy.chunk], {place: octets}, self._dtypes)
 
     def _map(self, payload: str) -> torch.Tensor:
-        """The sender's slots in this GPU's memory, as flat bytes; not a copy."""
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-        from vllm import envs
-
-        if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
-            raise RuntimeError("IPC handles need VLLM_ALLOW_INSECURE_SERIALIZATION=1")
-        index = self._device.index
-        handles = pickle.loads(base64.b64decode(payload))
-        arguments = list(handles[str(torch.cuda.get_device_properties(index).uuid)])
-        arguments[6] = index  # the device number in this process
-        mapped: torch.Tensor = rebuild_cuda_tensor(*arguments)
-        return mapped
+        return sender_slots(payload, self._device)

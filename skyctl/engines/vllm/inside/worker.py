@@ -168,9 +168,11 @@ class SkyctlWorkerExtension:
 
         torch.cuda.empty_cache()
 
-    def skyctl_layout(self, described: Sequence[str] = ()) -> dict[str, Any]:
-        """How parameters are made of checkpoint tensors (`layout.py`), less those `described`."""
-        return self._skyctl_loader().report(described).to_wire()
+    def skyctl_layout(self, described: Sequence[str] = (), key: str = "") -> dict[str, Any]:
+        """How parameters are made of checkpoint tensors (`layout.py`), less those `described`; what
+        a trainer's `key` has mapped stays mapped.
+        """
+        return self._skyctl_loader().report(described, key).to_wire()
 
     def skyctl_layout_open(
         self,
@@ -187,8 +189,24 @@ class SkyctlWorkerExtension:
         """Process the parameters that this chunk completes as their layers would."""
         self._skyctl_loader().process(chunk, keep)
 
-    def skyctl_layout_load(self, chunks: Sequence[int], last: bool) -> None:
-        """Copy chunks from the sender's memory on this GPU into the parameters."""
+    def skyctl_layout_map(
+        self,
+        programs: Sequence[Mapping[str, Any]],
+        exports: Sequence[Sequence[Sequence[Any]]],
+        key: str,
+        staged: bool,
+    ) -> None:
+        """Get ready for a trainer's pushes: programs and exports by rank; see `layout_load.py`."""
+        loader = self._skyctl_loader()
+        program = Program.from_wire(programs[loader.rank])
+        loader.map(program, exports[loader.rank], key, staged)
+
+    def skyctl_layout_stage(self) -> None:
+        """Copy what a trainer exports to beside the parameters."""
+        self._skyctl_loader().stage()
+
+    def skyctl_layout_load(self, chunks: Sequence[int] | None, last: bool) -> None:
+        """Copy chunks from the sender's memory into the parameters; None: all."""
         self._skyctl_loader().load(chunks, last)
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
