@@ -8,6 +8,7 @@ async with Fleet.load("fleet.yaml") as fleet:
 
 from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult
+from skyctl.api.trainer import BlockingTrainer, Trainer
 from skyctl.api.updates import Update
 from skyctl.core.results import WeightsState
 from skyctl.core.service import TakenDown
@@ -15,21 +16,25 @@ from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
 from skyctl.generate.requests import GenerationResult
 from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.live.outline import Outline
 from skyctl.push.request import PushResult, ServerPush
 from skyctl.push.trainer import SendTarget
 from skyctl.push.verify import Verification
 
 __all__ = [
+    "BlockingTrainer",
     "Fleet",
     "FleetStatus",
     "FleetUrls",
     "GenerationResult",
     "Outcome",
     "OutcomeStatus",
+    "Outline",
     "PushResult",
     "SendTarget",
     "ServerPush",
     "TakenDown",
+    "Trainer",
     "Update",
     "VerbResult",
     "Verification",

@@ -53,7 +53,7 @@ async def push_tensors(
     """
     target_dtype = dtype_name(dtype)
     running = await asyncio.to_thread(running_model, await fleet.model_path())
-    place = await _swept(fleet)  # make room first
+    place = await swept(fleet)  # make room first
     try:
         with staged(
             place.directory, needed_bytes=running.total_bytes, in_memory=place.in_memory
@@ -62,10 +62,10 @@ async def push_tensors(
             job_id = await fleet.start_push(replace(request, checkpoint=str(checkpoint)))
             return await fleet.wait_job(job_id, on_event, timeout_s)
     finally:
-        await _swept(fleet)
+        await swept(fleet)
 
 
-async def _swept(fleet: FleetService) -> Staging:
+async def swept(fleet: FleetService) -> Staging:
     """Where weights are staged, after a sweep of files that no version needs."""
     staging = await fleet.staging()
     await asyncio.to_thread(sweep, staging.directory, staging.needed)

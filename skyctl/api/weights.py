@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from skyctl.api.session import SessionHolder
+from skyctl.api.trainer import TrainerOpening, TrainerOptions
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
@@ -22,7 +22,9 @@ from skyctl.core.service import (
 )
 from skyctl.engines.base import PauseMode
 from skyctl.errors import UsageError
-from skyctl.push.canary import parse_canary, read_canary
+from skyctl.live.model import MATCH, Names, Weights
+from skyctl.live.ranks import PATIENCE_S
+from skyctl.push.canary import canary_content
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
@@ -121,7 +123,7 @@ class WeightsFleet(SessionHolder):
             scan_nan=scan_nan,
             allow_unproven_reload=allow_unproven_reload,
             allow_config=tuple(allow_config),
-            canary=_canary(canary),
+            canary=canary_content(canary),
             keep=keep,
             rolling=rolling,
             colocated=colocated,
@@ -136,6 +138,45 @@ class WeightsFleet(SessionHolder):
                     fleet, source, request, dtype=dtype, on_event=on_event, timeout_s=timeout_s
                 )
         return push_result(job)
+
+    def trainer(
+        self,
+        weights: Weights,
+        *,
+        names: Names | None = None,
+        dtype: object = MATCH,
+        group: Any = None,
+        patience_s: float = PATIENCE_S,
+    ) -> TrainerOpening:
+        """Connect a trainer, of which each rank has a part of the weights in memory.
+
+            live = await fleet.trainer(model)     # on every rank of a torch.distributed job
+            result = await live.push("step-12")
+
+        Nothing is gathered: each rank sends what it has. Only rank 0 speaks with the fleet. Opening
+        it compares the model with the servers'; a difference names rank and tensor.
+
+        Args:
+            weights: a torch.nn.Module, sharded by FSDP 2 or tensor parallelism or not at all; a
+                mapping of names to tensors or DTensors; or a function that says which parts of a
+                tensor this rank has (`skyctl.live.model.Slices`).
+            names: from a trainer's name to the Hugging Face name; to several names for a fused
+                tensor in which these lie one after the other, to None for one that is not sent.
+            dtype: what is sent: "match" converts float32 masters to what the servers run; others
+                as of `sync_weights`.
+            group: the ranks' torch.distributed group, if that is not the default group.
+            patience_s: how long ranks wait for each other.
+
+        Returns:
+            What is to be awaited or entered by `async with`; `.blocking()` of it is for programs
+            without an event loop.
+
+        Raises:
+            PreflightError, UsageError: the ranks do not have what the servers run.
+            ConflictError: another trainer is open on the fleet.
+            RankFailed: a rank died or did not come. FleetDownError: the fleet does not run.
+        """
+        return TrainerOpening(self, TrainerOptions(weights, names, dtype, group, patience_s))
 
     @asynccontextmanager
     async def update(
@@ -239,11 +280,3 @@ class WeightsFleet(SessionHolder):
     def _path(self, checkpoint: str | PathLike[str]) -> str:
         """Absolute for a fleet on this machine; for another, a path on the fleet's machine."""
         return absolute(str(checkpoint)) if isinstance(self._ref, FleetRef) else str(checkpoint)
-
-
-def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return parse_canary(given).model_dump(mode="json", exclude_none=True)
-    return read_canary(Path(given))

@@ -106,6 +106,7 @@ class TensorFile:
         self._config = config
         self._header_bytes = header_bytes
         self._header: dict[str, Any] = dict(_METADATA)
+        self.places: dict[str, int] = {}
         self._length = _LENGTH_BYTES + header_bytes
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o600)
@@ -129,7 +130,8 @@ class TensorFile:
             raise PreflightError(f"{name} came twice")
         begin = self._length - _LENGTH_BYTES - self._header_bytes
         self._header[name] = _entry(dtype, shape, begin, nbytes)
-        offset, self._length = self._length, self._length + nbytes
+        offset = self.places[name] = self._length
+        self._length += nbytes
         return offset
 
     def allocate(self) -> None:

@@ -37,10 +37,8 @@ def targets_of(running: RunningModel) -> list[Target]:
     ]
 
 
-def lay_out(
-    directory: Path, targets: Iterable[Target], config: Mapping[str, Any]
-) -> tuple[TensorFile, dict[str, int]]:
-    """A file with room for these tensors, taken at once, and the offset of each.
+def lay_out(directory: Path, targets: Iterable[Target], config: Mapping[str, Any]) -> TensorFile:
+    """A file with room for these tensors, taken at once.
 
     Wide elements come first, so that each tensor begins at a multiple of its element's size.
 
@@ -54,15 +52,13 @@ def lay_out(
     rows.sort(key=lambda row: -DTYPE_BITS[row[1]])
     file = TensorFile(directory, config, header_bytes=header_bytes_for(rows))
     try:
-        places = {
-            name: file.place(name, dtype, shape, math.prod(shape) * DTYPE_BITS[dtype] // 8)
-            for name, dtype, shape in rows
-        }
+        for name, dtype, shape in rows:
+            file.place(name, dtype, shape, math.prod(shape) * DTYPE_BITS[dtype] // 8)
         file.allocate()
     except BaseException:
         file.close()
         raise
-    return file, places
+    return file
 
 
 class Window:

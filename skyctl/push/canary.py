@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -260,3 +261,14 @@ def failed(results: Sequence[CanaryResult]) -> list[CanaryResult]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def canary_content(
+    given: Mapping[str, Any] | str | PathLike[str] | None,
+) -> dict[str, Any] | None:
+    """The content of a canary that is given by its content or by the path of its file."""
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return parse_canary(given).model_dump(mode="json", exclude_none=True)
+    return read_canary(Path(given))

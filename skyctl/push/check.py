@@ -140,6 +140,10 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
         return TrainerWay(source.trainer, question.facts, fleet), []
     _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
+    if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):
+        return DiskWay(
+            "the servers read the trainer's file in memory themselves", source, fleet
+        ), []
     choice = choose(request.transport, fleet.transport, question.facts, nodes=len(nodes))
     refuse_stage(request, choice.name)
     if choice.name != "disk":
@@ -148,6 +152,10 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
     refuse_stage_rate(request, choice.name)
     refuse_dummy(question.facts)
     return DiskWay(choice.reason, source, fleet), []
+
+
+def _on_cpu(fleet: PushFleet) -> bool:
+    return all(server.device == "cpu" and server.node is None for server in fleet.servers)
 
 
 def _refuse_spanning(transport: str, fleet: PushFleet) -> None:

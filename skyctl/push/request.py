@@ -85,6 +85,9 @@ class PushRequest:
     they still have it."""
     written: str = ""
     """The checkpoint as the user wrote it, if that was a link or a hub id."""
+    ranks: int = 0
+    """How many ranks of a trainer have written the checkpoint from their memory; 0: they have
+    not."""
 
     @property
     def leaves_router(self) -> bool:

@@ -167,7 +167,7 @@ async def test_names_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> N
         await written(dict.fromkeys(names, torch.zeros(1)), tmp_path / "ckpt")
 
 
-def fill(window: Window, path: Path, model: Any, places: dict[str, int], scan: bool = True) -> str:
+def fill(window: Window, model: Any, places: dict[str, int], scan: bool = True) -> str:
     pairs = read_pairs(model, [], dtype="as-is")
     return window.write([(block, places[block.tensor], local) for block, local in pairs], scan=scan)
 
@@ -180,8 +180,7 @@ def test_a_file_is_laid_out_once_and_written_again_at_each_step(tmp_path: Path) 
         Target("b", "float32", (3, 5)),
         Target("c", "float32", ()),
     ]
-    file, places = lay_out(tmp_path, targets, CONFIG)
-    with file:
+    with lay_out(tmp_path, targets, CONFIG) as file:
         window = Window(file.path)
         digests = set()
         for step in range(3):
@@ -189,7 +188,7 @@ def test_a_file_is_laid_out_once_and_written_again_at_each_step(tmp_path: Path) 
             with pytest.raises(PreflightError):
                 read_checkpoint(str(tmp_path))
             stepped = {name: tensor * step for name, tensor in model.items()}
-            assert fill(window, file.path, stepped, places) == ""
+            assert fill(window, stepped, file.places) == ""
             file.finish()
             read = load_file(file.path)
             assert all(torch.equal(read[name], stepped[name]) for name in model)
@@ -200,21 +199,18 @@ def test_a_file_is_laid_out_once_and_written_again_at_each_step(tmp_path: Path) 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_named_as_they_would_be_sent(tmp_path: Path, value: float) -> None:
     model = {"a": torch.ones(3), "b": torch.tensor([1.0, value])}
-    file, places = lay_out(
-        tmp_path, [Target("a", "float32", (3,)), Target("b", "float32", (2,))], CONFIG
-    )
-    with file:
+    targets = [Target("a", "float32", (3,)), Target("b", "float32", (2,))]
+    with lay_out(tmp_path, targets, CONFIG) as file:
         window = Window(file.path)
-        assert fill(window, file.path, model, places) == "b"
-        assert fill(window, file.path, model, places, scan=False) == ""
+        assert fill(window, model, file.places) == "b"
+        assert fill(window, model, file.places, scan=False) == ""
 
 
 def test_a_master_that_is_too_large_for_what_is_sent_is_named(tmp_path: Path) -> None:
     sent = [Target("b", "float16", (2,))]
-    file, places = lay_out(tmp_path, sent, CONFIG)
-    with file:
+    with lay_out(tmp_path, sent, CONFIG) as file:
         pairs = read_pairs({"b": torch.tensor([1.0, 1e5])}, sent)
-        rows = [(block, places[block.tensor], local) for block, local in pairs]
+        rows = [(block, file.places[block.tensor], local) for block, local in pairs]
         assert Window(file.path).write(rows, scan=True) == "b"
 
 

@@ -1,0 +1,173 @@
+"""The fleet's side of a trainer, on its rank 0: files in memory that ranks fill, and the pushes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from skyctl.api.updates import swept
+from skyctl.checkpoints.live import TensorFile, running_model
+from skyctl.checkpoints.staging import StagedEntry, staged_entry
+from skyctl.core.job_result import push_result
+from skyctl.core.service import FleetService, Staging
+from skyctl.errors import ConflictError, PreflightError
+from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
+from skyctl.live.file import lay_out, targets_of
+from skyctl.live.outline import Outline, shares_of
+from skyctl.push.request import PushRequest, PushResult
+from skyctl.store.journal import JobEvent
+from skyctl.store.owned import FileLock
+from skyctl.store.paths import create_private_file, private_directory
+
+_LOCK = ".trainer"
+_FILES = 2
+"""How many files a trainer has at a time: what the fleet runs stays as it is while the next version
+is written."""
+
+Sent = list[tuple[int, int]]
+"""What a rank sends: numbers of blocks among its own, each with the offset of its tensor."""
+
+
+@dataclass
+class _File:
+    """A checkpoint in memory, and what keeps it from being swept."""
+
+    entry: StagedEntry
+    file: TensorFile
+
+    @property
+    def checkpoint(self) -> str:
+        return str(self.entry.path)
+
+    def close(self) -> None:
+        self.file.close()
+        self.entry.close()
+
+
+class FleetSide:
+    """What rank 0 does for all ranks. Belongs to one event loop."""
+
+    def __init__(self, fleet: FleetService, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._stack = ExitStack()
+        self._files: list[_File] = []
+        self._targets: list[Target] = []
+        self._chosen: list[list[Block]] = []
+        self._ranks: list[list[Block]] = []
+        self.running = running_model(None)
+
+    async def open(self) -> list[Target]:
+        """Keep other trainers out; returns the tensors that the servers run, none if unknown.
+
+        Raises:
+            ConflictError: another trainer pushes into this fleet.
+            FleetDownError: it does not run.
+        """
+        staging = await self._fleet.staging()
+        private_directory(staging.directory)
+        path = staging.directory / _LOCK
+        lock = FileLock(path, partial(create_private_file, path))
+        self._stack.enter_context(lock)
+        if not lock.take():
+            raise ConflictError(
+                f"another trainer is open on fleet {self._name}: {path} is locked",
+                hint="close that (live.close()), or end its process",
+            )
+        self.running = await asyncio.to_thread(running_model, await self._fleet.model_path())
+        return targets_of(self.running)
+
+    def plan(self, given: Sequence[list[Block] | None]) -> Outline:
+        """Which rank sends what, of the blocks that each has; None stands for those it had before.
+
+        Raises:
+            PreflightError: together these are no whole tensors.
+        """
+        ranks = [
+            self._ranks[rank] if blocks is None else blocks for rank, blocks in enumerate(given)
+        ]
+        targets = described(ranks)
+        if not targets:
+            raise PreflightError("there are no weights to push: the ranks have no tensors")
+        refuse_unlike(ranks, targets)
+        if targets != self._targets:
+            self._drop_files()
+        self._ranks, self._targets, self._chosen = ranks, targets, senders(ranks)
+        shares = shares_of(self._chosen)
+        total = sum(share.nbytes for share in shares)
+        return Outline(
+            "file",
+            "each rank writes its blocks into a file in memory, which the servers read",
+            len(targets),
+            total,
+            _FILES * total,
+            shares,
+        )
+
+    async def place(self) -> tuple[Path, list[Sent]]:
+        """The file that ranks write next, and what each of them writes where.
+
+        Raises:
+            SkyctlError: there is no room for it.
+        """
+        staging = await swept(self._fleet)
+        file = await asyncio.to_thread(self._free_file, staging)
+        places = file.file.places
+        sent = []
+        for own, blocks in zip(self._ranks, self._chosen, strict=True):
+            numbers = {block: number for number, block in enumerate(own)}
+            sent.append([(numbers[block], places[block.tensor]) for block in blocks])
+        return file.file.path, sent
+
+    async def push(
+        self,
+        path: Path,
+        request: PushRequest,
+        on_event: Callable[[JobEvent], None],
+        timeout_s: float | None,
+    ) -> PushResult:
+        """Push the file that all ranks have written. Raises as `Fleet.sync_weights`."""
+        file = next(file for file in self._files if file.file.path == path)
+        await asyncio.to_thread(file.file.finish)
+        request = replace(request, checkpoint=file.checkpoint, ranks=len(self._ranks))
+        job = await self._fleet.start_push(request)
+        result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+        if result.checkpoint == request.checkpoint:
+            result.notes.append(
+                f"a server that restarts loads {result.version} from {result.checkpoint}, in "
+                "memory, until the fleet has other weights or goes down"
+            )
+        return result
+
+    def close(self) -> None:
+        self._drop_files()
+        self._stack.close()
+
+    def _free_file(self, staging: Staging) -> _File:
+        """A file that nothing reads, and that the fleet does not need: that of the version before
+        the last, or a new one.
+        """
+        for file in self._files:
+            needed = file.checkpoint in staging.needed
+            if not needed and file.entry.claim(file.file.invalidate):
+                return file
+        while len(self._files) >= _FILES:  # what still needs them keeps them from being swept
+            self._files.pop(0).close()
+        total = sum(share.nbytes for share in shares_of(self._chosen))
+        entry = staged_entry(staging.directory, needed_bytes=total, in_memory=staging.in_memory)
+        try:
+            file = _File(entry, lay_out(entry.path, self._targets, self.running.config))
+        except BaseException:
+            entry.close()
+            raise
+        self._files.append(file)
+        return file
+
+    def _drop_files(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []

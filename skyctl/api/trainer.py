@@ -1,0 +1,361 @@
+"""`Fleet.trainer`: the ranks of a training job push their weights from where they lie.
+
+every rank     read the model ─┐         ┌─ write the blocks ─┐
+rank 0         gather, plan ◄──┘ answer ─┘    push, as of files ◄──┘ answer: the result
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from skyctl.api.live import FleetSide
+from skyctl.engines.base import PauseMode
+from skyctl.errors import PreflightError, UsageError
+from skyctl.live.blocks import Block, Target
+from skyctl.live.model import MATCH, Names, Pair, Weights, dtype_name, read_pairs
+from skyctl.live.outline import Outline
+from skyctl.live.ranks import PATIENCE_S, Body, Hub, Link, Ranks, Step, failure_body
+from skyctl.push.canary import canary_content
+from skyctl.push.request import PushRequest, PushResult, usual_mode
+from skyctl.store.journal import JobEvent
+
+if TYPE_CHECKING:
+    from skyctl.api.session import SessionHolder
+    from skyctl.live.file import Window
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What `Fleet.trainer` was given."""
+
+    weights: Weights
+    """The model, a mapping, or a function of slices."""
+    names: Names | None = None
+    """How the trainer's names become Hugging Face names."""
+    dtype: object = MATCH
+    """What tensors are sent as."""
+    group: Any = None
+    """The torch.distributed group of the ranks; None is the default group."""
+    patience_s: float = PATIENCE_S
+    """How long ranks wait for each other."""
+
+
+class Trainer:
+    """The ranks of one training job, connected to a fleet; made by `Fleet.trainer`.
+
+    Every rank calls the same methods in the same order. A push that fails raises the same error on
+    every rank, and the next may follow.
+    """
+
+    def __init__(self, holder: SessionHolder, ranks: Ranks, options: TrainerOptions) -> None:
+        self._holder = holder
+        self._ranks = ranks
+        self._stack = AsyncExitStack()
+        self._stack.push_async_callback(ranks.close)
+        self._side: FleetSide | None = None
+        self._options = options
+        self._dtype = dtype_name(options.dtype)
+        self._targets: list[Target] = []
+        self._blocks: list[Block] | None = None
+        self._sent: list[tuple[int, int]] = []
+        self._windows: dict[str, Window] = {}
+        self._round = 0
+        self._outline: Outline | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the job."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks push together."""
+        return self._ranks.world_size
+
+    def plan(self) -> Outline:
+        """What each rank sends in a push, and how; `to_json()` for a program."""
+        assert self._outline is not None  # `_open` has made it
+        return self._outline
+
+    async def push(
+        self,
+        version: str,
+        *,
+        pause_mode: PauseMode | None = None,
+        verify: bool = True,
+        scan_nan: bool = True,
+        canary: Mapping[str, Any] | str | PathLike[str] | None = None,
+        rolling: int = 0,
+        keep: bool = False,
+        transport: str = "auto",
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> PushResult:
+        """Push the weights as they are now, on every rank at once; returns the result on each.
+
+        The ranks read their parts again, which may have moved, and write them into a file in
+        memory, cast to the servers' dtype; then the fleet is frozen, reads the file, is compared
+        with it, and thawed. The weights may change again once this returns.
+
+        Args:
+            version: label of the new weights, the same on every rank.
+            scan_nan: refuse NaN and infinity before anything is paused.
+            keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these.
+            transport: how servers take the file; "auto" on CPU has each read it by itself.
+            pause_mode, verify, canary, rolling, on_event, timeout_s: as of `Fleet.sync_weights`.
+
+        Raises:
+            PreflightError: refused; nothing was paused. The message names rank and tensor.
+            RankFailed: a rank died, or did not come; nothing was paused.
+            ConflictError: another push is in progress.
+            PushError: it failed midway; `details["servers"]` says how each server was left.
+        """
+        self._round += 1
+        mode = pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0)
+        request = PushRequest(
+            checkpoint="",
+            transport=transport,
+            weight_version=version,
+            pause_mode=mode,
+            verify=verify,
+            scan_nan=False,  # the ranks do it
+            canary=canary_content(canary),
+            keep=keep,
+            rolling=rolling,
+        )
+        subject = f"push {version}"
+
+        async def send(bodies: list[Body]) -> list[Body]:
+            _refuse_not_finite(bodies)
+            result = await self._fleet_side.push(
+                Path(bodies[0]["path"]), request, on_event, timeout_s
+            )
+            return [{"result": result.to_json()}] * self.world_size
+
+        pairs: list[Pair] = []
+        given = await self._body(lambda: {"version": version, **self._described(pairs)})
+        answer = await self._exchange("gather", subject, given, self._place)
+        self._blocks = [block for block, _ in pairs]
+        if "sent" in answer:
+            self._sent = [(int(number), int(offset)) for number, offset in answer["sent"]]
+            self._outline = Outline.from_json(answer["plan"])
+        written = await self._body(lambda: self._write(answer["path"], pairs, scan=scan_nan))
+        answer = await self._exchange("write", subject, written, send)
+        return PushResult.from_json(answer["result"])
+
+    async def close(self) -> None:
+        """Leave the fleet to other trainers. What it runs stays in memory for its servers, until it
+        has other weights or goes down. A second call does nothing.
+        """
+        self._windows = {}
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _open(self) -> None:
+        """The first round: what the servers run, what the ranks have, and the plan."""
+        subject = "the start of the trainer"
+
+        async def look_up(_: list[Body]) -> list[Body]:
+            fleet = await self._stack.enter_async_context(self._holder._connected())
+            self._side = FleetSide(fleet, self._holder._ref.name)
+            self._stack.callback(self._side.close)
+            targets = [target.to_wire() for target in await self._side.open()]
+            return [{"targets": targets}] * self.world_size
+
+        async def plan(bodies: list[Body]) -> list[Body]:
+            return [{"plan": self._plan(bodies)}] * self.world_size
+
+        answer = await self._exchange("gather", subject, {}, look_up)
+        self._targets = [Target.from_wire(row) for row in answer["targets"]]
+        body = await self._body(lambda: self._described([]))
+        answer = await self._exchange("write", subject, body, plan)
+        self._outline = Outline.from_json(answer["plan"])
+
+    @property
+    def _fleet_side(self) -> FleetSide:
+        """On rank 0 only."""
+        assert self._side is not None
+        return self._side
+
+    async def _exchange(
+        self,
+        name: str,
+        subject: str,
+        body: Body,
+        decide: Callable[[list[Body]], Awaitable[list[Body]]],
+    ) -> Body:
+        step = Step(self._round, name, subject, self._options.patience_s)
+        try:
+            return await self._ranks.exchange(step, body, decide)
+        except BaseException:
+            self._blocks = None  # rank 0 may know others: it is given all of them next time
+            raise
+
+    async def _body(self, make: Callable[[], Body]) -> Body:
+        """What `make` returns, in a thread; or what went wrong in it, which fails every rank."""
+        try:
+            return await asyncio.to_thread(make)
+        except Exception as error:
+            return failure_body(error)
+
+    def _described(self, pairs: list[Pair]) -> Body:
+        """The blocks of this rank, unless rank 0 knows them; fills `pairs`."""
+        options = self._options
+        pairs += read_pairs(options.weights, self._targets, names=options.names, dtype=self._dtype)
+        blocks = [block for block, _ in pairs]
+        if blocks == self._blocks:
+            return {"blocks": None}
+        return {"blocks": [block.to_wire() for block in blocks]}
+
+    def _write(self, path: str, pairs: list[Pair], *, scan: bool) -> Body:
+        """Write what this rank sends, where it goes in the file."""
+        from skyctl.live.file import Window
+
+        window = self._windows.pop(path, None) or Window(Path(path))
+        self._windows = {**dict(list(self._windows.items())[-1:]), path: window}
+        rows = [(pairs[number][0], offset, pairs[number][1]) for number, offset in self._sent]
+        return {"path": path, "not_finite": window.write(rows, scan=scan)}
+
+    def _plan(self, bodies: list[Body]) -> dict[str, Any]:
+        """The plan for what the ranks have reported. On rank 0 only."""
+        return self._fleet_side.plan(
+            [
+                None if body["blocks"] is None else [Block.from_wire(row) for row in body["blocks"]]
+                for body in bodies
+            ]
+        ).to_json()
+
+    async def _place(self, bodies: list[Body]) -> list[Body]:
+        """Which file is written, and by whom where if that has changed. On rank 0 only."""
+        versions = [body["version"] for body in bodies]
+        for rank, version in enumerate(versions):
+            if version != versions[0]:
+                raise UsageError(f"rank {rank} pushes {version}, and rank 0 {versions[0]}")
+        changed = any(body["blocks"] is not None for body in bodies)
+        plan = self._plan(bodies) if changed else None
+        path, sent = await self._fleet_side.place()
+        return [
+            {"path": str(path), **({"sent": rows, "plan": plan} if changed else {})}
+            for rows in sent
+        ]
+
+
+def _refuse_not_finite(bodies: list[Body]) -> None:
+    for rank, body in enumerate(bodies):
+        if name := body["not_finite"]:
+            raise PreflightError(
+                f"rank {rank}: {name} holds NaN or infinity as it is sent",
+                hint="look at the step before; scan_nan=False sends it all the same",
+            )
+
+
+class TrainerOpening:
+    """What `Fleet.trainer` returns: `await` it, enter it with `async with`, or take its blocking
+    form for a program without an event loop.
+    """
+
+    def __init__(self, holder: SessionHolder, options: TrainerOptions) -> None:
+        self._holder = holder
+        self._options = options
+        self._trainer: Trainer | None = None
+
+    def __await__(self) -> Generator[Any, None, Trainer]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Trainer:
+        self._trainer = await self._open()
+        return self._trainer
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._trainer is not None
+        await self._trainer.close()
+
+    def blocking(self) -> BlockingTrainer:
+        """The same trainer, whose methods return when they are done."""
+        return BlockingTrainer(self._open())
+
+    async def _open(self) -> Trainer:
+        return await open_trainer(self._holder, await _meet(self._options.group), self._options)
+
+
+async def open_trainer(holder: SessionHolder, ranks: Ranks, options: TrainerOptions) -> Trainer:
+    """The trainer of ranks that have met. Raises as `Fleet.trainer`."""
+    trainer = Trainer(holder, ranks, options)
+    try:
+        await trainer._open()
+    except BaseException:
+        await trainer.close()
+        raise
+    return trainer
+
+
+class BlockingTrainer:
+    """A `Trainer` for programs without an event loop, with one of its own."""
+
+    def __init__(self, opening: Coroutine[Any, Any, Trainer]) -> None:
+        self._runner = asyncio.Runner()
+        try:
+            self._trainer = self._runner.run(opening)
+        except BaseException:
+            self._runner.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    def plan(self) -> Outline:
+        """As `Trainer.plan`."""
+        return self._trainer.plan()
+
+    def push(self, version: str, **options: Any) -> PushResult:
+        """As `Trainer.push`."""
+        return self._runner.run(self._trainer.push(version, **options))
+
+    def close(self) -> None:
+        """As `Trainer.close`."""
+        self._runner.run(self._trainer.close())
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _meet(group: Any) -> Ranks:
+    """All ranks of this process's job, or this process alone."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Hub(1)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UsageError("this process is not in the group of the trainer's ranks")
+    address: list[str | None] = [None]
+    hub = Hub(world_size)
+    if rank == 0:
+        await hub.listen()
+        address = [hub.address]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    # in this thread: NCCL goes by the device that is current in it
+    dist.broadcast_object_list(address, src=first, group=group)
+    if rank == 0:
+        return hub
+    return await Link.connect(str(address[0]), rank, world_size)

@@ -1,0 +1,329 @@
+"""How the ranks of a training job act as one: rank 0 gathers from each rank, decides, and answers.
+
+    rank 1 …   exchange ─► exchange ─► …      a round: a few exchanges, numbered on every rank
+    rank 0     gather, decide, answer ─► …    or fail: the round is over, for every rank
+
+Ranks meet at a socket of rank 0's that has no name in the file system and lets in processes of its
+user only. The job's own collectives are not used: a rank that has died would stop them for minutes,
+and they do not tell which rank it was. Each message names its round, so that a rank that comes late
+learns how its round ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import struct
+from abc import ABC, abstractmethod
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.errors import SkyctlError, error_named
+from skyctl.store.identity import peer
+from skyctl.store.owned import own
+from skyctl.units import count_of, format_seconds
+
+PATIENCE_S = 600.0
+"""How long a rank waits for the others in an exchange."""
+_BEAT_S = 5.0
+_LENGTH = struct.Struct("<Q")
+_LONGEST = 2**32
+
+Body = dict[str, Any]
+Decide = Callable[[list[Body]], Awaitable[list[Body]]]
+"""Makes of the bodies of all ranks, in their order, an answer for each of them. On rank 0 only."""
+
+
+class RankFailed(SkyctlError):
+    """A rank has died, failed, or has not come. It names the rank."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange."""
+
+    round: int
+    """Its round, counted alike on every rank."""
+    name: str
+    """Its name within that."""
+    subject: str
+    """What the round is for, as errors name it."""
+    patience_s: float = PATIENCE_S
+    """How long rank 0 waits in it for others, and they for rank 0 to begin it."""
+
+
+class _Channel:
+    """The sending end of a connection between two ranks; a forked child does not keep it open."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._socket = writer.get_extra_info("socket")
+        self.pid, self.uid = peer(self._socket)
+        own(self)
+
+    def fileno(self) -> int:
+        return int(self._socket.fileno())
+
+    def send(self, message: Body) -> None:
+        """To a rank that has ended, nothing is sent; its end is noticed where it is read from."""
+        data = json.dumps(message).encode()
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Ranks(ABC):
+    """All ranks of the job, as one of them sees them. Belongs to one event loop."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abstractmethod
+    async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
+        """Give rank 0 this rank's body and return the answer to it.
+
+        Every rank takes part in the same steps, in the same order. An exchange that raises ends the
+        round on every rank.
+
+        Raises:
+            RankFailed: a rank died, failed, or did not come.
+            SkyctlError: what `decide` raised on rank 0.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Leave; the other ranks' exchanges fail. A second call does nothing."""
+
+
+class Hub(Ranks):
+    """Rank 0's end."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(0, world_size)
+        self.address = f"skyctl-live-{secrets.token_hex(16)}"
+        self._server: asyncio.Server | None = None
+        self._channels: dict[int, _Channel] = {}
+        self._lost: dict[int, str] = {}
+        self._bodies: dict[tuple[int, str, int], Body] = {}
+        self._failures: dict[int, SkyctlError] = {}
+        self._changed = asyncio.Event()
+
+    async def listen(self) -> None:
+        """Let the other ranks in."""
+        if self.world_size > 1:
+            listener = socket.socket(socket.AF_UNIX)
+            own(listener)
+            listener.bind(f"\0{self.address}")
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener)
+
+    async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
+        try:
+            with self._beating(step):
+                answers = await decide(await self._gather(step, body))
+        except BaseException as error:
+            self._fail(step, error)
+            raise
+        for rank, channel in self._channels.items():
+            channel.send({"round": step.round, "step": step.name, "body": answers[rank]})
+        return answers[0]
+
+    async def close(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for channel in self._channels.values():
+            channel.close()
+        await asyncio.sleep(0)  # closed by the next turn of the loop, which may be its last
+
+    async def _gather(self, step: Step, body: Body) -> list[Body]:
+        clock = asyncio.get_running_loop().time
+        until = clock() + step.patience_s
+        keys = {rank: (step.round, step.name, rank) for rank in range(1, self.world_size)}
+        while missing := [rank for rank, key in keys.items() if key not in self._bodies]:
+            for rank in missing:
+                if rank in self._lost:
+                    raise RankFailed(f"{self._lost[rank]}: {step.subject} is given up")
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise RankFailed(_late(missing, step)) from None
+        bodies = [body, *(self._bodies.pop(key) for key in keys.values())]
+        self._bodies = {key: late for key, late in self._bodies.items() if key[0] >= step.round}
+        for rank, given in enumerate(bodies):
+            if "error" in given:
+                raise _error(given["error"], f"rank {rank}: ")
+        return bodies
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """End the round for every rank, those that come later included."""
+        if not isinstance(error, SkyctlError):
+            error = RankFailed(f"rank 0 failed in {step.subject}: {error!r}")
+        self._failures = {step.round: error}
+        self._bodies = {key: body for key, body in self._bodies.items() if key[0] > step.round}
+        for channel in self._channels.values():
+            channel.send({"round": step.round, "error": _described(error)})
+
+    async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
+        channel, rank = _Channel(writer), 0
+        try:
+            rank = int((await _receive(reader))["rank"])
+            if channel.uid != os.getuid() or not 0 < rank < self.world_size:
+                return
+            self._channels.setdefault(rank, channel)
+            while self._server is not None and self._channels[rank] is channel:
+                self._take(rank, await _receive(reader))
+        except (OSError, EOFError, ValueError, KeyError):
+            if self._channels.get(rank) is channel:
+                self._lost[rank] = (
+                    f"rank {rank} (pid {channel.pid}) has ended, or closed its trainer"
+                )
+                self._changed.set()
+        finally:
+            channel.close()
+
+    def _take(self, rank: int, message: Body) -> None:
+        number = int(message["round"])
+        if failure := self._failures.get(number):
+            self._channels[rank].send({"round": number, "error": _described(failure)})
+            return
+        self._bodies[number, str(message["step"]), rank] = message["body"]
+        self._changed.set()
+
+    @contextmanager
+    def _beating(self, step: Step) -> Iterator[None]:
+        """Show the other ranks meanwhile that this one is in the step, too."""
+
+        async def beat() -> None:
+            while True:
+                for channel in self._channels.values():
+                    channel.send({"round": step.round, "step": ""})
+                await asyncio.sleep(min(_BEAT_S, step.patience_s / 4))
+
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+
+
+class Link(Ranks):
+    """The end of another rank."""
+
+    def __init__(
+        self, rank: int, world_size: int, reader: StreamReader, writer: StreamWriter
+    ) -> None:
+        super().__init__(rank, world_size)
+        self._channel = _Channel(writer)
+        self._answers: asyncio.Queue[Body | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def connect(cls, address: str, rank: int, world_size: int) -> Link:
+        """Meet rank 0, which listens there.
+
+        Raises:
+            RankFailed: it does not.
+        """
+        try:
+            streams = await asyncio.open_unix_connection(f"\0{address}")
+        except OSError as error:
+            raise RankFailed(
+                f"rank {rank} does not reach rank 0: it has ended, or is on another machine or in "
+                "another container",
+                hint="ranks on several machines push a checkpoint that they save together",
+            ) from error
+        link = cls(rank, world_size, *streams)
+        link._channel.send({"rank": rank})
+        return link
+
+    async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
+        self._channel.send({"round": step.round, "step": step.name, "body": body})
+        try:
+            while True:
+                async with asyncio.timeout(step.patience_s):
+                    answer = await self._answers.get()
+                if answer is None:
+                    self._answers.put_nowait(None)
+                    raise RankFailed(
+                        f"rank 0 (pid {self._channel.pid}) has ended, or closed its trainer: "
+                        f"{step.subject} is given up"
+                    )
+                if answer["round"] != step.round:
+                    continue  # late, of a round that has failed here
+                if "error" in answer:
+                    raise _error(answer["error"])
+                if answer["step"] == step.name:
+                    return dict(answer["body"])
+        except TimeoutError:
+            error = RankFailed(_late([0], step))
+            self._give_up(step, error)
+            raise error from None
+        except asyncio.CancelledError:
+            self._give_up(step, RankFailed(f"it was cancelled in {step.subject}"))
+            raise
+
+    async def _read(self, reader: StreamReader) -> None:
+        with suppress(OSError, EOFError, ValueError):
+            while True:
+                self._answers.put_nowait(await _receive(reader))
+        self._answers.put_nowait(None)
+
+    def _give_up(self, step: Step, error: SkyctlError) -> None:
+        """Whatever the round's next exchange is, this rank fails it."""
+        for name in STEPS:
+            body = {"error": _described(error)}
+            self._channel.send({"round": step.round, "step": name, "body": body})
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        self._channel.close()
+        await asyncio.sleep(0)
+
+
+STEPS = ("gather", "write")
+"""The exchanges of a round, in their order."""
+
+
+def failure_body(error: BaseException) -> Body:
+    """A body that fails the exchange on every rank, by what went wrong on this one."""
+    if not isinstance(error, SkyctlError):
+        error = RankFailed(repr(error))
+    return {"error": _described(error)}
+
+
+def _described(error: SkyctlError) -> dict[str, Any]:
+    return {**error.to_json(), "details": error.details}
+
+
+def _error(described: dict[str, Any], before: str = "") -> SkyctlError:
+    message, kind = before + described["message"], described["kind"]
+    if kind == RankFailed.__name__:
+        return RankFailed(message, hint=described["hint"])
+    return error_named(kind, message, hint=described["hint"], details=described["details"])
+
+
+def _late(ranks: Sequence[int], step: Step) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    many = len(ranks) > 1
+    which = f"{count_of(len(ranks), 'rank')} ({listed}) have" if many else f"rank {listed} has"
+    return f"{which} not come to {step.subject} within {format_seconds(step.patience_s)}"
+
+
+async def _receive(reader: StreamReader) -> Body:
+    """Raises EOFError, OSError or ValueError."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > _LONGEST:
+        raise ValueError("not a message of a rank")
+    message: Body = json.loads(await reader.readexactly(length))
+    return message

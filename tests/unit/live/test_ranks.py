@@ -1,0 +1,138 @@
+"""Ranks that act as one: rounds that all take part in, and ranks that die, come late, or fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from skyctl.errors import PreflightError, SkyctlError
+from skyctl.live.ranks import Body, Hub, Link, RankFailed, Ranks, Step, failure_body
+
+
+@asynccontextmanager
+async def ranks(count: int) -> AsyncIterator[list[Ranks]]:
+    hub = Hub(count)
+    await hub.listen()
+    links = [await Link.connect(hub.address, rank, count) for rank in range(1, count)]
+    try:
+        yield [hub, *links]
+    finally:
+        for rank in [*links, hub]:
+            await rank.close()
+
+
+def step(number: int, name: str = "gather", patience_s: float = 20.0) -> Step:
+    return Step(number, name, f"push {number}", patience_s)
+
+
+async def added(bodies: list[Body]) -> list[Body]:
+    total = sum(body["value"] for body in bodies)
+    return [{"total": total, "rank": rank} for rank in range(len(bodies))]
+
+
+def all_of(group: list[Ranks], at: Step) -> list[Awaitable[Body]]:
+    return [rank.exchange(at, {"value": rank.rank + 1}, added) for rank in group]
+
+
+async def outcomes(calls: list[Awaitable[Body]]) -> list[Any]:
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def messages(results: list[Any]) -> list[str]:
+    assert all(isinstance(result, SkyctlError) for result in results), results
+    return [result.message for result in results]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+async def test_rank_0_answers_each_rank_in_every_step(count: int) -> None:
+    async with ranks(count) as group:
+        for number in range(3):
+            for name in ("gather", "write"):
+                answers = await asyncio.gather(*all_of(group, step(number, name)))
+                total = sum(range(1, count + 1))
+                assert answers == [{"total": total, "rank": rank} for rank in range(count)]
+
+
+async def test_what_rank_0_refuses_every_rank_raises_and_the_next_round_is_a_new_one() -> None:
+    async def refuse(bodies: list[Body]) -> list[Body]:
+        raise PreflightError("w is missing", hint="send it", details={"tensor": "w"})
+
+    async with ranks(3) as group:
+        results = await outcomes([rank.exchange(step(1), {}, refuse) for rank in group])
+        assert messages(results) == ["w is missing"] * 3
+        assert all(type(result) is PreflightError for result in results)
+        assert results[2].hint == "send it" and results[2].details == {"tensor": "w"}
+        assert (await asyncio.gather(*all_of(group, step(2))))[0]["total"] == 6
+
+
+async def test_what_a_rank_refuses_names_it_on_every_rank() -> None:
+    async with ranks(3) as group:
+        bodies = [{}, {}, failure_body(PreflightError("x is placed as P", hint="redistribute"))]
+        calls = [
+            rank.exchange(step(1), body, added) for rank, body in zip(group, bodies, strict=True)
+        ]
+        results = await outcomes(calls)
+        assert messages(results) == ["rank 2: x is placed as P"] * 3
+        assert all(type(result) is PreflightError for result in results)
+        broken = failure_body(ZeroDivisionError("division by zero"))
+        calls = [rank.exchange(step(2), broken if rank.rank else {}, added) for rank in group]
+        assert "rank 1: ZeroDivisionError" in messages(await outcomes(calls))[0]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+async def test_a_rank_that_ends_is_named(when: str) -> None:
+    async with ranks(3) as group:
+        if when == "between":
+            await asyncio.gather(*all_of(group, step(1)))
+        waiting = [asyncio.ensure_future(call) for call in all_of(group[:2], step(1, "write"))]
+        await asyncio.sleep(0)
+        await group[2].close()
+        for message in messages(await outcomes(list(waiting))):
+            assert message.startswith("rank 2 (pid") and message.endswith("push 1 is given up")
+
+
+async def test_the_end_of_rank_0_is_noticed_at_once() -> None:
+    async with ranks(3) as group:
+        waiting = [asyncio.ensure_future(call) for call in all_of(group[1:], step(1))]
+        await asyncio.sleep(0)
+        await group[0].close()
+        for message in messages(await outcomes(list(waiting))):
+            assert message.startswith("rank 0 (pid") and "has ended" in message
+        assert "rank 0" in messages(await outcomes(all_of(group[1:], step(2))))[0]
+
+
+async def test_ranks_that_do_not_come_are_named_and_learn_of_it_when_they_do() -> None:
+    async with ranks(4) as group:
+        impatient = all_of(group[:1], step(1, patience_s=0.05))
+        results = await outcomes([*impatient, *all_of(group[1:2], step(1))])
+        expected = "2 ranks (2, 3) have not come to push 1 within 50 ms"
+        assert messages(results) == [expected] * 2
+        assert messages(await outcomes(all_of(group[2:], step(1)))) == [expected] * 2
+        assert (await asyncio.gather(*all_of(group, step(2))))[0]["total"] == 10
+
+
+async def test_a_rank_that_gave_rank_0_up_fails_the_round_for_the_others() -> None:
+    async with ranks(3) as group:
+        late = await outcomes(all_of(group[1:2], step(1, patience_s=0.05)))
+        assert messages(late) == ["rank 0 has not come to push 1 within 50 ms"]
+        results = await outcomes(all_of([group[0], group[2]], step(1)))
+        assert messages(results) == [f"rank 1: {messages(late)[0]}"] * 2
+        assert (await asyncio.gather(*all_of(group, step(2))))[0]["total"] == 6
+
+
+async def test_a_rank_that_is_cancelled_fails_the_round_for_the_others() -> None:
+    async with ranks(2) as group:
+        waiting = asyncio.ensure_future(all_of(group[1:], step(1))[0])
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(RankFailed, match="rank 1: it was cancelled"):
+            await all_of(group[:1], step(1))[0]
+
+
+async def test_nobody_listens() -> None:
+    with pytest.raises(RankFailed, match="rank 3 does not reach rank 0"):
+        await Link.connect("skyctl-live-none", 3, 4)
