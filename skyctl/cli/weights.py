@@ -49,6 +49,7 @@ def weights(
     servers, pushes = weights_state.servers, weights_state.pushes
     output.emit(
         {
+            "version": weights_state.version,
             "servers": [
                 {
                     "server": row.name,

@@ -48,7 +48,13 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
                 launched_with="" if pushed_to else launches.get(server.name, ""),
             )
         )
-    return replace(fleet, servers=tuple(servers), expected=state.expected.everything())
+    versions = [push.version for push in state.journal.pushes() if push.ok]
+    return replace(
+        fleet,
+        servers=tuple(servers),
+        expected=state.expected.everything(),
+        versions=tuple(dict.fromkeys(filter(None, reversed(versions)))),
+    )
 
 
 def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:

@@ -23,6 +23,14 @@ class WeightsState:
     base_digest: str | None = None
     """The identity of that directory's files when the fleet came up, None if it is not known."""
 
+    @property
+    def version(self) -> str | None:
+        """The version that every server has, "base" for what they were started with; None while
+        they differ.
+        """
+        versions = {row.weight_version or "base" for row in self.servers}
+        return versions.pop() if len(versions) == 1 else None
+
 
 @dataclass(frozen=True)
 class KeptVersion:

@@ -249,8 +249,10 @@ class Server(Protocol):
     async def weight_version(self) -> str | None:
         """The version label the server carries; None if it has none."""
 
-    async def set_weight_version(self, version: str) -> bool:
-        """Label the current weights. False if the server has no labels."""
+    async def set_weight_version(self, version: str, earlier: Sequence[str] = ()) -> bool:
+        """Label the current weights, which came after the versions `earlier`, oldest first. False
+        if the server has no labels.
+        """
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """The engine's own checksum per parameter; None if it has none."""

@@ -26,7 +26,7 @@ def guard_environment(
         added[key_variable] = launch.secret
     if launch.auth != "none":
         added[CONTROL_TOKEN] = launch.secret
-        if not launch.own_python:
-            before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
-            added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ALONE), before)))
+    if not launch.own_python:
+        before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
+        added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ALONE), before)))
     return added

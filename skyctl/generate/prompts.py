@@ -8,9 +8,9 @@ import itertools
 import json
 import operator
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyctl.errors import ServerError, UsageError
 from skyctl.http.client import json_body
@@ -216,6 +216,13 @@ class Piece:
     """The prompt's tokens; they come with the first event of a request."""
     finish_reason: str | None = None
     """Why generation ended; None until then."""
+    version: str = ""
+    """The label of the weights that made its tokens; "" if the server does not say."""
+
+
+VERSION_COMMENT = ": weight-version "
+"""Begins a line of a stream before the first token of another version
+(`engines/inside/versions.py`)."""
 
 
 async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
@@ -225,7 +232,10 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
         Cut: the server reported an error of its own in the middle of the stream.
         ServerError: it refused the request in the stream, or sent something other than events.
     """
+    version = ""
     async for line in lines:
+        if line.startswith(VERSION_COMMENT):
+            version = line.removeprefix(VERSION_COMMENT)
         if not line.startswith("data:"):
             continue
         data = line[len("data:") :].strip()
@@ -243,7 +253,7 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
             raise ServerError(
                 f"the stream has an event of an unknown form: {data[:100]!r}"
             ) from error
-        yield piece
+        yield replace(piece, version=version)
 
 
 def _piece(event: dict[str, Any]) -> Piece:
@@ -276,6 +286,23 @@ def _logprobs(logprobs: Any) -> tuple[float, ...]:
     return tuple(float(value) for value in values if value is not None)
 
 
+class VersionSpan(NamedTuple):
+    """The tokens from `start` up to, without, `end` were made by the weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+def spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
+    """The spans of the versions of successive tokens; none if one is unknown."""
+    made: list[VersionSpan] = []
+    for version, run in itertools.groupby(versions):
+        start = made[-1].end if made else 0
+        made.append(VersionSpan(version, start, start + len(list(run))))
+    return tuple(made) if all(versions) else ()
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """The result of one request."""
@@ -300,6 +327,8 @@ class GenerationResult:
     """The natural logarithm of each sampled token's probability, if requested and complete."""
     sample: int = 0
     """The number of this answer among several to one prompt (`n`), from 0."""
+    weight_versions: tuple[VersionSpan, ...] = ()
+    """Which weights made which tokens; empty if the servers do not say."""
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -310,6 +339,7 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
             "retries": self.retries,
             "seconds": round(self.seconds, 3),
+            "weight_versions": [span._asdict() for span in self.weight_versions],
         }
         return {**row, "error": self.error} if self.error else row
 
@@ -327,6 +357,8 @@ class Progress:
     """All tokens so far."""
     logprobs: list[float] = field(default_factory=list)
     """Their log probabilities, as far as servers sent them."""
+    versions: list[str] = field(default_factory=list)
+    """The version of the weights that made each token; "" where a server does not say."""
     text: str = ""
     """All text so far."""
     textless: int = 0
@@ -346,6 +378,7 @@ class Progress:
             self.prompt_ids = piece.prompt_ids
         self.tokens.extend(piece.token_ids)
         self.logprobs.extend(piece.logprobs)
+        self.versions.extend(piece.version for _ in piece.token_ids)
         self.text += piece.text
         if not piece.text:
             self.textless += len(piece.token_ids)
@@ -358,6 +391,7 @@ class Progress:
         if count:
             del self.tokens[-count:]
             del self.logprobs[len(self.tokens) :]
+            del self.versions[len(self.tokens) :]
 
     def result(
         self, request: GenerationRequest, finish_reason: str, error: str = ""
@@ -375,4 +409,5 @@ class Progress:
             # all or none: it is unknown which ones a server left out
             self.logprobs if self.tokens and len(self.logprobs) == len(self.tokens) else None,
             request.sample,
+            spans(self.versions),
         )

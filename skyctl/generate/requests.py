@@ -254,6 +254,7 @@ class GenerationClient:
             # without token ids there is nothing to continue from
             if not progress.tokens or not continues:
                 progress.tokens, progress.logprobs, progress.text = [], [], ""
+                progress.versions = []
             progress.retries += 1
             await self._sleep(self._retry.wait_s(progress.fruitless))
 
@@ -311,7 +312,7 @@ class GenerationClient:
         return direct or (self._endpoint.url,)
 
     def _headers(self, session: str | None) -> dict[str, str]:
-        headers = {}
+        headers = {"X-Weight-Version-Fields": "true"}
         if self._endpoint.api_key:
             headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
         if session:

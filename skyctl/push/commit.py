@@ -205,7 +205,7 @@ async def _label(run: Run, servers: Sequence[PushedServer], label: str) -> None:
 
     async def call(server: PushedServer) -> None:
         await require_paused(server)  # a process that was restarted meanwhile holds something else
-        await server.control.set_weight_version(label)
+        await server.control.set_weight_version(label, run.fleet.versions)
         server.version = label
         server.holds = Holds.VERIFIED
         run.observer.server(server.name, PushState.UPDATED, label)

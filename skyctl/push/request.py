@@ -193,6 +193,8 @@ class PushFleet:
     """The digests that servers must have."""
     trainer: Trainer | None = None
     """Sends the weights of a push for which skyctl has no sender."""
+    versions: tuple[str, ...] = ()
+    """The versions that the fleet has had, oldest first."""
 
 
 class PushObserver:

@@ -36,7 +36,6 @@ from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -212,9 +211,6 @@ class Guard:
                 await _refuse(scope, send, refusal)
             finally:
                 _REFUSING.reset(refusing)
-        elif (pause := _engine_pause(scope)) is not None:
-            await pause(mode="keep", clear_cache=False)
-            await answer(send, 200, {"status": "paused"})
         else:
             await self._app(scope, receive, send)
 
@@ -282,24 +278,6 @@ class _Closure:
                 if os.path.samestat(directory, os.fstat(self._directory)):
                     self._closed = False
         return self._closed
-
-
-def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:
-    """The function that freezes the engine, if that is all a request asks for; else None.
-
-    vLLM's route (`AsyncLLM.pause_generation`, 0.32) sleeps another 20 ms before it answers, so that
-    a caller sees the last outputs first. That is a third of the time for which a push freezes
-    servers.
-    """
-    if (scope["type"], scope.get("method"), route_path(scope)) != ("http", "POST", "/pause"):
-        return None
-    query = parse_qs(bytes(scope.get("query_string", b"")).decode("ascii", "replace"))
-    if (query.get("mode"), query.get("clear_cache")) != (["keep"], ["false"]):
-        return None
-    state = getattr(scope.get("app"), "state", None)
-    core = getattr(getattr(state, "engine_client", None), "engine_core", None)
-    pause: Callable[..., Awaitable[None]] | None = getattr(core, "pause_scheduler_async", None)
-    return pause
 
 
 def route_path(scope: Scope) -> str:

@@ -254,7 +254,7 @@ class SGLangServer(SGLangState):
         version = (await self._object("GET", "/model_info")).get("weight_version")
         return None if version is None else str(version)
 
-    async def set_weight_version(self, version: str) -> bool:
+    async def set_weight_version(self, version: str, earlier: Sequence[str] = ()) -> bool:
         body = {"new_version": version, "abort_all_requests": False}  # it aborts by default
         await self._call("POST", "/update_weight_version", json=body)
         return True

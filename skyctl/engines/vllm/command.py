@@ -33,8 +33,10 @@ CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 SIDE_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 SIDE_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
-GUARD = "skyctl.engines.inside.guard.Guard"
-GUARD_ALONE = "skyctl_guard.Guard"
+_INSIDE = "skyctl.engines.inside"
+VERSIONS, VERSIONS_ALONE = f"{_INSIDE}.versions.Versioned", "skyctl_versions.Versioned"
+GATE, GATE_ALONE = f"{_INSIDE}.gate.Gate", "skyctl_gate.Gate"
+GUARD, GUARD_ALONE = f"{_INSIDE}.guard.Guard", "skyctl_guard.Guard"
 CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -107,6 +109,17 @@ _ONE_VALUE_PER_FLAG = frozenset(
 )
 
 
+def _middleware(launch: ServerLaunch) -> list[str]:
+    """What stands before vLLM; the last sees a request first."""
+    own = launch.own_python
+    chosen = [VERSIONS if own else VERSIONS_ALONE, GATE if own else GATE_ALONE]
+    if str(launch.args.get("api-server-count", 1)) != "1":
+        chosen = []  # a pause or a label reaches only one of several processes
+    if launch.auth != "none":
+        chosen.append(GUARD if own else GUARD_ALONE)
+    return chosen
+
+
 def server_command(launch: ServerLaunch) -> Command:
     """The API server, or a part of it that leads no other, and what is added to its environment."""
     answers = launch.span is None or launch.span.rank == 0
@@ -133,8 +146,8 @@ def server_command(launch: ServerLaunch) -> Command:
         argv += server_flags(_adapter_arguments(launch.adapters))
     if launch.hand_over is not None:
         argv += server_flags(_hand_over_arguments(launch, launch.hand_over))
-    if launch.auth != "none" and answers:  # last: what is added last sees a request first
-        argv += ["--middleware", GUARD if launch.own_python else GUARD_ALONE]
+    if answers:
+        argv += [word for path in _middleware(launch) for word in ("--middleware", path)]
     return Command(tuple(argv), _environment(launch))
 
 

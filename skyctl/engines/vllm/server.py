@@ -297,9 +297,11 @@ class VLLMServer(HttpServer):
             return str(await self._field("GET", "/weight_info", "weight_version"))
         return None
 
-    async def set_weight_version(self, version: str) -> bool:
+    async def set_weight_version(self, version: str, earlier: Sequence[str] = ()) -> bool:
+        """vLLM takes no `earlier`: `inside/versions.py` reads it."""
+        body = {"new_version": version, "earlier": list(earlier)}
         with ignoring_status(404):
-            await self._call("POST", "/update_weight_version", json={"new_version": version})
+            await self._call("POST", "/update_weight_version", json=body)
             return True
         return False
 

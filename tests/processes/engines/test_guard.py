@@ -1,16 +1,22 @@
-"""The guard in an interpreter that has no skyctl."""
+"""The guard, the gate and the versions in an interpreter that has no skyctl."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
+
 from skyctl.engines.guarding import ALONE
 
 
-def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:
+@pytest.mark.parametrize(
+    "path", ["skyctl_guard.Guard", "skyctl_gate.Gate", "skyctl_versions.Versioned"]
+)
+def test_each_loads_alone_in_an_interpreter_without_skyctl(path: str) -> None:
+    module, _, name = path.rpartition(".")
     code = (
-        "import sys, skyctl_guard; print(skyctl_guard.Guard.__name__, 'skyctl' in sys.modules, "
+        f"import sys, {module}; print({path}.__name__, 'skyctl' in sys.modules, "
         "'torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -21,4 +27,4 @@ def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["Guard", "False", "False"]
+    assert done.stdout.split() == [name, "False", "False"]

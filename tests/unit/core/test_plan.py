@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
         "--dtype", "float32",
         "--worker-extension-cls", "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension",
         "--max-model-len", "2048",
+        "--middleware", "skyctl.engines.inside.versions.Versioned",
+        "--middleware", "skyctl.engines.inside.gate.Gate",
         "--middleware", "skyctl.engines.inside.guard.Guard",
     )  # fmt: skip
     assert server.env == {
@@ -138,7 +141,7 @@ def test_values_become_flags_by_their_kind() -> None:
             "stop": "-x",
         },
     ).servers
-    tail = server.argv[server.argv.index("--enforce-eager") : -2]
+    tail = server.argv[server.argv.index("--enforce-eager") : -6]
     assert tail == (
         "--enforce-eager", "--no-enable-prefix-caching",
         "--allowed-origins", "a", "b", "--hf-overrides", '{"rope_theta":1.5}', "--stop=-x",
@@ -464,7 +467,7 @@ def test_the_home_of_a_user_who_does_not_exist_is_a_path_like_any_other(tmp_path
 def guard_of(planned: FleetPlan) -> tuple[str | None, set[str]]:
     """The middleware, and the secrets a server gets at its spawn."""
     (server,) = planned.servers
-    loaded = value_of(server, "--middleware") if "--middleware" in server.argv else None
+    loaded = server.argv[-1] if "Guard" in server.argv[-1] else None
     return loaded, {name for name, value in server.env.items() if value == AT_SPAWN}
 
 
@@ -482,9 +485,17 @@ def test_auth_says_which_secrets_a_server_gets() -> None:
 
 def test_the_guard_is_added_after_the_files_own_middleware() -> None:
     (server,) = plan(device="cpu", args={"middleware": "mine.Own"}).servers
-    assert server.argv[-4:] == (
-        "--middleware", "mine.Own", "--middleware", "skyctl.engines.inside.guard.Guard",
-    )  # fmt: skip
+    middleware = [after for word, after in pairwise(server.argv) if word == "--middleware"]
+    inside = "skyctl.engines.inside"
+    assert middleware == [
+        "mine.Own", f"{inside}.versions.Versioned", f"{inside}.gate.Gate", f"{inside}.guard.Guard"
+    ]  # fmt: skip
+
+
+def test_a_server_of_several_processes_has_no_gate() -> None:
+    """A pause, or a label, would reach one of them."""
+    (server,) = plan(device="cpu", args={"api-server-count": 2}).servers
+    assert server.argv.count("--middleware") == 1
 
 
 def test_another_interpreter_needs_no_skyctl_and_keeps_its_own_path() -> None:
