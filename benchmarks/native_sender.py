@@ -1,7 +1,7 @@
 """vLLM's own trainer-side sender pushing a checkpoint: the alternative to compare with.
 
 Pause (keep), read the checkpoint with `safe_open(device=cuda)` into vLLM's packed trainer engine,
-resume: what its examples do. Run where vLLM is installed; speaks 0.26's static API and 0.32's.
+resume: what its examples do. Run where vLLM is installed; speaks 0.26's static API and 0.33's.
 
     python -m benchmarks.native_sender --backend ipc --url http://127.0.0.1:8000 CKPT [CKPT]
 
@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +71,29 @@ def free_port() -> int:
 class EngineSender:
     """0.28 and newer: a TrainerWeightTransferEngine over a WeightSource."""
 
-    def __init__(self, backend: str, url: str, world_size: int, device: str) -> None:
+    def __init__(self, backend: str, url: str, world_size: int, device: str, first: Path) -> None:
         import torch
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         class Source(WeightSource):  # type: ignore[misc]
-            checkpoint: Path
+            checkpoint = first  # all have the same tensors
 
-            def metadata(self) -> list[Any]:
+            def _metadata(self) -> list[Any]:
                 return [
                     ParamMeta(name, getattr(torch, dtype), tuple(shape))
                     for name, dtype, shape in metadata(self.checkpoint)
                 ]
 
-            def __iter__(self) -> Iterator[tuple[str, Any]]:
+            # vLLM calls a method up to 0.32, and reads a property from 0.33 on
+            reads = hasattr(WeightSource, "iter_full")
+            metadata = cached_property(_metadata) if reads else _metadata
+
+            def iter_full(self) -> Iterator[tuple[str, Any]]:
                 return tensors(self.checkpoint, device)
+
+            __iter__ = iter_full  # up to 0.32
 
         self._source = Source()
         if backend == "ipc":
@@ -109,7 +116,7 @@ class EngineSender:
 class StaticSender:
     """0.26: static trainer_send_weights(iterator, args)."""
 
-    def __init__(self, backend: str, url: str, world_size: int, device: str) -> None:
+    def __init__(self, backend: str, url: str, world_size: int, device: str, first: Path) -> None:
         self._backend, self._url, self._device = backend, url, device
         self._group: Any = None
         if backend == "ipc":
@@ -194,7 +201,8 @@ def main() -> None:
     torch.cuda.set_device(options.device)
     modern = tuple(int(part) for part in vllm.__version__.split(".")[:2]) >= (0, 28)
     kind = EngineSender if modern else StaticSender
-    sender = kind(options.backend, options.url, options.world_size, options.device)
+    first = options.checkpoints[0]
+    sender = kind(options.backend, options.url, options.world_size, options.device, first)
     seconds = []
     for run in range(options.warmups + options.runs):
         checkpoint = options.checkpoints[run % len(options.checkpoints)]

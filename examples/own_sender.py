@@ -6,7 +6,7 @@
 The fleet file has `weight_transfer: {backend: nccl}`, for the second command `sparse_nccl`, and
 leaves a GPU to this process. The second one sends only the elements that differ from those of CKPT.
 The weights come from a checkpoint here; a trainer yields its own, gathered one by one. Written for
-vLLM 0.32.
+vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,16 @@ class Weights(WeightSource):  # type: ignore[misc]  # vLLM has no types
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def metadata(self) -> list[ParamMeta]:
+    def _metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    # vLLM calls a method up to 0.32, and reads a property from 0.33 on
+    metadata = cached_property(_metadata) if hasattr(WeightSource, "iter_full") else _metadata
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.tensors.items()
+
+    __iter__ = iter_full  # up to 0.32
 
 
 class Servers:

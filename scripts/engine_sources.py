@@ -6,7 +6,7 @@ import ast
 import re
 import zipfile
 from collections.abc import Collection, Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,17 @@ class Wheel:
                         full = f"{alias.name}.{member}" if member else alias.name
                         return self.definition(source, full, depth - 1)
         return None
+
+    @cached_property
+    def names(self) -> set[str]:
+        """All functions and attributes that the sources define."""
+        pattern = re.compile(r"\bdef (\w+)\(|\bself\.(\w+)(?:: [^=\n]+)? = |^    (\w+): ", re.M)
+        return {
+            name
+            for file in self.files
+            for each in pattern.findall(self.text(file))
+            for name in each
+        }
 
     def homes(self, name: str) -> list[str]:
         """Modules that define `name` at the top."""

@@ -61,6 +61,10 @@ class Refusal(StrEnum):
     NO_ADAPTERS = "it was not started to take LoRA adapters"
 
 
+REFUSED_WHILE_PAUSED = "Generation is paused"
+"""How a server refuses requests in a pause, where it does (vLLM 0.33 without skyctl's gate)."""
+
+
 def lacks_method(error: ServerError) -> bool:
     """Whether workers answered that they have no such method. Any other error, above all one raised
     by the method itself, does not say that.

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from skyctl.engines.base import REFUSED_WHILE_PAUSED
 from skyctl.errors import ServerError, UsageError
 from skyctl.http.client import json_body
 
@@ -202,6 +203,10 @@ class Cut(Exception):
     """A request was cut off before its end; it may be sent again. The message says why."""
 
 
+class Paused(Cut):
+    """The server takes no requests until it is resumed."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """One event of a stream."""
@@ -229,6 +234,7 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
     """Pieces of a completion's or a chat's event stream, up to `[DONE]` or the end of `lines`.
 
     Raises:
+        Paused: the server is paused and refuses requests.
         Cut: the server reported an error of its own in the middle of the stream.
         ServerError: it refused the request in the stream, or sent something other than events.
     """
@@ -262,7 +268,7 @@ def _piece(event: dict[str, Any]) -> Piece:
         message, code = error.get("message", ""), error.get("code")
         if isinstance(code, int) and 400 <= code < 500:
             raise ServerError(f"refused: {message}", status=code)
-        raise Cut(f"the server failed: {message}")
+        raise (Paused if REFUSED_WHILE_PAUSED in message else Cut)(f"the server failed: {message}")
     choice = (event.get("choices") or [{}])[0]
     text = choice.get("text")
     if text is None:

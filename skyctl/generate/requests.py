@@ -21,8 +21,9 @@ from typing import Any, Self
 
 import httpx
 
+from skyctl.engines.base import REFUSED_WHILE_PAUSED
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
-from skyctl.generate.prompts import Cut, GenerationRequest, Progress, read_pieces
+from skyctl.generate.prompts import Cut, GenerationRequest, Paused, Progress, read_pieces
 from skyctl.generate.prompts import GenerationResult as GenerationResult
 from skyctl.http.client import error_text
 from skyctl.units import count_of
@@ -32,6 +33,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 CONNECT_TIMEOUT_S = 10.0
 DETOKENIZE_TIMEOUT_S = 10.0
 
+_PAUSE_STEPS = 4  # waits for a paused server grow to 2 s: nothing says when it is resumed
 _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 # answers under these cannot continue midway: they start again (a stop text may span the cut, and
 # the server holds text back while it checks for one; the second row counts what was generated, and
@@ -175,7 +177,7 @@ class GenerationClient:
             ServerError: it was refused, or given up after `max_retries`.
             DeadlineExceeded: there is no whole answer after `timeout_s` seconds.
         """
-        attempts = 0
+        attempts = pauses = 0
         bases = self._bases(path)
         try:
             async with asyncio.timeout(timeout_s):
@@ -183,6 +185,10 @@ class GenerationClient:
                     try:
                         base = bases[attempts % len(bases)]
                         return await self._ask_once(base, path, body, session_id)
+                    except Paused:
+                        pauses += 1
+                        await self._sleep(self._retry.wait_s(min(pauses, _PAUSE_STEPS)))
+                        continue
                     except Cut as cut:
                         attempts += 1
                         if attempts > self._retry.max_retries:
@@ -214,6 +220,7 @@ class GenerationClient:
         """A successful answer, to be read inside.
 
         Raises:
+            Paused: the server is paused and refuses requests.
             Cut: it did not come, or broke off.
             ServerError: the server refused it for good.
         """
@@ -224,6 +231,8 @@ class GenerationClient:
                     text = error_text((await answer.aread()).decode(errors="replace"))
                     reason = " ".join(text.split())[:300] or answer.reason_phrase
                     message = f"{path} answered {answer.status_code}: {reason}"
+                    if REFUSED_WHILE_PAUSED in text:
+                        raise Paused(message)
                     if answer.status_code in _RETRIED_STATUSES:
                         raise Cut(message)
                     raise ServerError(message, status=answer.status_code)
@@ -241,6 +250,10 @@ class GenerationClient:
             had = len(progress.tokens)
             try:
                 return await self._attempt(request, progress, on_text)
+            except Paused:
+                progress.retries += 1
+                await self._sleep(self._retry.wait_s(min(progress.retries, _PAUSE_STEPS)))
+                continue
             except Cut as cut:
                 if len(progress.tokens) >= request.max_tokens:
                     return "length"  # cut off after its last token: nothing is left to generate

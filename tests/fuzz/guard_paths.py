@@ -176,9 +176,13 @@ def _vllm(key: str | None, recorder: Recorder) -> tuple[Any, list[tuple[str, str
 
     from prometheus_client import REGISTRY
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tasks import SupportedTask
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before 0.33
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
     os.environ.pop("VLLM_API_KEY", None)
     os.environ |= environment("VLLM_API_KEY", key)

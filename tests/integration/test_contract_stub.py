@@ -12,14 +12,17 @@ import fcntl
 import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.middleware import Middleware
 
 from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
 from skyctl.checkpoints.dtypes import torch_name
+from skyctl.engines.inside.gate import Gate
+from skyctl.engines.inside.guard import SHORTEST_TOKEN, TOKEN_VARIABLE, Guard
 from skyctl.engines.vllm.server import PauseMode, VLLMServer, read_start
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.generate.prompts import GenerationRequest
@@ -31,6 +34,7 @@ from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 from tests.simulation.alone import Alone
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TOKENS = 1500
@@ -119,7 +123,10 @@ async def sender(server: VLLMServer, tmp_path: Path) -> AsyncIterator[Sender]:
     sender.close()
 
 
-@pytest.fixture(params=["stub", "simulated", pytest.param("real", marks=pytest.mark.real)])
+STUBS = {"stub": "0.32.0", "guarded": "0.33.0"}  # the newer one behind skyctl's layers
+
+
+@pytest.fixture(params=[*STUBS, "simulated", pytest.param("real", marks=pytest.mark.real)])
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[VLLMServer]:
     """One server, awake and running before and after each test."""
     if request.param == "simulated":
@@ -128,9 +135,13 @@ async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
             yield VLLMServer(client, alone.target, timeout_s=10)
         return
     async with ControlClient() as client:
-        if request.param == "stub":
-            async with running([StubServer()]) as targets:
-                yield VLLMServer(client, targets[0], timeout_s=10)
+        if version := STUBS.get(request.param):
+            token = "t" * SHORTEST_TOKEN
+            layers = [Middleware(Guard, environ={TOKEN_VARIABLE: token}), Middleware(Gate)]
+            layers = layers if request.param == "guarded" else []
+            stub = StubServer(StubEngine(version=version), middleware=layers)
+            async with running([stub]) as targets:
+                yield VLLMServer(client, replace(targets[0], api_key=token), timeout_s=10)
             return
         url = request.getfixturevalue("real_server_url")
         token = request.getfixturevalue("real_server_token")
@@ -277,6 +288,22 @@ async def test_nobody_is_answered_from_a_pause_to_its_resume(
     assert not await answers(server)
     await server.resume()
     assert await answers(server)
+
+
+async def test_without_the_gate_a_newer_server_refuses_requests_in_a_pause() -> None:
+    """As vLLM 0.33 does; a stub alone, for the gate is in front of every real server here."""
+    stub = StubServer(StubEngine(version="0.33.0"))
+    async with ControlClient() as client, running([stub]) as targets:
+        server = VLLMServer(client, targets[0], timeout_s=10)
+        for mode in ("abort", "wait"):
+            await server.pause(mode)  # type: ignore[arg-type]
+            assert await refusal(answers(server)) == 503
+            await server.pause("keep")
+            assert not await answers(server)
+            await server.resume()
+            assert await answers(server)
+        await server.sleep(1)
+        assert not await answers(server)
 
 
 @pytest.mark.parametrize("level", [0, 1])

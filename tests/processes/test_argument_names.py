@@ -59,6 +59,27 @@ def test_no_answer_is_not_kept(log: Path, tmp_path: Path, printed: str) -> None:
     assert set(known_arguments(interpreter(log, "/vllm 1", answer("c")), cache=cache)) == {"c"}
 
 
+@pytest.mark.parametrize("home", ["common", "launchers", "openai"])  # 0.33, 0.32, before
+def test_the_parser_is_where_the_version_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    parser = "    parser.add_argument('--max-len', type=int)\n    return parser\n"
+    for file, source in {
+        "__init__.py": "",
+        f"entrypoints/{home}/cli_args.py": f"def make_arg_parser(parser):\n{parser}",
+        "utils/argparse_utils.py": "from argparse import ArgumentParser as FlexibleArgumentParser",
+    }.items():
+        path = tmp_path / "vllm" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = tmp_path / "python"  # another interpreter, so that it looks for vLLM itself
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = known_arguments(str(python), cache=tmp_path / "cache")
+    assert found["max-len"].kind == "int"
+
+
 def test_without_vllm_or_interpreter_nothing_is_asked(log: Path, tmp_path: Path) -> None:
     assert known_arguments(interpreter(log, "", answer("c")), cache=tmp_path) == {}
     assert questions(log) == 1
@@ -75,7 +96,10 @@ def test_names_fields_and_unique_beginnings_are_accepted(name: str, accepted: bo
 
 _PARSE = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 def accepted(flags):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -22,8 +23,28 @@ from tests.stub.state import EngineRefused, StubEngine
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+REFUSED_WHILE_PAUSED = "Generation is paused. Please retry after it resumes."
+
+
+class StubCore:
+    """vLLM's client of its engine core, as far as pauses go; the second verb is new in 0.33."""
+
+    def __init__(self, engine: StubEngine) -> None:
+        self._engine = engine
+        if engine.since >= (0, 33):
+            self.pause_generation_async = self._pause_generation
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        await self._engine.pause(mode)
+
+    async def _pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self._engine.pause_generation(mode)
+
+
 class StubServer:
-    """One stub vLLM server as an ASGI app (`asgi`), with its engine, faults and token gate."""
+    """One stub vLLM server as an ASGI app (`asgi`), with its engine, faults and token gate;
+    `middleware` is what skyctl puts in front of it.
+    """
 
     def __init__(
         self,
@@ -33,8 +54,11 @@ class StubServer:
         faults: Mapping[str, Fault] | None = None,
         api_key: str | None = None,
         token_delay_s: float = 0.0,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         self.engine = engine or StubEngine()
+        self.engine_core = StubCore(self.engine)
+        self._middleware = middleware
         self.group = StubGroup(self.engine)
         self.adapters = StubAdapters(served_model)
         self.gate = TokenGate()
@@ -45,7 +69,7 @@ class StubServer:
         self.asgi = FaultLayer(self._app(), faults or {})
 
     def _app(self) -> Starlette:
-        since = tuple(int(part) for part in self.engine.version.split(".")[:2])
+        since = self.engine.since
         get = [
             ("/health", self._health),
             ("/version", self._version),
@@ -85,7 +109,9 @@ class StubServer:
             post.append(("/weight_checker", self._weight_checker))
         routes = [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get]
         routes += [Route(path, _guarded(handler), methods=["POST"]) for path, handler in post]
-        return Starlette(routes=routes)
+        app = Starlette(routes=routes, middleware=self._middleware)
+        app.state.engine_client = self
+        return app
 
     async def _health(self, _: Request) -> Response:
         return Response(status_code=503 if self.engine.dead else 200)
@@ -171,7 +197,9 @@ class StubServer:
         mode = request.query_params.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
             return _error(400, "Input should be 'abort', 'wait' or 'keep'")
-        await self.engine.pause(mode)
+        core, clears = self.engine_core, request.query_params.get("clear_cache") != "false"
+        pause = getattr(core, "pause_generation_async", core.pause_scheduler_async)
+        await pause(mode=mode, clear_cache=clears)
         return JSONResponse({"status": "paused"})
 
     async def _resume(self, _: Request) -> Response:
@@ -279,6 +307,12 @@ class StubServer:
             if body.get("prompt_logprobs") is not None:
                 return _error(400, "prompt log-probabilities of a LoRA adapter")
             tokens = self._with_adapter(adapter, body, prompt)
+        if self.engine.paused and self.engine.refuses_arrivals:
+            if body.get("stream"):
+                refusal = {"message": REFUSED_WHILE_PAUSED, "code": 503}
+                events = [_event({"error": refusal}), "data: [DONE]\n\n"]
+                return PlainTextResponse("".join(events), media_type="text/event-stream")
+            return _error(503, REFUSED_WHILE_PAUSED)
         if body.get("stream"):
             return StreamingResponse(_events(tokens, prompt, chat), media_type="text/event-stream")
         made = [token async for token in tokens]

@@ -94,6 +94,7 @@ class StubEngine:
     nccl_settings: dict[str, str] = field(default_factory=dict)
     weight_version: str = "default"
     scheduler: Scheduler = Scheduler.RUNNING
+    refuses_arrivals: bool = False  # while it is paused, 0.33
     asleep: set[str] = field(default_factory=set)
     sleep_level: int = 0
     update_open: bool = False
@@ -131,6 +132,11 @@ class StubEngine:
         return [name for name in names if targets and not any(f".{t}." in name for t in targets)]
 
     @property
+    def since(self) -> tuple[int, ...]:
+        """The release that it answers as."""
+        return tuple(int(part) for part in self.version.split(".")[:2])
+
+    @property
     def paused(self) -> bool:
         return self.scheduler is not Scheduler.RUNNING
 
@@ -153,8 +159,14 @@ class StubEngine:
                 await reader.changed.wait_for(lambda: not reader.paused)
         await self._note(f"pause {mode}")
 
+    async def pause_generation(self, mode: str) -> None:
+        """0.33: arrivals are refused, where 0.32 queues them; a sleep queues them in both."""
+        self.refuses_arrivals = mode != "keep"
+        await self.pause(mode)
+
     async def resume(self) -> None:
         self._alive()
+        self.refuses_arrivals = False
         half = self.half_loaded or (self.update_open and bool(self._chunks))
         self.served.append("half loaded" if half else self.digest)
         await self._become(Scheduler.RUNNING)
@@ -175,7 +187,7 @@ class StubEngine:
         self.log.append(f"wake {','.join(tags) or 'all'}")
         if self.asleep:
             return False
-        self.sleep_level = 0
+        self.sleep_level, self.refuses_arrivals = 0, False
         await self._become(Scheduler.RUNNING)
         return True
 

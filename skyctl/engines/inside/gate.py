@@ -52,6 +52,7 @@ GENERATES = frozenset(
         "/v1/chat/completions",
         "/v1/chat/completions/batch",
         "/v1/completions",
+        "/v1/decisions",
         "/v1/embeddings",
         "/v1/messages",
         "/v1/rerank",
@@ -234,18 +235,22 @@ def posted(scope: Scope) -> str:
 
 
 def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:
-    """The function that freezes the engine, if that is all a request asks for; else None.
+    """The function that freezes the engine, if that is all a request asks for; else None, and
+    vLLM's route pauses it.
 
     vLLM's route (`AsyncLLM.pause_generation`, 0.32) sleeps another 20 ms before it answers, so that
     a caller sees the last outputs first. That is a third of the time for which a push freezes
-    servers.
+    servers. From 0.33 on it also has the engine refuse the requests that it gets while a pause by
+    abort or wait lasts: those that passed the gate before it. Here it queues them, as in a sleep.
     """
+    state = getattr(scope.get("app"), "state", None)
+    core: Any = getattr(getattr(state, "engine_client", None), "engine_core", None)
+    freeze: Callable[..., Awaitable[None]] | None = getattr(core, "pause_scheduler_async", None)
+    if freeze is not None and hasattr(core, "pause_generation_async"):
+        core.pause_generation_async = freeze
     query = parse_qs(bytes(scope.get("query_string", b"")).decode("ascii", "replace"))
     if (query.get("mode"), query.get("clear_cache")) != (["keep"], ["false"]):
         return None
-    state = getattr(scope.get("app"), "state", None)
-    core = getattr(getattr(state, "engine_client", None), "engine_core", None)
-    freeze: Callable[..., Awaitable[None]] | None = getattr(core, "pause_scheduler_async", None)
     return freeze
 
 

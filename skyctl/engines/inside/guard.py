@@ -66,7 +66,7 @@ class Routes(NamedTuple):
 
 VLLM = Routes(
     "VLLM_API_KEY",
-    # all that 0.26 and 0.32 have for any task, except what loads a path that a caller names
+    # all that 0.26 and 0.33 have for any task, except what loads a path that a caller names
     # (`/v1/load_lora_adapter`) or ends others' requests (`/inference/v1/abort_requests`)
     data=frozenset(
         {
@@ -93,6 +93,7 @@ VLLM = Routes(
             "/v1/completions",
             "/v1/completions/derender",
             "/v1/completions/render",
+            "/v1/decisions",
             "/v1/embeddings",
             "/v1/messages",
             "/v1/messages/count_tokens",

@@ -27,9 +27,12 @@ _FORMAT = 2  # of the kept answer
 _ASK = """
 import json
 try:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-except ImportError:  # before 0.32
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before 0.33
+    try:
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.32
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
 try:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 except ImportError:

@@ -5,8 +5,8 @@ Every command loads this module with the fleet file; most of them call no server
 
 A server's dialect is chosen from its `/version`. Read in the released sources:
 `distributed/weight_transfer/{nccl_common,nccl_engine,ipc_engine}.py` and the API router of 0.26,
-0.27, 0.28, 0.29, 0.31 and 0.32. A worker builds a dataclass from each payload, so a key that its
-version does not know is an error: payloads hold exactly the known keys.
+0.27, 0.28, 0.29, 0.31, 0.32 and 0.33. A worker builds a dataclass from each payload, so a key that
+its version does not know is an error: payloads hold exactly the known keys.
 
 | since | NCCL packed flag and buffers | IPC packed flag | weight version | checksums, shutdown |
 |-------|------------------------------|-----------------|----------------|---------------------|
@@ -14,8 +14,11 @@ version does not know is an error: payloads hold exactly the known keys.
 | 0.27  | every update_info            | init_info       | yes            | –                   |
 | 0.28  | init_info                    | init_info       | yes            | –                   |
 | 0.32  | init_info                    | init_info       | yes            | yes                 |
+| 0.33  | init_info                    | init_info       | yes            | yes                 |
 
-From 0.32 on a group over NCCL can also meet by NCCL's unique id.
+From 0.32 on a group over NCCL can also meet by NCCL's unique id. From 0.33 on a server that is
+paused by abort or wait answers arrivals 503, unless skyctl's gate has it queue them
+(`inside/gate.py`).
 """
 
 from __future__ import annotations
@@ -112,19 +115,19 @@ _DIALECTS: tuple[tuple[tuple[int, int], VLLMDialect], ...] = (
     ((0, 27), VLLMDialect("0.27", False, True, labels_at_finish=True)),
     ((0, 28), VLLMDialect("0.28", True, True, labels_at_finish=True)),
     ((0, 32), VLLMDialect("0.32", True, True, keeps_streams=True, joins_by_id=True)),
+    ((0, 33), VLLMDialect("0.33", True, True, keeps_streams=True, joins_by_id=True)),
 )
-_NEWEST_READ = (0, 32)
 
 
 def dialect_for(version: str) -> VLLMDialect:
-    """The dialect of a server that reports `version` (`0.32.0`, `0.33.0rc1.dev7+g1a2b3c` …).
+    """The dialect of a server that reports `version` (`0.33.0`, `0.34.0rc1.dev7+g1a2b3c` …).
 
     A version newer than the newest known, or one that is not a release number, gets the newest
     dialect with a `note`; one older than 0.26 gets the oldest with a `note`.
     """
     match = re.match(r"v?(\d+)\.(\d+)", version)
     number = (int(match[1]), int(match[2])) if match else None
-    newest = _DIALECTS[-1][1]
+    newest_read, newest = _DIALECTS[-1]
     if number is None or number == (0, 1):  # source builds without tags call themselves 0.1.dev…
         return replace(
             newest, note=f"vLLM {version!r} is not a release: it is treated as {newest.name}"
@@ -133,10 +136,9 @@ def dialect_for(version: str) -> VLLMDialect:
     if not dialects:
         oldest = _DIALECTS[0][1]
         return replace(oldest, note=f"vLLM {version} is older than 0.26 and may refuse a push")
-    if number > _NEWEST_READ:
-        return replace(
-            dialects[-1], note=f"vLLM {version} is newer than 0.32: it is treated as 0.32"
-        )
+    if number > newest_read:
+        note = f"vLLM {version} is newer than {newest.name}: it is treated as {newest.name}"
+        return replace(newest, note=note)
     return dialects[-1]
 
 

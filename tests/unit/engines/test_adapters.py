@@ -103,7 +103,10 @@ def test_prompt_log_probabilities_of_adapters_are_refused_and_of_the_base_are_no
     take = Processor().process_inputs
     assert take("r", [1], wanted) == take("r", [1], plain, lora_request="x") == "taken"
     assert take("r", [1], SimpleNamespace(), "x") == "taken"  # pooling has none
+    of_tokens = SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[[1]])
+    assert take("r", [1], of_tokens) == "taken"
     for asked in (
+        lambda: take("r", [1], of_tokens, "x"),
         lambda: take("r", [1], wanted, "x"),
         lambda: take("r", [1], params=wanted, lora_request="x"),
     ):
@@ -147,14 +150,23 @@ def test_lora_is_left_out_of_the_logits_of_prompts_alone() -> None:
         def add_lora_logits(self) -> str:
             return "added"
 
-    class Runner:
+    class First:
         def _get_prompt_logprobs_dict(self, wrapper: Wrapper) -> Any:
-            return wrapper.add_lora_logits()  # type: ignore[func-returns-value]
+            return wrapper.add_lora_logits()
 
-    leave_prompts_alone(Runner, Wrapper)
-    leave_prompts_alone(Runner, Wrapper)
-    assert Runner()._get_prompt_logprobs_dict(Wrapper()) is None
-    assert Wrapper().add_lora_logits() == "added"
+    class Second:
+        def compute_prompt_logprobs(self, wrapper: Wrapper) -> Any:
+            return wrapper.add_lora_logits()
+
+        compute_prompt_token_id_logprobs = compute_prompt_logprobs
+
+    for _ in range(2):
+        leave_prompts_alone(Wrapper, First, Second)
+    wrapper = Wrapper()
+    assert First()._get_prompt_logprobs_dict(wrapper) is None
+    assert Second().compute_prompt_logprobs(wrapper) is None
+    assert Second().compute_prompt_token_id_logprobs(wrapper) is None
+    assert wrapper.add_lora_logits() == "added"
 
 
 def test_nothing_is_changed_where_adapters_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +187,7 @@ def test_the_installed_vllm_has_what_is_replaced() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor, RequestState
     from vllm.v1.metrics.stats import LoRARequestStates
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     assert {"params", "lora_request"} <= set(
@@ -184,6 +197,7 @@ def test_the_installed_vllm_has_what_is_replaced() -> None:
     assert "self.request_states" in inspect.getsource(OutputProcessor)
     assert list(inspect.signature(LoRARequestStates._request_update).parameters)[2] == "lora_name"
     assert hasattr(GPUModelRunner, "_get_prompt_logprobs_dict")
+    assert hasattr(PromptLogprobsWorker, "compute_prompt_logprobs")
     assert hasattr(punica_cpu.PunicaWrapperCPU, "add_lora_logits")
     assert issubclass(VLLMValidationError, Exception)
     assert {"create_error_response", "ModelCard", "OpenAIServingModels"} <= set(dir(serving))

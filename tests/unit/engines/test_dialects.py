@@ -37,7 +37,7 @@ def test_older_servers_get_the_nccl_geometry_with_every_update(version: str) -> 
     assert dialect.nccl_update_info(TENSORS, buffers=None) == {**WIRE, "packed": False}
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.31.2", "0.32.0", "0.32.1+cu130"])
+@pytest.mark.parametrize("version", ["0.28.0", "0.31.2", "0.32.1+cu130", "0.33.0"])
 def test_newer_servers_get_the_nccl_geometry_once_at_init(version: str) -> None:
     dialect = dialect_for(version)
     assert nccl_init(dialect, BUFFERS) == {**RENDEZVOUS, **PACKED}
@@ -97,15 +97,15 @@ def test_only_releases_between_two_routes_label_weights_as_an_update_ends() -> N
     ]
 
 
-@pytest.mark.parametrize("version", ["0.33.0rc1", "1.0.0", "0.1.dev1+gabc", "main", ""])
+@pytest.mark.parametrize("version", ["0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "main", ""])
 def test_a_version_we_have_not_read_gets_the_newest_dialect_and_a_note(version: str) -> None:
     dialect = dialect_for(version)
-    assert dialect.name == "0.32"
+    assert dialect.name == "0.33"
     assert dialect.note
 
 
 def test_versions_we_have_read_come_without_a_note_and_older_ones_with_one() -> None:
-    assert dialect_for("0.32.0").note == ""
+    assert dialect_for("0.33.0").note == ""
     assert dialect_for("0.29.3").note == ""
     assert "older" in dialect_for("0.19.0").note
 

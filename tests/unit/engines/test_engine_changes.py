@@ -83,6 +83,7 @@ OLD = {
     "errors.py": "raise Error('no update '\n    'is open')\nX = 'VLLM_TOKEN'\n",
     "arguments.py": "parser.add_argument('--max-len')\n",
     "transfer/m2n.py": "",
+    "experts.py": "class Experts:\n    def local_expert_ids(self): ...\n",
 }
 CASES = {
     "nothing": ({}, []),
@@ -115,6 +116,10 @@ CASES = {
     "a watched method is new": (
         {"core.py": OLD["core.py"] + "    def refuse_while_paused(self): ...\n"},
         ["new      vllm.core:Core.refuse_while_paused"],
+    ),
+    "a name that code inside the engine uses is gone": (
+        {"experts.py": ""},
+        ["gone     name local_expert_ids"],
     ),
     "a module is gone": ({"transfer/m2n.py": None}, ["gone     vllm.transfer.m2n  module"]),
     "a route is gone": ({"routes.py": ""}, ["gone     route /pause"]),
@@ -153,13 +158,15 @@ def test_what_changed_between_two_wheels_is_reported(
     changed, expected = CASES[name]
     (tmp_path / "skyctl").mkdir()
     (tmp_path / "skyctl" / "reader.py").write_text(READER)
+    (tmp_path / "skyctl" / "inside").mkdir()
+    (tmp_path / "skyctl" / "inside" / "layout.py").write_text("of_vllm.local_expert_ids()")
     reads = script.what_is_read("vllm", ["skyctl/"], tmp_path)
     sources = {file: text for file, text in {**OLD, **changed}.items() if text is not None}
     old = wheel(script, tmp_path / "old.whl", "0.32.0", OLD)
     new = wheel(script, tmp_path / "new.whl", "0.32.1", sources)
     changes = list(script.Comparison(old, new, reads, LISTED).changes())
     assert [line for line in script.report(iter(changes), diff=False) if line[0] != " "] == expected
-    read_by = {"skyctl/reader.py", "docs/pauses.md: what a pause does"}
+    read_by = {"skyctl/reader.py", "skyctl/inside/layout.py", "docs/pauses.md: what a pause does"}
     unread = {"new", "note"} if name != "a module is gone" else {"gone"}
     assert {change.readers for change in changes if change.kind not in unread} <= read_by
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.middleware import Middleware
 
 from skyctl.engines.inside import gate
 from skyctl.engines.inside.gate import HOLD_VARIABLE, Gate
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.stub.state import StubEngine
 
 BODY = {"model": "stub", "prompt": "ab", "max_tokens": 3}
 
@@ -46,6 +48,15 @@ async def served(hold_s: float = 30.0) -> AsyncIterator[Served]:
         httpx.AsyncClient(base_url=target.url, trust_env=False, timeout=30) as client,
     ):
         yield Served(stub, stub.asgi, client)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_the_engine_queues_what_passed_the_gate_before_a_pause(mode: str) -> None:
+    """0.33 would refuse it."""
+    stub = StubServer(StubEngine(version="0.33.0"), middleware=[Middleware(Gate, environ={})])
+    async with running([stub]) as [target], httpx.AsyncClient(base_url=target.url) as client:
+        assert (await client.post(f"/pause?mode={mode}")).status_code == 200
+        assert stub.engine.paused and not stub.engine.refuses_arrivals
 
 
 @pytest.mark.parametrize("path", ["/pause?mode=abort", "/pause?mode=wait", "/pause?mode=keep",

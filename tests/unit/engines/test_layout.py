@@ -310,15 +310,29 @@ def test_the_last_chunk_may_hold_nothing_that_the_worker_copies(
         worker.copy(program, plan, chunks_of(checkpoint, plan), 3)
 
 
+def replace_data(layer: Any, name: str, tensor: Any) -> None:
+    """`replace_parameter` of vLLM 0.33: the parameter stays, with other data."""
+    import torch
+
+    old = getattr(layer, name, None)
+    if isinstance(old, torch.nn.Parameter):
+        old.data = tensor
+    else:
+        setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+@pytest.mark.parametrize("keeps_parameters", [False, True])
 @pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])
 def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
     tmp_path: Path,
     checkpoints: dict[str, Path],
     quantization: str,
+    keeps_parameters: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
     from vllm import _custom_ops
+    from vllm.model_executor.layers.quantization.online import fp8
 
     from skyctl.engines.vllm.inside.digest import digest_model
     from skyctl.transfer.gpu.numbering import Numbering
@@ -328,6 +342,8 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
         return (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
     monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantized)
+    if keeps_parameters:
+        monkeypatch.setattr(fp8, "replace_parameter", replace_data)
     other = make_tiny_checkpoint(tmp_path / "other", seed=4, dtype="bfloat16")
     with vllm_model(other, quantization=quantization) as model:
         wanted = {name: p.detach().clone() for name, p in model.named_parameters()}

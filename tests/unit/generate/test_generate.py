@@ -168,6 +168,33 @@ async def test_retries_are_bounded_and_wait_longer_each_time() -> None:
     assert "No available workers" in result.error
 
 
+REFUSED_WHILE_PAUSED = {"message": "Generation is paused. Please retry.", "code": 503}
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        lambda: httpx.Response(503, json={"error": REFUSED_WHILE_PAUSED}),
+        lambda: stream({"error": REFUSED_WHILE_PAUSED}),
+    ],
+    ids=["status", "event"],
+)
+async def test_a_pause_is_waited_out_however_long_it_lasts(
+    refusal: Callable[[], httpx.Response],
+) -> None:
+    script = Script(*[refusal() for _ in range(6)], stream(event([98], "stop", prompt=[7])))
+    result = await run(script, max_retries=2, backoff_s=0.25)
+    assert (result.token_ids, result.error, result.retries) == ([98], "", 6)
+    assert script.waits == [0.25, 0.5, 1.0, 2.0, 2.0, 2.0]
+
+
+async def test_asking_waits_a_pause_out_as_well() -> None:
+    refused = [httpx.Response(503, json={"error": REFUSED_WHILE_PAUSED}) for _ in range(4)]
+    script = Script(*refused, httpx.Response(200, json={"count": 1}))
+    async with script.client(max_retries=1) as client:
+        assert await client.ask("/tokenize", {}) == {"count": 1}
+
+
 async def test_an_attempt_that_brings_a_token_starts_the_count_afresh() -> None:
     refused, one_token = httpx.Response(500), event([97], "abort", prompt=[7])
     script = Script(

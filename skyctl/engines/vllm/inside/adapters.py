@@ -28,7 +28,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any
 
@@ -37,6 +37,11 @@ IN_FLIGHT = "in-flight"
 SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _MARK = "_skyctl_adapters"
+_OF_PROMPTS = (
+    "_get_prompt_logprobs_dict",  # of the first model runner
+    "compute_prompt_logprobs",  # of the second, the default on GPUs since 0.33
+    "compute_prompt_token_id_logprobs",
+)
 _REFUSAL = (
     "prompt log-probabilities (prompt_logprobs, or echo with logprobs) of a LoRA adapter end "
     "vLLM's engine: ask the base model for them, or compute them in the trainer"
@@ -63,10 +68,11 @@ def serve_adapters() -> None:
             )
         from vllm.lora.ops.torch_ops import lora_ops
         from vllm.lora.punica_wrapper import punica_cpu
+        from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         leave_base_rows_alone(lora_ops, punica_cpu)
-        leave_prompts_alone(GPUModelRunner, punica_cpu.PunicaWrapperCPU)
+        leave_prompts_alone(punica_cpu.PunicaWrapperCPU, GPUModelRunner, PromptLogprobsWorker)
 
 
 def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
@@ -120,8 +126,10 @@ def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) 
     @wraps(process)
     def process_or_refuse(*args: Any, **named: Any) -> Any:
         arguments = signature.bind(*args, **named).arguments
-        logprobs = getattr(arguments.get("params"), "prompt_logprobs", None)
-        if logprobs is not None and arguments.get("lora_request") is not None:
+        # the second for given tokens, new in 0.33
+        names = ("prompt_logprobs", "prompt_logprob_token_ids")
+        requested = any(getattr(arguments.get("params"), x, None) is not None for x in names)
+        if requested and arguments.get("lora_request") is not None:
             raise refusal(_REFUSAL)
         return process(*args, **named)
 
@@ -164,24 +172,31 @@ def _masked(expand: Callable[..., Any]) -> Callable[..., Any]:
     return masked
 
 
-def leave_prompts_alone(runner: Any, wrapper: Any) -> None:
+def leave_prompts_alone(wrapper: Any, *runners: Any) -> None:
     """Leave LoRA out of prompt logits, which only base requests ask for."""
-    prompts, add = runner._get_prompt_logprobs_dict, wrapper.add_lora_logits
-    if hasattr(prompts, _MARK):
+    add = wrapper.add_lora_logits
+    if hasattr(add, _MARK):
         return
     of_prompts: list[bool] = []
 
+    @wraps(add)
+    def add_to_samples(*args: Any, **named: Any) -> Any:
+        return None if of_prompts else add(*args, **named)
+
+    for runner in runners:
+        for name in filter(partial(hasattr, runner), _OF_PROMPTS):
+            setattr(runner, name, _noting(getattr(runner, name), of_prompts))
+    setattr(add_to_samples, _MARK, True)
+    wrapper.add_lora_logits = add_to_samples
+
+
+def _noting(prompts: Callable[..., Any], of_prompts: list[bool]) -> Callable[..., Any]:
     @wraps(prompts)
-    def watched(*args: Any, **named: Any) -> Any:
+    def noting(*args: Any, **named: Any) -> Any:
         of_prompts.append(True)
         try:
             return prompts(*args, **named)
         finally:
             of_prompts.pop()
 
-    @wraps(add)
-    def add_to_samples(*args: Any, **named: Any) -> Any:
-        return None if of_prompts else add(*args, **named)
-
-    setattr(watched, _MARK, True)
-    runner._get_prompt_logprobs_dict, wrapper.add_lora_logits = watched, add_to_samples
+    return noting

@@ -238,7 +238,8 @@ def _experts(parameter: _Parameter) -> Iterator[Part]:
     base = parameter.path.removesuffix(".routed_experts")
     whole, begin = inner * parallel.tp_size, inner * parallel.tp_rank
     gate, up, down = (getattr(module, f"ckpt_{role}_proj_name") for role in ("gate", "up", "down"))
-    for expert in sorted(manager.get_local_expert_ids(), key=manager.map_global_to_local):
+    own_experts = filter(manager.is_local_expert, range(manager.global_num_experts))
+    for expert in sorted(own_experts, key=manager.map_global_to_local):
         local = manager.map_global_to_local(expert)
         at = f"{base}.{expert}."
         if name == "w2_weight":

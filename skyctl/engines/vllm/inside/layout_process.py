@@ -3,7 +3,7 @@ spare memory while the model serves, so that the freeze only copies them.
 
 A layer's own quantization method makes them, on a stand-in that shares only the settings of the
 running layer. The result equals what vLLM's loader would have made: a push relies on that only in a
-process where the two were compared (`layout_load.py`). Read in vLLM 0.32
+process where the two were compared (`layout_load.py`). Read in vLLM 0.32 and 0.33
 (`model_loader/reload/layerwise.py`, `layers/quantization/online/fp8.py`).
 """
 
@@ -83,7 +83,7 @@ def process(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     it differs in form from what the running layer has.
     """
     stand_in = copy.copy(layer)
-    stand_in._parameters = {"weight": weight, "bias": layer._parameters.get("bias")}
+    stand_in._parameters = {"weight": _alias(weight), "bias": layer._parameters.get("bias")}
     stand_in._buffers = dict(layer._buffers)
     stand_in.__dict__.pop(_PROCESSED_ONCE, None)
     # both may keep state
@@ -95,6 +95,16 @@ def process(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     if _form(made) != _form(products(layer)) or _buffers(stand_in) != _buffers(layer):
         raise RuntimeError(f"{type(layer).__name__} makes something else than it has")
     return made
+
+
+def _alias(weight: torch.Tensor) -> torch.Tensor:
+    """Another parameter of the same memory: from 0.33 on vLLM puts what a layer makes of its weight
+    into the parameter itself (`replace_parameter`).
+    """
+    alias = weight.data.detach()
+    alias.__class__ = weight.__class__
+    alias.__dict__ = weight.__dict__.copy()
+    return alias
 
 
 def _form(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
