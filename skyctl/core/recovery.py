@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -185,11 +186,23 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     return case.done()
 
 
+async def _keep_frozen(case: _Case, actions: Actions) -> None:
+    """Freeze a half-updated server that another program has thawed: the push may not come about."""
+    record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
+    if record is None or not record.half_updated or target is None:
+        return
+    server = engines.server(actions.client, target, timeout_s=actions.control_timeout_s)
+    with suppress(ServerError):  # one that does not answer is replaced
+        if not await server.is_paused():
+            await server.pause("abort", clear_cache=False)
+
+
 async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:
     """Repeat the interrupted push, in all that are `able`; otherwise push the fleet's weights, one
     by one.
     """
     open_cases = list(cases)
+    await asyncio.gather(*(_keep_frozen(case, actions) for case in open_cases))
     request = interrupted_request(actions.state)
     if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):
         doubted = set(in_doubt(actions.state))

@@ -10,12 +10,18 @@ from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
 from tests.simulation.engine import Engine
 from tests.simulation.kernel import Process
+from tests.simulation.people import STRANGER
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _LOOK_S = 2.0
 """How long before its end a push looks at its servers for the last time."""
+
+
+def thawed_by_stranger(engine: Engine) -> bool:
+    """Whether a program that knows nothing of skyctl let it serve."""
+    return engine.thawed_by is not None and engine.thawed_by.label == STRANGER
 
 
 def serves(world: World, engine: Engine) -> str:
@@ -54,7 +60,9 @@ def push_succeeded(
     for row in job.result["servers"]:
         engine = world.engine_at(urls[row["server"]])
         assert engine is not None
-        if engine.answered:
+        if engine.unseen:
+            world.excused += 1
+        elif engine.answered:
             world.violate("success: a push succeeded, and a server answered amid it")
         if not engine.serving or engine.label != version:
             continue
@@ -131,7 +139,10 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
             f"asleep {sorted(engine.asleep)} label {engine.label} holds {number}; {row}"
         )
         if found := serves(world, engine):
-            world.violate(found)
+            if not thawed_by_stranger(engine):
+                world.violate(found)
+            elif engine.thawed_at < world.recovery_looked_at[engine.url]:
+                world.violate(f"{found}: another program thawed it, and recovery has seen that")
         if not engine.serving and down:
             world.excused += 1
         elif not engine.serving:

@@ -134,6 +134,9 @@ class Engine:
         self.loading_by: Process | None = None  # from the start of its session to the label
         self.answered = False  # in that time
         self.looked_at = 0.0  # by its loader, whether it is paused
+        self.seen_at = 0.0  # by any of ours
+        self.thawed_at = 0.0
+        self.unseen = False  # another program has thawed it and frozen it again between two looks
         self.announced: set[str] = set()
         self.next_chunk = 0
         self.sender = 0
@@ -261,6 +264,7 @@ class Engine:
     def _is_paused(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         if caller is self.loading_by:
             self.looked_at = self._loop.now
+        self.seen_at = self._loop.now
         return {"is_paused": self.paused}
 
     def _is_sleeping(self, *_: Any) -> Any:

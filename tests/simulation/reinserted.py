@@ -35,11 +35,9 @@ class Defect:
     """Of the fleet in which it shows."""
     patches: Mapping[str, Any]
     """What to replace → by what (see `seams.installed`)."""
-    unmended: bool = False
-    """It shows only beside faults that the product does not withstand."""
 
     def schedule(self, seed: int) -> Schedule:
-        return Schedule(seed, self.kind, unmended=self.unmended)
+        return Schedule(seed, self.kind)
 
 
 _VERBS = (Act.VERB, Act.SLEEP)
@@ -213,10 +211,10 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.push.delivery.require_paused": _nothing_awaited}
     ),
     "21 a server that was thawed while it was loaded is left so": Defect(
-        "attached", {"skyctl.push.commit.require_paused": _nothing_awaited}, unmended=True
+        "attached", {"skyctl.push.commit.require_paused": _nothing_awaited}
     ),
     "34 a push that fails does not look again at what must not serve": Defect(
-        "attached", {"skyctl.push.transaction.freeze_again": _nothing_awaited}, unmended=True
+        "attached", {"skyctl.push.transaction.freeze_again": _nothing_awaited}
     ),
     "22 a second attempt builds on what the first left": Defect(
         "attached", {"skyctl.push.delivery.scrub": open_session}

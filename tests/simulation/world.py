@@ -188,7 +188,7 @@ class World:
                 self.others.add(engine.url)
             checks.labelled_anew(self, engine)
         if found := checks.serves(self, engine):
-            if engine.thawed_by is None or engine.thawed_by.label != people.STRANGER:
+            if not checks.thawed_by_stranger(engine):
                 self.violate(f"{found} after {plain(what)}")
             else:  # nothing of ours stands in its way
                 self.excused += 1
@@ -198,10 +198,13 @@ class World:
         if path in _FREEZING and engine.serving:
             self.frozen += self.chaos
             engine.frozen_for_push = self._pushes(caller) and self._push_under_way()
+            if checks.thawed_by_stranger(engine):
+                engine.unseen = engine.looked_at < engine.thawed_at
+            engine.thawed_by = None
         elif path in _THAWING:
-            engine.thawed_by = caller
+            engine.thawed_by, engine.thawed_at = caller, self.loop.now
         if path == "/start_weight_update":
-            engine.loading_by, engine.answered = caller, False
+            engine.loading_by, engine.answered, engine.unseen = caller, False, False
         elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
             engine.loading_by = None
         owner = engine.owner
@@ -426,6 +429,7 @@ class World:
             self._operate("wake", lambda: self._verb(Wake(), self.other))
             self._operate("resume", lambda: self._verb(Resume(), self.other))
         last = self._operate("last recover", self._recover)
+        self.recovery_looked_at = {engine.url: engine.seen_at for engine in self.engines}
         found = self._operate("last look", self._find).result or ()
         checks.at_the_end(self, last, {one.server: one.detail for one in found})
         if not self.is_down():

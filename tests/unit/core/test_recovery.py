@@ -197,6 +197,18 @@ async def test_what_the_push_saw_before_it_froze_a_server_is_compared(
     assert engine.paused == (held == "something else")  # the push of these actions thaws nobody
 
 
+@pytest.mark.parametrize("half", [True, False], ids=["half-updated", "other-weights"])
+async def test_a_server_that_must_not_serve_is_frozen_where_nothing_can_be_pushed(
+    actions: Actions, half: bool
+) -> None:
+    findings = leave(actions, "stub-0", half=half)
+    actions.state.update_server("stub-0", weights_digest="what it had")
+    actions.push_error, actions.gone = "overwritten", True
+    assert not actions.stubs[0].engine.paused  # another program has thawed it
+    assert outcomes(await recover(findings, actions)) == [("push", False)]
+    assert actions.stubs[0].engine.paused and not actions.stubs[1].engine.paused
+
+
 async def test_half_updated_servers_get_the_push_that_was_on_its_way(actions: Actions) -> None:
     leave(actions, "stub-0", half=True, checkpoint="/older")
     findings = leave(actions, "stub-0", "stub-1", half=True)
