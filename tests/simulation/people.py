@@ -253,7 +253,7 @@ def _living(world: World, label: str) -> Process | None:
 async def _meddle(world: World) -> None:
     """Somebody with `curl`, or another program that knows nothing of skyctl."""
     dice = world.dice
-    for _ in range(dice.choice((1, 2, 3))):
+    for _ in range(dice.choice((1, 1, 2))):
         await asyncio.sleep(dice.random() * 2.5)
         process = world.kernel.spawn(STRANGER, lambda: _curl(world))
         await process.gone(within_s=0.1)
