@@ -5,6 +5,152 @@ from __future__ import annotations
 from enum import StrEnum
 
 
+class Phase(StrEnum):
+    """Where a server, the router or the Tinker API is in its life under a supervisor.
+
+    stopped ─► waiting ─► starting ─► admitting ─► up (a server) or ready (a front)
+                  ▲          │            │                     │
+                  │          └────────────┴──── it died ────────┤
+                  │                                             ▼
+                  └─ restarting ◄─ its policy allows another ◄──┤
+                         ▲                                      ▼
+                  unreachable                             dead, failed
+    """
+
+    STOPPED = "stopped"
+    """It has no process, and needs none."""
+    WAITING = "waiting"
+    """Its GPU is loading another server, or a front has no server yet."""
+    STARTING = "starting"
+    """It was spawned, and is not ready."""
+    ADMITTING = "admitting"
+    """It is ready, and takes the fleet's weights; a front skips this."""
+    UP = "up"
+    """A server takes part. It shows its condition instead."""
+    READY = "ready"
+    """A front serves."""
+    RESTARTING = "restarting"
+    """It died, and waits for its backoff."""
+    UNREACHABLE = "unreachable"
+    """Its machine is silent, and it may still run there: no other is started."""
+    STOPPING = "stopping"
+    DEAD = "dead"
+    """It died, and its policy is never to restart."""
+    FAILED = "failed"
+    """It never got ready, was restarted too often, or could not be ended."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be waited for: it serves, or will not by itself."""
+        return self.ended or self in (Phase.UP, Phase.READY, Phase.UNREACHABLE)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the supervisor starts it again only when told to."""
+        return self in (Phase.DEAD, Phase.FAILED)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has no process and gets none by itself."""
+        return self.given_up or self is Phase.STOPPED
+
+    @property
+    def state(self) -> ReplicaState:
+        """What `status` shows of a process that does not serve yet, or of a front."""
+        return ReplicaState.STARTING if self is Phase.WAITING else ReplicaState(self)
+
+
+class ReplicaState(StrEnum):
+    """What `status` shows of a server; a front is in none of the states that only weights explain.
+
+        starting ─► updating ─► ready ◄─► paused, asleep, updating      as intended
+                        └─► quarantined, unreachable                    until `recover`
+        restarting, stopping, stopped, dead, failed                     as its `Phase`
+
+    `unsupervised`: it runs, and the supervisor is gone.
+    """
+
+    STARTING = "starting"
+    RESTARTING = "restarting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    DEAD = "dead"
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"
+    """It does not answer, or it is unknown whether it still runs."""
+    UNSUPERVISED = "unsupervised"
+    QUARANTINED = "quarantined"
+    """It runs, and must not serve: what it holds is not certain, or not the fleet's."""
+    READY = "ready"
+    PAUSED = "paused"
+    ASLEEP = "asleep"
+    UPDATING = "updating"
+    """A push has it, or it takes the fleet's weights."""
+
+    @property
+    def as_intended(self) -> bool:
+        """Whether it does what it was asked to."""
+        return self.answers or self is ReplicaState.UPDATING
+
+    @property
+    def answers(self) -> bool:
+        """Whether its engine answers questions: it is up, and no push has it."""
+        return self in (ReplicaState.READY, ReplicaState.PAUSED, ReplicaState.ASLEEP)
+
+    @property
+    def in_transition(self) -> bool:
+        """Whether its process is being started or ended."""
+        return self in (ReplicaState.STARTING, ReplicaState.RESTARTING, ReplicaState.STOPPING)
+
+    @property
+    def busy(self) -> bool:
+        """Whether another state follows by itself."""
+        return self.in_transition or self is ReplicaState.UPDATING
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has a process, or gets one by itself."""
+        return self.as_intended or self.in_transition or self is ReplicaState.QUARANTINED
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the supervisor starts it again only when told to."""
+        return self in (ReplicaState.DEAD, ReplicaState.FAILED)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has no process and gets none by itself."""
+        return self.given_up or self is ReplicaState.STOPPED
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it runs into no other state by itself: a push or a recovery may take it out."""
+        return self.given_up or self is ReplicaState.QUARANTINED
+
+    @property
+    def recoverable(self) -> bool:
+        """Whether `skyctl recover` is what to type."""
+        return self in (
+            ReplicaState.QUARANTINED,
+            ReplicaState.UNREACHABLE,
+            ReplicaState.UNSUPERVISED,
+        )
+
+    @property
+    def queues(self) -> bool:
+        """Whether requests that reach it wait, and are answered later."""
+        return self in (ReplicaState.PAUSED, ReplicaState.UPDATING)
+
+    @property
+    def fails_requests(self) -> bool:
+        """Whether requests that reach it fail, so that no router may list it."""
+        return (
+            self.stuck
+            or self.ended
+            or self in (ReplicaState.ASLEEP, ReplicaState.UNREACHABLE, ReplicaState.STOPPING)
+        )
+
+
 class PushState(StrEnum):
     """Where a server is in a push. Stages in brackets are those of some pushes only.
 

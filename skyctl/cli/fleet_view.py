@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from skyctl import output
-from skyctl.core.status import INTENDED_STATES, Health, RouterStatus
+from skyctl.core.status import Health, RouterStatus
+from skyctl.states import ReplicaState
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def restart_lines(status: FleetStatus) -> list[Text]:
     return [
         Text(f"{replica.name} was started again: {replica.restart_reason}", "dim")
         for replica in status.replicas
-        if replica.restart_reason and replica.state in INTENDED_STATES
+        if replica.restart_reason and replica.state.as_intended
     ]
 
 
@@ -212,7 +213,7 @@ def log_tail(name: str, lines: list[str], telling: str) -> RenderableType:
     return Group(*shown)
 
 
-def _states(status: FleetStatus) -> list[tuple[str, str, str]]:
+def _states(status: FleetStatus) -> list[tuple[str, ReplicaState, str]]:
     rows = [(replica.name, replica.state, replica.reason) for replica in status.replicas]
     rows += [(name, front.state, front.reason) for name, front in status.fronts.items()]
     return rows

@@ -13,6 +13,7 @@ import typer
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument, seconds
 from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError, no_server
+from skyctl.states import ReplicaState
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus, ReplicaStatus
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 KINDS = ("ready", "paused", "awake", "version")
 CONDITIONS = (*KINDS[:-1], "version=X")
-# States a server does not leave by itself: a push or a recovery that goes on may take it out.
-_STUCK = ("failed", "dead", "quarantined")
 
 
 ConditionOption = Annotated[
@@ -112,15 +111,14 @@ class Condition:
 
     def met_by(self, replica: ReplicaStatus) -> bool:
         """Whether one server meets it. `base` is the version before the first push."""
-        from skyctl.core.status import INTENDED_STATES
         from skyctl.push.versions import means
 
         if self.kind == "ready":
-            return replica.state == "ready" and replica.routed is not False
+            return replica.state is ReplicaState.READY and replica.routed is not False
         if self.kind == "paused":
-            return replica.state == "paused"
+            return replica.state is ReplicaState.PAUSED
         if self.kind == "awake":
-            return replica.state in INTENDED_STATES and replica.state != "asleep"
+            return replica.state.as_intended and replica.state is not ReplicaState.ASLEEP
         return means(self.version, replica.weight_version or "base")
 
     def pending(self, status: FleetStatus, names: Sequence[str] = ()) -> list[str]:
@@ -131,13 +129,14 @@ class Condition:
         waiting = [
             f"{r.name} has {r.weight_version or 'base'}"
             if self.kind == "version"
-            else f"{r.name} is {r.state}" + (", not routed" if r.state == "ready" else "")
+            else f"{r.name} is {r.state}"
+            + (", not routed" if r.state is ReplicaState.READY else "")
             for r in chosen
             if not self.met_by(r)
         ]
         if self.kind == "ready" and not names:
             for name, front in status.fronts.items():
-                if front.state != "ready":
+                if front.state is not ReplicaState.READY:
                     waiting.append(f"{name} is {front.state}")
         return waiting
 
@@ -191,13 +190,13 @@ def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str
     if status.job or (operation and operation.kind == "recover" and operation.ended_at is None):
         return
     for replica in status.replicas:
-        stuck = replica.state in _STUCK and not condition.met_by(replica)
+        stuck = replica.state.stuck and not condition.met_by(replica)
         if stuck and (not names or replica.name in names):
             detail = f": {replica.reason}" if replica.reason else ""
             raise SkyctlError(
                 f"{replica.name} is {replica.state} and will not be {condition}{detail}",
                 hint="skyctl recover"
-                if replica.state == "quarantined"
+                if replica.state.recoverable
                 else f"skyctl logs {replica.name}; then: skyctl restart {replica.name}",
                 details={"status": status.to_json()},
             )

@@ -15,6 +15,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.servers import ENGINE_TIMEOUT_S
+from skyctl.states import ReplicaState
 from skyctl.store.in_doubt import InDoubt
 from skyctl.store.locks import Holder
 from skyctl.store.state import FleetWeights, ServerRow
@@ -48,14 +49,14 @@ Action = Literal[
 class Observed:
     """One server as it answers now. `engine`: its engine core answers; `http`: its front end does.
 
-    `state` is the supervisor's word for it, "" without a supervisor. `sleep_level` is that of its
+    `state` is what its supervisor shows, None without one. `sleep_level` is that of its
     metrics, 0 awake: a sleeping server reports that it is paused as well. `version` is the label it
     carries, None if it has none. `problem` says what did not answer, `version_problem` why the
     label is not known.
     """
 
     server: str
-    state: str = ""
+    state: ReplicaState | None = None
     http: bool = True
     engine: bool = True
     paused: bool = False
@@ -117,9 +118,6 @@ async def observe(
     ]
 
 
-_BUSY = ("starting", "restarting", "stopping", "updating")
-
-
 def judge(
     seen: Observed,
     row: ServerRow,
@@ -132,9 +130,9 @@ def judge(
     name = seen.server
     replace: Action = "restart" if ours else "quarantine"
     problem = seen.problem.removeprefix(f"{name}: ")
-    if seen.state in ("failed", "dead"):
+    if seen.state is not None and seen.state.given_up:
         return Finding(name, "failed", problem, "restart")
-    if seen.state in _BUSY:
+    if seen.state is not None and seen.state.busy:
         return Finding(name, "busy", seen.state)
     if not seen.engine:
         if seen.http:

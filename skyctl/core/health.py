@@ -11,9 +11,7 @@ from skyctl.errors import ServerError
 from skyctl.fleetfile.sections import HealthPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-
-# Frozen, but nothing is lost by queueing there: requests wait for the resume.
-FROZEN = ("paused", "updating")
+from skyctl.states import ReplicaState
 
 
 async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
@@ -88,11 +86,11 @@ class FailureCount:
         return f"stopped by skyctl after {self.count} missed health probes: {error.message}"
 
 
-def routable(states: Mapping[str, str]) -> set[str]:
+def routable(states: Mapping[str, ReplicaState]) -> set[str]:
     """Names of the servers to route to, from each server's state.
 
     While any server is ready: the ready ones. If the whole fleet is frozen: the frozen ones, whose
     requests continue on resume. Asleep, quarantined and dead servers: never.
     """
-    ready = {name for name, state in states.items() if state == "ready"}
-    return ready or {name for name, state in states.items() if state in FROZEN}
+    ready = {name for name, state in states.items() if state is ReplicaState.READY}
+    return ready or {name for name, state in states.items() if state.queues}

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from skyctl.errors import ExitCode, SkyctlError
+from skyctl.states import ReplicaState
 
 
 class Health(StrEnum):
@@ -42,17 +43,11 @@ class Health(StrEnum):
         return ExitCode.NOT_FOUND if self is Health.DOWN else ExitCode.FAILED
 
 
-# States in which a server does what it was asked to.
-INTENDED_STATES = ("ready", "paused", "asleep", "updating")
-TRANSIENT_STATES = ("starting", "restarting", "stopping")
-
-
 @dataclass(frozen=True)
 class ReplicaStatus:
     """One server. `kv_usage` is 0..1; a field is None if unknown.
 
-    `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
-    failed, quarantined or unreachable; `reason` says why. `state_s` is the seconds spent in it.
+    `reason` says why it is in its state. `state_s` is the seconds spent in it.
     `restart_reason` is why it was last restarted, of `restarts` times. The token and cache fields
     are counters since the server started. `weight_version` is what this fleet gave it,
     `reported_version` the label that the server itself reports now. `node` is the machine that it
@@ -61,7 +56,7 @@ class ReplicaStatus:
     """
 
     name: str
-    state: str
+    state: ReplicaState
     url: str
     reason: str = ""
     routed: bool | None = None
@@ -89,10 +84,9 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class FrontStatus:
-    """The Tinker API. `state` is starting, ready, restarting, stopped, dead, failed, unsupervised
-    or unreachable."""
+    """The Tinker API."""
 
-    state: str
+    state: ReplicaState
     url: str
     reason: str = ""
     pid: int | None = None
@@ -105,7 +99,7 @@ class FrontStatus:
 
 @dataclass(frozen=True)
 class RouterStatus(FrontStatus):
-    """The router; states as above."""
+    """The router."""
 
     metrics_port: int | None = None
     workers: int | None = None
@@ -201,26 +195,26 @@ def assess(
     fine meanwhile; without one, a server that is updating is still being admitted.
     """
     reasons = [*_reasons(replicas, router, tinker, operation)]
-    versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
+    versions = {r.weight_version for r in replicas if r.state.as_intended}
     if len(versions) > 1 and not pushing:
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
-    alive = (*INTENDED_STATES, *TRANSIENT_STATES, "quarantined")
     # one that does not answer may still have a process of ours
     if not any(
-        r.state in alive or (r.state == "unreachable" and r.pid is not None) for r in replicas
+        r.state.lives or (r.state is ReplicaState.UNREACHABLE and r.pid is not None)
+        for r in replicas
     ):
         return Health.DOWN, tuple(reasons)
     processes: list[ReplicaStatus | FrontStatus] = [*replicas]
     processes += [front for front in (router, tinker) if front is not None]
-    answering = [r for r in replicas if r.state == "ready" and r.routed is not False]
+    answering = [r for r in replicas if r.state is ReplicaState.READY and r.routed is not False]
     # a fleet of prefill and decode servers needs both
     answers = {r.role for r in answering} == {r.role for r in replicas}
-    answers = answers and (router is None or router.state == "ready")
+    answers = answers and (router is None or router.state is ReplicaState.READY)
     if any(reason.fault for reason in reasons):
         return Health.DEGRADED if answers else Health.UNAVAILABLE, tuple(reasons)
     if answers:
-        complete = all(process.state == "ready" for process in processes)
+        complete = all(process.state is ReplicaState.READY for process in processes)
         health = Health.HEALTHY if complete else Health.PARTIAL
     else:
         health = _without_answers({process.state for process in processes}, pushing, operation)
@@ -229,28 +223,28 @@ def assess(
     return health, (*reasons, *_conditions(health, replicas))
 
 
-def _without_answers(states: set[str], pushing: bool, operation: str) -> Health:
+def _without_answers(states: set[ReplicaState], pushing: bool, operation: str) -> Health:
     """The health of a sound fleet that answers no user."""
     if operation == "down":
         return Health.STOPPING
-    if pushing and "updating" in states:
+    if pushing and ReplicaState.UPDATING in states:
         return Health.UPDATING
-    if states & {*TRANSIENT_STATES, "stopped", "updating"}:
+    if any(state.busy or state is ReplicaState.STOPPED for state in states):
         return Health.STARTING
-    if "paused" in states:
+    if ReplicaState.PAUSED in states:
         return Health.PAUSED
-    return Health.ASLEEP if "asleep" in states else Health.UNAVAILABLE
+    return Health.ASLEEP if ReplicaState.ASLEEP in states else Health.UNAVAILABLE
 
 
 def _conditions(health: Health, replicas: Sequence[ReplicaStatus]) -> Iterator[Reason]:
     """What was requested and keeps users from servers, and what ends it ("": it ends by itself)."""
     for state, effect, end in (
-        ("paused", "requests wait", "skyctl resume"),
-        ("asleep", "requests are refused", "skyctl wake"),
-        ("updating", "requests wait or are refused", ""),
+        (ReplicaState.PAUSED, "requests wait", "skyctl resume"),
+        (ReplicaState.ASLEEP, "requests are refused", "skyctl wake"),
+        (ReplicaState.UPDATING, "requests wait or are refused", ""),
     ):
-        names = [replica.name for replica in replicas if replica.state == state]
-        if health == state:
+        names = [replica.name for replica in replicas if replica.state is state]
+        if health is Health(state):
             yield Reason(f"the fleet is {state}: {effect}", end, fault=False)
         elif names:
             message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}"
@@ -268,19 +262,21 @@ def _reasons(
         if (reason := _replica_reason(replica, operation)) is not None:
             yield reason
     for name, title, front in (("router", "router", router), ("tinker", "Tinker API", tinker)):
-        if front is not None and front.state != "ready":
+        if front is not None and front.state is not ReplicaState.READY:
             on_the_way = _on_the_way(front, operation)
             detail = f": {front.reason}" if front.reason else ""
-            hint = "skyctl doctor" if front.state == "unreachable" else f"skyctl logs {name}"
-            hint = "" if on_the_way or front.state in TRANSIENT_STATES else hint
+            unreachable = front.state is ReplicaState.UNREACHABLE
+            hint = "skyctl doctor" if unreachable else f"skyctl logs {name}"
+            hint = "" if on_the_way or front.state.in_transition else hint
             yield Reason(f"the {title} is {front.state}{detail}", hint, fault=not on_the_way)
 
 
 def _on_the_way(process: ReplicaStatus | FrontStatus, operation: str) -> bool:
     """Whether it starts or stops because that was requested, and not because it died."""
-    if process.state == "stopped":
+    if process.state is ReplicaState.STOPPED:
         return bool(operation)  # a restart stops it first
-    return process.state in ("starting", "stopping") and not process.restart_reason
+    requested = process.state in (ReplicaState.STARTING, ReplicaState.STOPPING)
+    return requested and not process.restart_reason
 
 
 UNLABELLED = "default"
@@ -295,18 +291,20 @@ def foreign_version(recorded: str | None, reported: str | None) -> str:
 
 
 def _replica_reason(replica: ReplicaStatus, operation: str) -> Reason | None:
-    if replica.state in INTENDED_STATES:
+    if replica.state.as_intended:
         foreign = foreign_version(replica.weight_version, replica.reported_version)
-        if foreign and replica.state != "updating":
+        if foreign and replica.state is not ReplicaState.UPDATING:
             message = f"{replica.name} {foreign}: a program other than skyctl pushed to it"
             hint = "compare: skyctl weights verify; or put it right: skyctl recover"
             return Reason(message, hint)
         return None
-    death = replica.restart_reason if replica.state == "starting" else ""
+    death = replica.restart_reason if replica.state is ReplicaState.STARTING else ""
     detail = f": {replica.reason or death}" if replica.reason or death else ""
     if _on_the_way(replica, operation):
         return Reason(f"{replica.name} is {replica.state}{detail}", fault=False)
     again = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
-    hints = {"failed": again, "dead": again, "stopped": "skyctl up"}
-    hints |= dict.fromkeys(("quarantined", "unreachable", "unsupervised"), "skyctl recover")
-    return Reason(f"{replica.name} is {replica.state}{detail}", hints.get(replica.state, ""))
+    hint = (
+        again if replica.state.given_up else "skyctl recover" if replica.state.recoverable else ""
+    )
+    hint = "skyctl up" if replica.state is ReplicaState.STOPPED else hint
+    return Reason(f"{replica.name} is {replica.state}{detail}", hint)

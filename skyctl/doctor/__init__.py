@@ -23,6 +23,7 @@ from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.states import ReplicaState
 from skyctl.store.paths import state_root
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         if status.health == Health.DOWN and not status.replicas:
             return check_running(RunningFacts(status))
         weights, keys = await fleet.weights(), access(ref.config, ref.paths)
-        up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
+        up = [r for r in status.replicas if r.state.answers]
         engine = ref.config.engine
         token, key = control_token(keys), api_key(keys)
         targets = [ServerTarget(r.name, r.url, token, engine, key) for r in up]
@@ -182,7 +183,7 @@ async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict
 
 
 async def _workers(client: ControlClient, engine: str, status: FleetStatus) -> list[str] | None:
-    if status.router is None or status.router.state != "ready":
+    if status.router is None or status.router.state is not ReplicaState.READY:
         return None
     try:
         url = status.router.url

@@ -11,13 +11,12 @@ from skyctl.core.status import MIXED, FleetStatus, Health
 from skyctl.doctor.finding import Finding, Result, Severity, error, ok, run_checks, warning
 from skyctl.push.verify import comparable
 from skyctl.service.drift import Drift
+from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow
 from skyctl.units import count_of, format_seconds
 
 LONG_PAUSE_S = 600.0
-# states whose servers a router may list
-_MAY_BE_ROUTED = ("ready", "paused", "updating", "starting", "restarting", "unsupervised")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def restarts(facts: RunningFacts) -> Iterator[Result]:
 def paused_too_long(facts: RunningFacts) -> Iterator[Result]:
     """Is a server paused for so long that its resume was probably forgotten?"""
     for replica in facts.status.replicas:
-        if replica.state == "paused" and (replica.state_s or 0.0) > LONG_PAUSE_S:
+        if replica.state is ReplicaState.PAUSED and (replica.state_s or 0.0) > LONG_PAUSE_S:
             yield warning(
                 f"{replica.name} has been paused for {format_seconds(replica.state_s or 0.0)}; "
                 "its requests wait",
@@ -130,7 +129,9 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
 def weight_versions(facts: RunningFacts) -> Iterator[Result]:
     """Is every server at the fleet's weight version, and does it report it?"""
     recorded_versions = {
-        r.name: r.weight_version for r in facts.status.replicas if r.state != "starting"
+        r.name: r.weight_version
+        for r in facts.status.replicas
+        if r.state is not ReplicaState.STARTING
     }
     if len(set(recorded_versions.values())) > 1:
         listed = ", ".join(
@@ -176,17 +177,17 @@ def router(facts: RunningFacts) -> Iterator[Result]:
         return
     listed = {url.rstrip("/") for url in facts.workers}
     in_step = True
-    ready = [r for r in status.replicas if r.state == "ready"]
+    ready = [r for r in status.replicas if r.state is ReplicaState.READY]
     for replica in status.replicas:
         name, fix = replica.name, f"skyctl restart {replica.name}"
         if status.supervised is None:
             is_listed = replica.url in listed
             fix = f"{'take it out of' if is_listed else 'add it to'} the router: {replica.url}"
-        if replica.state == "ready" and replica.url not in listed:
+        if replica.state is ReplicaState.READY and replica.url not in listed:
             problem = "is ready, and the router does not list it"
-        elif replica.url in listed and replica.state not in _MAY_BE_ROUTED:
+        elif replica.url in listed and replica.state.fails_requests:
             problem = f"is {replica.state}, and the router lists it"
-        elif replica.url in listed and replica.state == "paused" and ready:
+        elif replica.url in listed and replica.state is ReplicaState.PAUSED and ready:
             problem = "is paused, and the router sends it requests that wait"
             fix = f"skyctl resume {name}"
         else:

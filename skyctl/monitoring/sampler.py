@@ -19,6 +19,7 @@ from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage, gpu_reader
+from skyctl.states import ReplicaState
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
@@ -199,7 +200,7 @@ class Sampler:
         )
 
     async def _router_metrics(self, router: RouterStatus | None) -> RouterMetrics | None:
-        if router is None or router.metrics_port is None or router.state != "ready":
+        if router is None or router.metrics_port is None or router.state is not ReplicaState.READY:
             return None
         host = urlsplit(router.url).netloc.rpartition(":")[0]
         url = f"http://{host}:{router.metrics_port}"

@@ -35,6 +35,7 @@ from skyctl.errors import ConflictError, SkyctlError, StateUnwritable, UsageErro
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.attached_servers import AttachedServers
+from skyctl.states import ReplicaState
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, refuse_held
@@ -145,8 +146,8 @@ class AttachedFleet(RecordedFleet):
             request = engines.router(self._client, engine, url, timeout_s=ASK_TIMEOUT_S)
             workers = frozenset(await request.workers())
         except SkyctlError as error:
-            return RouterStatus("unreachable", url, error.message, port=port), None
-        return RouterStatus("ready", url, port=port, workers=len(workers)), workers
+            return RouterStatus(ReplicaState.UNREACHABLE, url, error.message, port=port), None
+        return RouterStatus(ReplicaState.READY, url, port=port, workers=len(workers)), workers
 
     async def control(self, request: Control) -> Outcomes:
         thaws = isinstance(request, Resume | Wake)
@@ -255,8 +256,8 @@ class AttachedFleet(RecordedFleet):
 
         def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
             rows = {row.name: row for row in self.state.servers()}
-            absent = {
-                name: "quarantined" if row.quarantine else "asleep"
+            absent: dict[str, str] = {
+                name: ReplicaState.QUARANTINED if row.quarantine else ReplicaState.ASLEEP
                 for name, row in rows.items()
                 if row.quarantine or row.sleep_level
             }
@@ -347,13 +348,13 @@ async def _server(
     )
     reason = ""
     if isinstance(paused, BaseException):
-        state, reason = "unreachable", str(paused).removeprefix(f"{target.name}: ")
+        state, reason = ReplicaState.UNREACHABLE, str(paused).removeprefix(f"{target.name}: ")
     elif row.quarantine:
-        state, reason = "quarantined", row.quarantine
+        state, reason = ReplicaState.QUARANTINED, row.quarantine
     elif row.sleep_level or (isinstance(metrics, ServerMetrics) and metrics.sleep_level):
-        state = "asleep"
+        state = ReplicaState.ASLEEP
     else:
-        state = "paused" if paused else "ready"
+        state = ReplicaState.PAUSED if paused else ReplicaState.READY
     label = version if isinstance(version, str) else None
     return ReplicaStatus(
         name=target.name,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.core.results import Processes
 from skyctl.core.service import FleetService
-from skyctl.core.status import INTENDED_STATES, FleetStatus, Health, ReplicaStatus
+from skyctl.core.status import FleetStatus, Health, ReplicaStatus
+from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 
 if TYPE_CHECKING:
@@ -76,17 +77,16 @@ def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) ->
     drifts = []
     for replica in replicas:
         intent = intended.get(replica.name, "running")
-        if replica.state == "ready" and intent == "paused":
+        if replica.state is ReplicaState.READY and intent == "paused":
             drifts.append(Drift(replica.name, "is meant to be paused and runs", "skyctl pause"))
-        elif replica.state == "paused" and intent == "running":
+        elif replica.state is ReplicaState.PAUSED and intent == "running":
             drifts.append(Drift(replica.name, "is meant to run and is paused", "skyctl resume"))
-        elif intent == "asleep" and replica.state in ("ready", "paused"):
+        elif intent == "asleep" and replica.state in (ReplicaState.READY, ReplicaState.PAUSED):
             drifts.append(Drift(replica.name, "is meant to sleep and is awake", "skyctl sleep"))
-        elif intent != "asleep" and replica.state == "asleep":
+        elif intent != "asleep" and replica.state is ReplicaState.ASLEEP:
             drifts.append(Drift(replica.name, "is meant to be awake and sleeps", "skyctl wake"))
-        elif replica.state not in INTENDED_STATES:
-            repaired = replica.state in ("quarantined", "unreachable")
-            hint = "skyctl recover" if repaired else f"skyctl logs {replica.name}"
+        elif not replica.state.as_intended:
+            hint = "skyctl recover" if replica.state.recoverable else f"skyctl logs {replica.name}"
             drifts.append(Drift(replica.name, f"is meant to run and is {replica.state}", hint))
     return drifts
 
@@ -103,7 +103,7 @@ def from_weights(status: FleetStatus) -> list[Drift]:
             "push again: skyctl sync-weights CKPT",
         )
         for replica in status.replicas
-        if replica.state in INTENDED_STATES and replica.weight_version != version
+        if replica.state.as_intended and replica.weight_version != version
     ]
 
 
@@ -112,11 +112,11 @@ def from_routing(status: FleetStatus) -> list[Drift]:
     drifts = []
     attached = status.supervised is None
     for replica in status.replicas:
-        if replica.routed is False and replica.state == "ready":
+        if replica.routed is False and replica.state is ReplicaState.READY:
             hint = "wait a moment, then: skyctl logs router"
             hint = f"add {replica.url} to the router" if attached else hint
             drifts.append(Drift(replica.name, "is ready and not routed", hint))
-        elif replica.routed and replica.state in ("asleep", "quarantined", "dead", "failed"):
+        elif replica.routed and replica.state.fails_requests:
             hint = f"requests sent there fail: skyctl restart {replica.name}"
             hint = f"take {replica.url} out of the router" if attached else hint
             drifts.append(Drift(replica.name, f"is {replica.state} and still routed", hint))
@@ -128,7 +128,7 @@ def _changes(ref: FleetRef, processes: Processes, status: FleetStatus) -> Change
     from skyctl.core.planning import planned
     from skyctl.supervisor.reconcile import compare
 
-    given_up = {r.name for r in status.replicas if r.state in ("failed", "dead", "stopped")}
+    given_up = {r.name for r in status.replicas if r.state.ended}
     running = {
         row.name: None if row.name in given_up else row.spec_hash
         for row in processes.rows

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from skyctl.core.service import FleetService, LogQuery
 from skyctl.errors import SkyctlError
+from skyctl.states import ReplicaState
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
         return None
     if status.operation.error in (BY_DOWN, INTERRUPTED):
         return ended_by_others(status.operation.kind, status.operation.error)
-    failing = [r for r in status.replicas if r.state in ("failed", "dead", "quarantined")]
+    failing = [r for r in status.replicas if r.state.stuck]
     names = [replica.name for replica in failing]
-    names += [name for name, front in status.fronts.items() if front.state in ("failed", "dead")]
-    running = sum(replica.state == "ready" for replica in status.replicas)
+    names += [name for name, front in status.fronts.items() if front.state.given_up]
+    running = sum(replica.state is ReplicaState.READY for replica in status.replicas)
     replicas = count_of(len(status.replicas), "replica")
     kept = f"{running} of {replicas} still running; " if running else ""
     first = names[0] if names else "supervisor"

@@ -22,6 +22,7 @@ from skyctl.core.status import (
 from skyctl.core.urls import access, control_token
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.states import ReplicaState
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
@@ -141,7 +142,7 @@ def _process(row: ProcessRow) -> dict[str, Any]:
     """What servers and fronts have in common."""
     identity = _alive(row)
     return {
-        "state": "unsupervised" if identity else "stopped",
+        "state": ReplicaState.UNSUPERVISED if identity else ReplicaState.STOPPED,
         "url": local_url(row.host, row.port),
         "pid": identity.pid if identity else None,
         "port": row.port,

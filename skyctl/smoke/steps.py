@@ -23,6 +23,7 @@ from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import begin_up, follow_operation
+from skyctl.states import ReplicaState
 from skyctl.units import count_of, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -220,7 +221,11 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
                 await asyncio.sleep(_FROZEN_S)
                 if len(texts) != before or stream.done():
                     raise SkyctlError("tokens arrived while the fleet was paused")
-                running = [r.name for r in (await fleet.status()).replicas if r.state != "paused"]
+                running = [
+                    r.name
+                    for r in (await fleet.status()).replicas
+                    if r.state is not ReplicaState.PAUSED
+                ]
                 if running:
                     raise SkyctlError(f"{', '.join(running)} is not paused after a pause")
             finally:

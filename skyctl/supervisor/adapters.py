@@ -14,6 +14,7 @@ from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError, UsageError
 from skyctl.fleetfile.schema import resolve_relative
 from skyctl.http.target import ServerTarget
+from skyctl.states import Phase
 from skyctl.store import adapters as store
 from skyctl.supervisor.fleet import RunningFleet
 
@@ -91,7 +92,7 @@ def _able(running: RunningFleet) -> list[Replica]:
     return [
         replica
         for replica in running.replicas.values()
-        if replica.phase == "up" and not replica.row.quarantine and not replica.row.sleep_level
+        if replica.phase is Phase.UP and not replica.row.quarantine and not replica.row.sleep_level
     ]
 
 

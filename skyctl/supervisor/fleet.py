@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from skyctl import engines
-from skyctl.core.health import FROZEN, routable
+from skyctl.core.health import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import (
-    INTENDED_STATES,
     FleetStatus,
     FrontStatus,
     Operation,
@@ -30,14 +29,13 @@ from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail, this_run
 from skyctl.errors import SkyctlError, no_server
 from skyctl.http.client import ControlClient
-from skyctl.states import PushState
+from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.adapters import served
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.front import Front, TinkerChild
-from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
@@ -47,7 +45,6 @@ T = TypeVar("T")
 
 ASK_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may span this many
-GIVEN_UP = ("failed", "dead", "stopped")
 
 
 class RunningFleet(RecordedFleet):
@@ -108,7 +105,7 @@ class RunningFleet(RecordedFleet):
         this one is.
         """
         other = self._unanswering
-        if other not in (None, replica) and other.phase not in SETTLED:
+        if other not in (None, replica) and not other.phase.settled:
             return other.name
         self._unanswering = replica
         return ""
@@ -133,25 +130,25 @@ class RunningFleet(RecordedFleet):
         states = {
             name: replica.state
             for name, replica in self.replicas.items()
-            if name not in self.held_out and replica.phase != "admitting"
+            if name not in self.held_out and replica.phase is not Phase.ADMITTING
         }
-        by_role: dict[str, dict[str, str]] = {}
+        by_role: dict[str, dict[str, ReplicaState]] = {}
         for name, state in states.items():
             by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
         names = set().union(*map(routable, by_role.values()))
         if self.verbs_under_way:
             # servers that freeze or thaw before the others are no reason to restart a router of
             # prefill/decode pairs, which cuts requests
-            names |= {n for n, s in states.items() if s in FROZEN and self.replicas[n].spec.role}
+            names |= {n for n, s in states.items() if s.queues and self.replicas[n].spec.role}
         return {name: self.replicas[name].spec.url for name in sorted(names)}
 
     def routed(self) -> dict[str, str]:
         """The same for clients that go through the router, if there is one: none until it is up."""
-        return self.desired() if self.router is None or self.router.state == "ready" else {}
+        return self.desired() if self.router is None or self.router.phase is Phase.READY else {}
 
     def wake_tinker(self) -> None:
         """Wake the Tinker API: it may be waiting for a server, or for the router."""
-        if self.tinker is not None and self.tinker.state == "waiting":
+        if self.tinker is not None and self.tinker.phase is Phase.WAITING:
             self.tinker.wake()
 
     def changed(self) -> None:
@@ -171,7 +168,7 @@ class RunningFleet(RecordedFleet):
 
 def _runs(child: Replica | Front | None) -> str | None:
     """The hash of what runs; None if nothing does."""
-    return None if child is None or child.phase in GIVEN_UP else child.running_hash
+    return None if child is None or child.phase.ended else child.running_hash
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
@@ -181,8 +178,8 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     Unless `fresh`, a pause by another client shows only with the next health probe.
     """
     replicas = list(running.replicas.values())
-    up = [replica for replica in replicas if replica.phase == "up"]
-    polled = [replica for replica in up if fresh and not replica.update_state]
+    up = [replica for replica in replicas if replica.phase is Phase.UP]
+    polled = [replica for replica in up if fresh and not replica.in_push]
     metrics, versions, failed = await asyncio.gather(
         _answers(running, up, lambda server: server.metrics()),
         _answers(running, polled, lambda server: server.weight_version()),
@@ -268,15 +265,18 @@ def _replica_row(
 ) -> ReplicaStatus:
     router = running.router
     lines: list[str] = []
-    if replica.phase == "starting":
+    if replica.phase is Phase.STARTING:
         lines = this_run(tail(running.paths.log(replica.name), _LOG_LINES))
     state, reason = replica.state, replica.row.quarantine or replica.reason
     failed = failures.get(replica.name)
-    if failed and state in INTENDED_STATES:
-        state, reason = "unreachable", failed  # the probes have not counted enough failures yet
-    if replica.phase == "waiting":
+    if failed and state.as_intended:
+        state, reason = (
+            ReplicaState.UNREACHABLE,
+            failed,
+        )  # the probes have not counted enough failures yet
+    if replica.phase is Phase.WAITING:
         reason = "waits for its GPU"
-    elif replica.phase == "starting" and not replica.spec.port:
+    elif replica.phase is Phase.STARTING and not replica.spec.port:
         reason = "waits for a node"
     return ReplicaStatus(
         name=replica.name,
@@ -302,9 +302,9 @@ def _replica_row(
 
 
 def _front_row(front: Front) -> dict[str, Any]:
-    waits = front.state == "waiting"
+    waits = front.phase is Phase.WAITING
     return {
-        "state": "starting" if waits else front.state,
+        "state": front.state,
         "url": front.spec.url,
         "reason": "waits for a server" if waits else front.reason,
         "pid": front.process.pid if front.process else None,

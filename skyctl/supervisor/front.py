@@ -15,6 +15,7 @@ from skyctl.core.plan import FrontSpec
 from skyctl.errors import SkyctlError
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import ChildProcess
+from skyctl.states import Phase, ReplicaState
 from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
@@ -36,8 +37,7 @@ class FrontContext(Context):
 class Front(KeptRunning):
     """One front process.
 
-    States: waiting (for what it serves), starting, ready, restarting, stopping, stopped, dead,
-    failed. Call `wake()` whenever `desired()` may have changed.
+    Call `wake()` whenever `desired()` may have changed.
     """
 
     _context: FrontContext
@@ -68,27 +68,27 @@ class Front(KeptRunning):
         return self.spec.env
 
     @property
-    def state(self) -> str:
-        """One word for `status`."""
-        return self.phase
+    def state(self) -> ReplicaState:
+        """What `status` shows."""
+        return self.phase.state
 
     def wake(self) -> None:
         """Look at `desired()` again."""
         self._woken.set()
 
     async def _one_life(self, adopted: ChildProcess | None) -> str:
-        self._to("waiting")
+        self._to(Phase.WAITING)
         while not adopted and not self._desired():
             self._woken.clear()
             await self._woken.wait()
-        self._to("starting")
+        self._to(Phase.STARTING)
         started = (
             self._adopt(adopted) if adopted else self._spawn(self._command(), self._variables())
         )
         self.process = started
         if reason := await self._until_ready(started):
             return reason
-        self._to("ready")
+        self._to(Phase.READY)
         return await self._until_silent(started)
 
     async def _until_ready(self, process: ChildProcess) -> str:

@@ -18,6 +18,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.push.request import PushRequest
+from skyctl.states import Phase
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.supervisor import admission, rollout
@@ -37,13 +38,13 @@ async def find(running: RunningFleet) -> list[Finding]:
     """Diagnose each replica; those that are up are asked now."""
     state = running.state
     replicas = list(running.replicas.values())
-    targets = [replica.target for replica in replicas if replica.phase == "up"]
+    targets = [replica.target for replica in replicas if replica.phase is Phase.UP]
     seen = {answer.server: answer for answer in await observe(running.client, targets)}
     doubts, weights = in_doubt(state), state.weights()
     findings = []
     for replica in replicas:
         observed = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
-        if replica.name not in seen or replica.update_state:
+        if replica.name not in seen or replica.in_push:
             observed = Observed(replica.name, state=replica.state, problem=replica.reason)
         doubted = doubts.get(replica.name)
         findings.append(judge(observed, state.server(replica.name), doubted, weights, ours=True))
@@ -102,7 +103,7 @@ class _Actions:
             await rollout.restart(self._running, replica, self._running.require_plan())
         except SkyctlError as error:
             return error.message
-        if replica.phase != "up":
+        if replica.phase is not Phase.UP:
             return f"did not come back: {replica.reason}"
         # it runs, and serves no user: that is not a case for recovery
         return replica.row.quarantine or ""

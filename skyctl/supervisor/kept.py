@@ -19,6 +19,7 @@ from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ChildProcess, Host
+from skyctl.states import Phase
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow, Role
 from skyctl.store.state import FleetState
@@ -27,8 +28,6 @@ from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
 
 _LOG = logging.getLogger(__name__)
-
-SETTLED = ("up", "ready", "unreachable", "dead", "failed", "stopped")
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ class KeptRunning(ABC):
         self.planned = spec  # its next process is started with it
         self._context = context
         self._worth_restarting = True  # False: it is given up, whatever the policy says
-        self.phase = "stopped"
+        self.phase = Phase.STOPPED
         self.reason = ""
         self.process: ChildProcess | None = None
         self.started_at: float | None = None  # epoch seconds
@@ -131,17 +130,17 @@ class KeptRunning(ABC):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._to("stopping")
+        self._to(Phase.STOPPING)
         try:
             await self._end_process()
         except SkyctlError as error:  # the next start ends this one first
-            self._to("failed", error.message)
+            self._to(Phase.FAILED, error.message)
             raise
         self.restarts.clear()
         self.restart_reason = ""
         with contextlib.suppress(SkyctlError):
             forget(self._context.state, self.name)
-        self._to("stopped")
+        self._to(Phase.STOPPED)
 
     async def _run(self, adopted: ChildProcess | None) -> None:
         while True:
@@ -157,12 +156,12 @@ class KeptRunning(ABC):
             adopted = None
             self._event(reason)
             if not self._worth_restarting:
-                await self._give_up("failed", reason)
+                await self._give_up(Phase.FAILED, reason)
                 return
             now, policy = time.monotonic(), self.config.restart
             decision = decide(policy, self.restarts, now)
             if not decision.restart:
-                given_up = "dead" if policy.policy == "never" else "failed"
+                given_up = Phase.DEAD if policy.policy == "never" else Phase.FAILED
                 await self._give_up(given_up, f"{reason}; {decision.reason}")
                 return
             self.restarts.append(now)
@@ -171,16 +170,16 @@ class KeptRunning(ABC):
                 remember(self._context.state, self.name, reason)
             wait = format_seconds(decision.wait_s)
             # out of the router at once, while the rest of its tree is still being stopped
-            self._to("restarting", f"{reason}; starting again in {wait}")
+            self._to(Phase.RESTARTING, f"{reason}; starting again in {wait}")
             try:
                 await self._end_for_certain()
             except SkyctlError as error:  # what cannot be ended still has its port and its GPU
-                await self._give_up("failed", f"{reason}; {error.message}")
+                await self._give_up(Phase.FAILED, f"{reason}; {error.message}")
                 return
             await asyncio.sleep(decision.wait_s)
 
-    async def _give_up(self, phase: str, reason: str) -> None:
-        self._to("stopping", reason)
+    async def _give_up(self, phase: Phase, reason: str) -> None:
+        self._to(Phase.STOPPING, reason)
         try:
             await self._end_process()
         except SkyctlError as error:
@@ -284,11 +283,11 @@ class KeptRunning(ABC):
             try:
                 return await self._end_process()
             except HostUnreachable as error:
-                self._to("unreachable", error.message)
+                self._to(Phase.UNREACHABLE, error.message)
             await asyncio.sleep(self.config.restart.backoff_max_s)
 
-    def _to(self, phase: str, reason: str = "") -> None:
+    def _to(self, phase: Phase, reason: str = "") -> None:
         self.phase, self.reason = phase, reason
-        if phase in SETTLED:
+        if phase.settled:
             self.settled.set()
         self._context.changed()

@@ -22,13 +22,13 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import SendTarget, Trainer
-from skyctl.states import PushState
+from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.expected import Learned
 from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, JobEvent
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
-from skyctl.supervisor.fleet import GIVEN_UP, RunningFleet
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rollout import sync_router
 from skyctl.transfer.sender_pool import SenderPool
@@ -112,7 +112,7 @@ class Pushes:
         """
         apart = self._running.state.expected.other_settings()
         replicas = self._running.replicas.values()
-        return [r for r in replicas if r.phase == "up" and r.name not in apart]
+        return [r for r in replicas if r.phase is Phase.UP and r.name not in apart]
 
     async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
         """A push as part of recovery, under its turn: into those of these servers that are up, in
@@ -157,7 +157,7 @@ class Pushes:
             names = ", ".join(f"{replica.name} ({replica.state})" for replica in absent)
             journal.add_events(job.id, JobEvent.note(f"not part of this push: {names}"))
         for replica in absent:
-            if replica.phase != "up":
+            if replica.phase is not Phase.UP:
                 replica.hold()
         running.push_job = job
         self.over.clear()
@@ -214,7 +214,7 @@ class Pushes:
             raise
         finally:
             for replica in up:
-                replica.update_state = ""
+                replica.in_push = False
                 replica.reload_row()
                 if pids[replica.name] != (replica.process and replica.process.pid):
                     # it died meanwhile: what the push reports is about a process that is gone, or
@@ -241,7 +241,7 @@ class Pushes:
             return
         if state == PushState.QUARANTINED:
             replica.update_row(quarantine=detail or "its push failed")
-        replica.update_state = "updating" if PushState(state).shown_as_updating else ""
+        replica.in_push = PushState(state).shown_as_updating
         self._running.changed()
 
 
@@ -263,12 +263,14 @@ class RouterRotation:
         """
         running = self._running
         router = running.router
-        if router is None or router.state != "ready":
+        if router is None or router.phase is not Phase.READY:
             state = "not there" if router is None else router.state
             raise SkyctlError(f"the router is {state}", hint="skyctl status")
         await router.sync()  # servers that rejoined are in it before others leave
         out = running.held_out | set(names)
-        ready = [replica for replica in running.replicas.values() if replica.state == "ready"]
+        ready = [
+            replica for replica in running.replicas.values() if replica.state is ReplicaState.READY
+        ]
         if others_serve and all(replica.name in out for replica in ready):
             raise SkyctlError("no other server is ready to serve meanwhile", hint="skyctl status")
         running.held_out = out
@@ -347,10 +349,11 @@ class Warming:
             return []
         if running.push_job or running.under_way:
             return []
-        replicas = [r for r in running.replicas.values() if r.phase not in GIVEN_UP]
+        replicas = [r for r in running.replicas.values() if not r.phase.ended]
         if {replica.instance for replica in replicas} <= self._rehearsed:
             return []
-        if not all(replica.state in ("ready", "paused") for replica in replicas):
+        serving = (ReplicaState.READY, ReplicaState.PAUSED)
+        if not all(replica.state in serving for replica in replicas):
             return []
         if plan.device == "cpu" and running.state.weights().checkpoint is not None:
             return []  # a push into CPU servers keeps nothing for the next one

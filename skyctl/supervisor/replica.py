@@ -1,19 +1,4 @@
-"""One replica: a server kept running, and the state it is in.
-
-    phase        means                                    goes on to
-    stopped      no process, none wanted                  starting
-    waiting      its GPU is loading another replica       starting
-    starting     spawned, not ready yet                   admitting, restarting, failed
-    admitting    ready; taking the fleet's weights        up
-    up           serves                                   restarting, dead
-    restarting   died; waits for its backoff              starting
-    unreachable  gone or not: its machine is silent       restarting
-    stopping     being stopped                            stopped
-    dead         died, and the policy is never restart    starting (by hand)
-    failed       never got ready, or restarted too often  starting (by hand)
-
-A replica that is `up` shows its condition instead: quarantined, updating, asleep, paused, ready.
-"""
+"""One replica: a server kept running, and the state it is in (`skyctl/states.py`)."""
 
 from __future__ import annotations
 
@@ -35,6 +20,7 @@ from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch.base import ChildProcess
+from skyctl.states import Phase, ReplicaState
 from skyctl.store.adapters import record_server
 from skyctl.store.base_weights import BaseFiles
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
@@ -77,7 +63,7 @@ class Replica(KeptRunning):
         self._placed: ServerSpec | None = None  # set if its node was chosen at its spawn
         self.observed_paused: bool | None = None
         self.lost = ""  # why it is unknown whether it still runs
-        self.update_state = ""  # its state in a push job that is under way
+        self.in_push = False  # a push that is under way keeps it from its users
         self.rehearsing = False  # its engine is busy with our questions
         self.state_since = time.time()  # epoch seconds
         self.resume_when_up = False  # it may be paused, but should run
@@ -124,23 +110,19 @@ class Replica(KeptRunning):
         return self._row
 
     @property
-    def state(self) -> str:
-        """One word for `status`: the phase, or the condition of a server that is up."""
-        if self.phase == "waiting":
-            return "starting"
-        if self.phase == "admitting":
-            return "quarantined" if self._row.quarantine else "updating"
-        if self.phase != "up":
-            return self.phase
-        if self.lost:
-            return "unreachable"
+    def state(self) -> ReplicaState:
+        """What `status` shows: the phase, or the condition of a server that is up."""
+        if self.phase not in (Phase.ADMITTING, Phase.UP):
+            return self.phase.state
+        if self.lost and self.phase is Phase.UP:
+            return ReplicaState.UNREACHABLE
         if self._row.quarantine:
-            return "quarantined"
-        if self.update_state:
-            return self.update_state
-        if self._row.intended == "asleep":
-            return "asleep"
-        return "paused" if self.observed_paused else "ready"
+            return ReplicaState.QUARANTINED
+        if self.in_push or self.phase is Phase.ADMITTING:
+            return ReplicaState.UPDATING
+        if self._row.sleep_level:
+            return ReplicaState.ASLEEP
+        return ReplicaState.PAUSED if self.observed_paused else ReplicaState.READY
 
     def start(self, adopted: ChildProcess | None = None) -> None:
         self._worth_restarting = self._worth_restarting or adopted is not None
@@ -201,7 +183,7 @@ class Replica(KeptRunning):
     def reload_row(self, row: ServerRow | None = None) -> None:
         """Take over what another process wrote to the state file (`row`, if already read)."""
         self._row = row or self._context.state.server(self.name)
-        if self.phase == "up" and not self._row.quarantine and not self._closed:
+        if self.phase is Phase.UP and not self._row.quarantine and not self._closed:
             self._release()
         self._context.changed()
 
@@ -220,10 +202,10 @@ class Replica(KeptRunning):
 
     async def _one_life(self, adopted: ChildProcess | None) -> str:
         """One life, from spawn to death; returns why it died."""
-        self._to("starting" if adopted else "waiting")
+        self._to(Phase.STARTING if adopted else Phase.WAITING)
         async with contextlib.nullcontext() if adopted else self._context.gate(self.spec):
             self.process = self._adopt(adopted) if adopted else self._spawn_server()
-            self._to("starting", self.reason)
+            self._to(Phase.STARTING, self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
         if self._record.phase != "ready":
@@ -235,7 +217,7 @@ class Replica(KeptRunning):
             self.launched = now.unless_changed(self.launched)
             shards = self.launched.shards if self.launched else ""
             self._context.state.expected.launched(self.name, shards)
-        self._to("admitting")
+        self._to(Phase.ADMITTING)
         admitted = False
         while not admitted:
             if reason := await self._unless_dead(self.process, self._context.admit(self)):
@@ -247,7 +229,7 @@ class Replica(KeptRunning):
             return reason
         self._worth_restarting = True
         self._event("ready")
-        self._to("up", self.lost)
+        self._to(Phase.UP, self.lost)
         return await self._watch(self.process)
 
     def _spawn_server(self) -> ChildProcess:
@@ -272,7 +254,7 @@ class Replica(KeptRunning):
             hold_file.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
-        self.observed_paused, self.update_state, self.lost = None, "", ""
+        self.observed_paused, self.in_push, self.lost = None, False, ""
         self._placed = None
 
     async def _until_ready(self, process: ChildProcess) -> str:
@@ -370,7 +352,7 @@ class Replica(KeptRunning):
         """Take note of a failed probe; returns why the server counts as dead, or ""."""
         wait = ""
         # a push may block the engine for as long as its own deadlines allow
-        busy = self.update_state or self.rehearsing
+        busy = self.in_push or self.rehearsing
         if not busy and (verdict := failures.failed(error, tokens)):
             self.lost = lost or await process.lost()
             if process.exited.is_set():

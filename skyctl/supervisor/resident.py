@@ -59,6 +59,7 @@ from skyctl.push.request import PushRequest
 from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import Verification
+from skyctl.states import Phase
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, held_by, in_doubt
@@ -244,7 +245,7 @@ class Supervisor(RunningFleet, SupervisorService):
         return replace(state, base=base, base_digest=admission.base_digest(self.state, plan))
 
     async def verify_weights(self) -> Verification:
-        targets = [r.target for r in self.named(()) if r.phase == "up"]
+        targets = [r.target for r in self.named(()) if r.phase is Phase.UP]
         return await jobs.verify_servers(targets, self.state.servers(), self.client, self.state)
 
     async def undo(self) -> None:
@@ -283,8 +284,8 @@ class Supervisor(RunningFleet, SupervisorService):
     async def _control_in_turn(self, request: Control) -> Outcomes:
         plan = self.require_plan()
         everyone = self.named(request.servers)
-        chosen = [replica for replica in everyone if replica.phase == "up"]
-        absent = {r.name: self._meant_for(request, r) for r in everyone if r.phase != "up"}
+        chosen = [replica for replica in everyone if replica.phase is Phase.UP]
+        absent = {r.name: self._meant_for(request, r) for r in everyone if r.phase is not Phase.UP}
         if isinstance(request, Sleep):
             await self.pushes.warming.stop()  # a rehearsal must not read weights that are asleep
         if isinstance(request, Pause | Sleep) and len(chosen) < len(self.replicas):
@@ -470,7 +471,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 verbs.count(self.state)
             replica.intent_changed = True
             replica.resume_when_up = isinstance(request, Resume)
-            if replica.phase not in ("failed", "dead", "stopped"):
+            if not replica.phase.ended:
                 detail = f"{replica.state}; will be {request.verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 

@@ -12,19 +12,18 @@ from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
 from skyctl.launch.base import Host
+from skyctl.states import Phase, ReplicaState
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.front import Front, FrontContext, TinkerChild
-from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 
 _DRAIN_POLL_S = 0.25
 _SETTLE_POLL_S = 0.25
-_GIVEN_UP = ("failed", "dead")
 
 
 async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
@@ -71,7 +70,7 @@ async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) ->
     plan = running.require_plan()
     for replica in replicas:
         await restart(running, replica, plan)
-        if replica.phase != "up" or replica.row.quarantine:
+        if replica.phase is not Phase.UP or replica.row.quarantine:
             reason = replica.row.quarantine or replica.reason
             raise SkyctlError(f"{replica.name} did not come back: {reason}")
     await settle_router(running)
@@ -147,7 +146,7 @@ async def sync_router(running: RunningFleet) -> None:
     router = running.router
     if router is None:
         return
-    if router.state != "ready" and not router.renewing:
+    if router.phase is not Phase.READY and not router.renewing:
         router.wake()
         return
     try:
@@ -232,7 +231,7 @@ async def _await_front(running: RunningFleet, front: Front, worth: Callable[[], 
     """Wait for a front while that is worthwhile: what it waits for may be gone."""
     settled = asyncio.create_task(front.settled.wait())
     try:
-        while not settled.done() and (front.state != "waiting" or worth()):
+        while not settled.done() and (front.phase is not Phase.WAITING or worth()):
             await asyncio.wait({settled}, timeout=_SETTLE_POLL_S)
     finally:
         settled.cancel()
@@ -241,21 +240,21 @@ async def _await_front(running: RunningFleet, front: Front, worth: Callable[[], 
 def _to_come(running: RunningFleet) -> bool:
     """Whether there is a server to route to, or one starting."""
     replicas = running.replicas.values()
-    return bool(running.desired()) or any(r.phase not in SETTLED for r in replicas)
+    return bool(running.desired()) or any(not r.phase.settled for r in replicas)
 
 
 def takes_requests(running: RunningFleet) -> bool:
     """Whether the fleet takes requests, or will by itself."""
     router = running.router
-    return _to_come(running) and (router is None or router.state not in _GIVEN_UP)
+    return _to_come(running) and (router is None or not router.phase.given_up)
 
 
 def raise_for_failures(running: RunningFleet) -> None:
     """Raise SkyctlError if a replica or a front was given up."""
-    failed = [r for r in running.replicas.values() if r.phase != "up"]
+    failed = [r for r in running.replicas.values() if r.phase is not Phase.UP]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
     for front in (running.router, running.tinker):
-        if front is not None and front.state in _GIVEN_UP:
+        if front is not None and front.phase.given_up:
             problems.append(f"{front.name} {front.reason}")
     if problems:
         raise SkyctlError("; ".join(problems))
@@ -296,7 +295,7 @@ async def _leave_router(running: RunningFleet, replica: Replica) -> None:
 async def _drain(running: RunningFleet, replica: Replica, timeout_s: float) -> None:
     """Wait until the server has no requests, at most `timeout_s` seconds."""
     # requests of a frozen server do not finish
-    if timeout_s <= 0 or replica.state != "ready":
+    if timeout_s <= 0 or replica.state is not ReplicaState.READY:
         return
     server = engines.server(running.client, replica.target, timeout_s=min(5.0, timeout_s))
     deadline = time.monotonic() + timeout_s

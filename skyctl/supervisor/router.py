@@ -16,6 +16,7 @@ from skyctl.children import EVERY_ADDRESS, bypassing
 from skyctl.core.plan import RouterSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.sections import ServerRole
+from skyctl.states import Phase
 from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
 
 _POLL_S = 0.05
@@ -65,7 +66,7 @@ class RouterChild(Front):
 
     async def _lacks_workers(self) -> bool:
         """Update its workers; returns whether that takes another process."""
-        if self.state != "ready":
+        if self.phase is not Phase.READY:
             return False
         async with self._syncing:
             desired = set(self._desired().values())
@@ -87,7 +88,7 @@ class RouterChild(Front):
         try:
             await super().stop()
             self.start()
-            while self.state != "waiting" or self._desired():
+            while self.phase is not Phase.WAITING or self._desired():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self.settled.wait()

@@ -33,7 +33,6 @@ from tests.simulation.loop import PROCESS
 from tests.simulation.network import _NOBODY, Reply, body
 from tests.simulation.world import World, configured, plain
 
-_ON_THE_WAY = ("waiting", "starting", "admitting", "restarting", "stopping")
 SERVER, ROUTER = "a server", "a router"
 ROUTER_URL = "http://127.0.0.1:8000"
 
@@ -376,7 +375,7 @@ class SupervisedWorld(World):
         if supervisor is None or process is None or process.dead or process.stopped:
             return False
         operation, router = supervisor.operation, supervisor.router
-        if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):
+        if any(not replica.phase.settled for replica in supervisor.replicas.values()):
             return True
         if router is not None:
             behind = router.workers != set(supervisor.desired().values())

@@ -34,6 +34,7 @@ from skyctl.launch.local.host import port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
+from skyctl.states import Phase
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
@@ -521,23 +522,24 @@ async def test_an_api_starts_once_the_servers_are_those_of_the_plan(tmp_path: Pa
 
 @pytest.mark.parametrize("given_up", ["router", "server"])
 async def test_an_up_does_not_wait_for_an_api_that_lost_what_it_waits_for(given_up: str) -> None:
-    server, router = SimpleNamespace(phase="up"), SimpleNamespace(state="ready", renewing=False)
+    server = SimpleNamespace(phase=Phase.UP)
+    router = SimpleNamespace(phase=Phase.READY, renewing=False)
     router.settled, settled = asyncio.Event(), asyncio.Event()
     router.settled.set()
     fleet: Any = SimpleNamespace(
         replicas={"a": server},
         router=router if given_up == "router" else None,
-        tinker=SimpleNamespace(state="waiting", settled=settled),
-        desired=lambda: {"a": "http://a"} if server.phase == "up" else {},
+        tinker=SimpleNamespace(phase=Phase.WAITING, settled=settled),
+        desired=lambda: {"a": "http://a"} if server.phase is Phase.UP else {},
     )
     router.sync = AsyncMock()
     waiting = asyncio.create_task(rollout.settle_fronts(fleet))
     await asyncio.sleep(0)
     if given_up == "router":
-        router.state = "failed"
+        router.phase = Phase.FAILED
         router.wake = lambda: None
     else:
-        server.phase = "failed"
+        server.phase = Phase.FAILED
     async with asyncio.timeout(10):
         await waiting
 
@@ -905,9 +907,9 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
         assert push.calls[1] == ("/ckpt", ["a"])
         assert routed(supervisor) == {"b"} and states(supervisor)["a"] == "updating"
         # nor when a push froze all others: it is not frozen, and at the weights it started from
-        supervisor.replicas["b"].update_state = "updating"
+        supervisor.replicas["b"].in_push = True
         assert supervisor.desired().keys() == {"b"}
-        supervisor.replicas["b"].update_state = ""
+        supervisor.replicas["b"].in_push = False
         push.gate.set()
         await eventually(lambda: routed(supervisor) == {"a", "b"})
         assert supervisor.replicas["a"].row.weight_version == "v1"

@@ -15,6 +15,7 @@ from skyctl.cli import generate
 from skyctl.cli.generate import explained, results_file, why_requests_wait
 from skyctl.core.status import FleetStatus, ReplicaStatus, assess
 from skyctl.errors import UsageError
+from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 
 
@@ -27,7 +28,7 @@ class Fleet:
     """A service of one server in this state."""
 
     def __init__(self, state: str, *, paused: bool = False, job: str | None = None) -> None:
-        replica = ReplicaStatus("f-0", state, "http://h:1")
+        replica = ReplicaStatus("f-0", ReplicaState(state), "http://h:1")
         health, reasons = assess([replica], None, pushing=job is not None)
         self._status = FleetStatus("f", health, (replica,), None, reasons, job=job)
         self._rows = (ServerRow("f-0", paused=paused),)

@@ -23,6 +23,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushServer
 from skyctl.push.rolling import push_rolling
 from skyctl.service.drift import from_intent, from_routing, from_weights
+from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 
 ROOT = Path(__file__).parents[3]
@@ -197,8 +198,10 @@ def test_hints_about_an_attached_fleet_name_nothing_that_it_refuses(
     state: str, front: str, routed: bool
 ) -> None:
     """Its servers were started elsewhere: skyctl cannot start or stop them, and has no logs."""
-    pair = [ReplicaStatus(f"f-{n}", state, f"http://h:{n}", routed=routed) for n in (0, 1)]
-    router = RouterStatus(front, "http://h:9")
+    pair = [
+        ReplicaStatus(f"f-{n}", ReplicaState(state), f"http://h:{n}", routed=routed) for n in (0, 1)
+    ]
+    router = RouterStatus(ReplicaState(front), "http://h:9")
     health, reasons = assess(pair, router)
     status = FleetStatus("f", health, tuple(pair), router, reasons, None, weight_version="v1")
     for intended in ({}, {"paused": True}, {"sleep_level": 1}):

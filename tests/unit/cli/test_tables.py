@@ -10,6 +10,7 @@ from rich.console import Console
 from skyctl import output
 from skyctl.cli.fleet_view import OperationView, status_view
 from skyctl.core.status import FleetStatus, Health, ReplicaStatus, RouterStatus
+from skyctl.states import ReplicaState
 
 NAMES = ("policy-qwen3-0", "policy-qwen3-1")
 VERSION = "step-2000@1f2e3d4c"
@@ -29,7 +30,7 @@ def status() -> FleetStatus:
     replicas = tuple(
         ReplicaStatus(
             name,
-            state,
+            ReplicaState(state),
             "http://127.0.0.1:8000",
             routed=state == "ready",
             running=3,
@@ -43,7 +44,7 @@ def status() -> FleetStatus:
         )
         for name, state in zip(NAMES, ("ready", "quarantined"), strict=True)
     )
-    router = RouterStatus("ready", "http://127.0.0.1:8100", workers=1)
+    router = RouterStatus(ReplicaState.READY, "http://127.0.0.1:8100", workers=1)
     return FleetStatus("policy", Health.DEGRADED, replicas, router, weight_version=VERSION)
 
 
@@ -74,7 +75,7 @@ def test_a_pipe_gets_each_row_on_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_progress_of_a_start_cuts_the_log_line_and_not_the_name() -> None:
     view = OperationView("starting")
     view.drawing = True
-    replica = ReplicaStatus(NAMES[0], "starting", "http://h:1", log_line=DETAIL)
+    replica = ReplicaStatus(NAMES[0], ReplicaState.STARTING, "http://h:1", log_line=DETAIL)
     view.see(FleetStatus("f", Health.STARTING, (replica,), None))
     line = shown(view.render(), width=50)[1]
     assert line.startswith(f"  {NAMES[0]}  starting") and line.endswith("…") and len(line) <= 50

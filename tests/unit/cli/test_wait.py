@@ -11,16 +11,19 @@ from skyctl.cli import wait as waiting
 from skyctl.cli.wait import Condition, wait_for
 from skyctl.core.status import FleetStatus, FrontStatus, Operation, ReplicaStatus, RouterStatus
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+from skyctl.states import ReplicaState
 
 
 def replica(name: str, **fields: Any) -> ReplicaStatus:
-    return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://h:1", **fields})
+    state = ReplicaState(fields.pop("state", "ready"))
+    return ReplicaStatus(name, state, "http://h:1", **fields)
 
 
 def status(*replicas: ReplicaStatus, router: str = "ready", tinker: str = "ready") -> FleetStatus:
     if not replicas:
         return FleetStatus("tiny", "down", (), None)
-    made, api = RouterStatus(router, "http://h:2"), FrontStatus(tinker, "http://h:3")
+    made = RouterStatus(ReplicaState(router), "http://h:2")
+    api = FrontStatus(ReplicaState(tinker), "http://h:3")
     return FleetStatus("tiny", "healthy", replicas, made, tinker=api)
 
 

@@ -10,6 +10,7 @@ import pytest
 from skyctl.core.diagnosis import Observed, judge, observe
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.states import ReplicaState
 from skyctl.store.in_doubt import InDoubt
 from skyctl.store.state import FleetWeights, ServerRow
 from tests.stub.app import StubServer
@@ -99,8 +100,8 @@ def test_one_that_does_not_answer_is_restarted_or_else_quarantined(
 
 
 def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
-    assert found(Observed("a", state="updating", engine=False)) == ("busy", "nothing")
-    assert found(Observed("a", state="failed")) == ("failed", "restart")
+    assert found(Observed("a", state=ReplicaState.UPDATING, engine=False)) == ("busy", "nothing")
+    assert found(Observed("a", state=ReplicaState.FAILED)) == ("failed", "restart")
 
 
 def test_a_pause_of_somebody_elses_is_no_fault() -> None:

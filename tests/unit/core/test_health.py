@@ -10,16 +10,17 @@ from skyctl.core.health import FailureCount
 from skyctl.core.status import FrontStatus, Health, ReplicaStatus, RouterStatus, assess
 from skyctl.errors import ExitCode, ServerError
 from skyctl.fleetfile.sections import HealthPolicy
+from skyctl.states import ReplicaState
 
 
 def replicas(*states: str, **fields: Any) -> list[ReplicaStatus]:
     return [
-        ReplicaStatus(f"f-{number}", state, f"http://h:{number}", **fields)
+        ReplicaStatus(f"f-{number}", ReplicaState(state), f"http://h:{number}", **fields)
         for number, state in enumerate(states)
     ]
 
 
-ROUTER = RouterStatus("ready", "http://h:9")
+ROUTER = RouterStatus(ReplicaState.READY, "http://h:9")
 DIED = {"restart_reason": "killed by signal 9", "restarts": 1}
 
 
@@ -66,11 +67,14 @@ def test_the_health_says_what_users_meet(
 @pytest.mark.parametrize(
     ("front", "health"),
     [
-        (RouterStatus("starting", "http://h:9"), Health.STARTING),
-        (RouterStatus("failed", "http://h:9"), Health.UNAVAILABLE),
-        (RouterStatus("starting", "http://h:9", restart_reason="exit 1"), Health.UNAVAILABLE),
-        (FrontStatus("starting", "http://h:8"), Health.PARTIAL),
-        (FrontStatus("failed", "http://h:8"), Health.DEGRADED),
+        (RouterStatus(ReplicaState.STARTING, "http://h:9"), Health.STARTING),
+        (RouterStatus(ReplicaState.FAILED, "http://h:9"), Health.UNAVAILABLE),
+        (
+            RouterStatus(ReplicaState.STARTING, "http://h:9", restart_reason="exit 1"),
+            Health.UNAVAILABLE,
+        ),
+        (FrontStatus(ReplicaState.STARTING, "http://h:8"), Health.PARTIAL),
+        (FrontStatus(ReplicaState.FAILED, "http://h:8"), Health.DEGRADED),
     ],
 )
 def test_users_reach_no_server_without_the_router(front: FrontStatus, health: Health) -> None:

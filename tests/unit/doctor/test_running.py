@@ -10,21 +10,21 @@ from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.doctor.finding import Finding, Severity, count
 from skyctl.doctor.running import LONG_PAUSE_S, RunningFacts, check_running
 from skyctl.service.drift import Drift
+from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow
 
 
 def replica(number: int, **fields: Any) -> ReplicaStatus:
-    defaults: dict[str, Any] = {"state": "ready", "weight_version": "v1"}
-    return ReplicaStatus(
-        **{"name": f"f-{number}", "url": f"http://h:{number}", **defaults, **fields}
-    )
+    state = ReplicaState(fields.pop("state", "ready"))
+    defaults: dict[str, Any] = {"weight_version": "v1"}
+    return ReplicaStatus(f"f-{number}", state, f"http://h:{number}", **{**defaults, **fields})
 
 
 def facts(*replicas: ReplicaStatus, supervised: bool | None = True, **more: Any) -> RunningFacts:
     """A fleet of these replicas (two sound ones by default) whose router lists what it should."""
     replicas = replicas or (replica(0), replica(1))
-    router = RouterStatus("ready", "http://h:9")
+    router = RouterStatus(ReplicaState.READY, "http://h:9")
     health, reasons = assess(replicas, router)
     status = FleetStatus(
         "f", health, replicas, router, reasons, supervised, supervisor_pid=7, weight_version="v1"

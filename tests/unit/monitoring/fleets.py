@@ -13,17 +13,21 @@ from skyctl.monitoring.samples import (
     RouterSample,
     TinkerSample,
 )
+from skyctl.states import ReplicaState
 from skyctl.store.journal import Job
 from skyctl.store.state import Event
 
 
 def replica(name: str = "tiny-0", **fields: Any) -> ReplicaStatus:
-    return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://127.0.0.1:1", **fields})
+    state = ReplicaState(fields.pop("state", "ready"))
+    return ReplicaStatus(name, state, "http://127.0.0.1:1", **fields)
 
 
 def status(*replicas: ReplicaStatus, **fields: Any) -> FleetStatus:
     defaults: dict[str, Any] = {"name": "tiny", "health": "healthy", "supervised": True}
-    router = RouterStatus("ready", "http://127.0.0.1:2", metrics_port=3, workers=len(replicas))
+    router = RouterStatus(
+        ReplicaState.READY, "http://127.0.0.1:2", metrics_port=3, workers=len(replicas)
+    )
     return FleetStatus(**{**defaults, "replicas": replicas, "router": router, **fields})
 
 

@@ -12,6 +12,7 @@ from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.sampler import Sampler
 from skyctl.monitoring.samples import TinkerSample
+from skyctl.states import ReplicaState
 from skyctl.store.journal import Job
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.monitoring.fleets import ToldFleet, replica, status
@@ -87,7 +88,7 @@ async def test_the_routers_page_gives_its_rates_and_the_tinker_api_is_beside_it(
         'vllm_router_requests_total{route="/v1/completions"} 30\n'
         'vllm_router_request_errors_total{route="/v1/completions"} 1\n',
     ]
-    api = FrontStatus("starting", "http://127.0.0.1:3", rss_bytes=7)
+    api = FrontStatus(ReplicaState.STARTING, "http://127.0.0.1:3", rss_bytes=7)
     async with sampler(ToldFleet(status(replica(), tinker=api)), clock, pages) as looks:
         await looks.sample()
         clock.now += 2.0

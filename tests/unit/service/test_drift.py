@@ -8,12 +8,14 @@ import pytest
 
 from skyctl.core.status import FleetStatus, ReplicaStatus
 from skyctl.service.drift import from_file, from_intent, from_routing, from_weights
+from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 from skyctl.supervisor.reconcile import Changes
 
 
 def replica(name: str = "tiny-0", **fields: Any) -> ReplicaStatus:
-    return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://h:1", **fields})
+    state = ReplicaState(fields.pop("state", "ready"))
+    return ReplicaStatus(name, state, "http://h:1", **fields)
 
 
 def status(*replicas: ReplicaStatus, version: str | None = None) -> FleetStatus:

@@ -23,6 +23,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
+from skyctl.states import Phase
 from skyctl.store import opening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -144,7 +145,7 @@ async def test_so_does_that_of_a_supervisor(tmp_path: Path) -> None:
         supervisor = Supervisor(paths, state)
         supervisor._take(replace(fleet_plan(specs[:1]), servers=tuple(specs)))
         for spec in specs:
-            supervisor.new_replica(spec).phase = "up"
+            supervisor.new_replica(spec).phase = Phase.UP
         for verb, shown in ((Pause, "paused"), (Resume, "ready")):
             began = time.process_time()
             outcomes = await supervisor.control(verb(timeout_s=1.0))
