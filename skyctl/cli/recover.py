@@ -61,7 +61,7 @@ def recover(
 
     ref = find(file, fleet)
     findings = call_fleet(ref, lambda running: running.findings())
-    wrong = [finding for finding in findings if finding.action != "nothing"]
+    wrong = [finding for finding in findings if finding.action.needed]
     data = {"findings": [finding.to_json() for finding in findings], "recovered": []}
     if dry_run or not wrong:
         message = "nothing to do" if not wrong else f"{len(wrong)} to repair: skyctl recover"

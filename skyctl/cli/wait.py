@@ -186,8 +186,10 @@ def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
 
 
 def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:
+    from skyctl.core.status import OperationKind
+
     operation = status.operation
-    if status.job or (operation and operation.kind == "recover" and operation.ended_at is None):
+    if status.job or (operation and operation.under_way(OperationKind.RECOVER)):
         return
     for replica in status.replicas:
         stuck = replica.state.stuck and not condition.met_by(replica)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 from skyctl import engines
 from skyctl.core.health import sleep_level
@@ -22,27 +23,65 @@ from skyctl.store.state import FleetWeights, ServerRow
 
 HTTP_TIMEOUT_S = 3.0
 
-Condition = Literal[
-    "healthy",
-    "busy",
-    "frozen",
-    "woken",
-    "half-updated",
-    "wrong-version",
-    "quarantined",
-    "stuck",
-    "unreachable",
-    "failed",
-    "unsupervised",
-    "orphaned",
-    "stale",
-    "half-down",
-    "other-version",
-    "stopped",
-]
-Action = Literal[
-    "nothing", "resume", "sleep", "push", "restart", "quarantine", "adopt", "end", "down", "replace"
-]
+
+class Condition(StrEnum):
+    """What is the matter with a server, its supervisor, or a command that keeps others out."""
+
+    HEALTHY = "healthy"
+    BUSY = "busy"
+    """Another state follows by itself."""
+    FROZEN = "frozen"
+    """A push paused it, sent nothing, and did not resume it."""
+    WOKEN = "woken"
+    """A push woke its weights, and did not put them to sleep again."""
+    HALF_UPDATED = "half-updated"
+    WRONG_VERSION = "wrong-version"
+    QUARANTINED = "quarantined"
+    STUCK = "stuck"
+    """Its front end answers, its engine does not."""
+    UNREACHABLE = "unreachable"
+    FAILED = "failed"
+    UNSUPERVISED = "unsupervised"
+    ORPHANED = "orphaned"
+    """Its server is gone and left processes behind."""
+    STALE = "stale"
+    """Its record is of an earlier boot of the machine."""
+    HALF_DOWN = "half-down"
+    """A `skyctl down` was cut short."""
+    OTHER_VERSION = "other-version"
+    """Its supervisor is of another version of skyctl."""
+    STOPPED = "stopped"
+    """A process that others wait for is stopped (SIGSTOP)."""
+
+
+class Action(StrEnum):
+    """What recovery does about a condition."""
+
+    NOTHING = "nothing"
+    RESUME = "resume"
+    SLEEP = "sleep"
+    PUSH = "push"
+    RESTART = "restart"
+    QUARANTINE = "quarantine"
+    ADOPT = "adopt"
+    END = "end"
+    DOWN = "down"
+    REPLACE = "replace"
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to do."""
+        return self is not Action.NOTHING
+
+    @property
+    def releases(self) -> bool:
+        """Whether it gives a server back that has its weights whole."""
+        return self in (Action.RESUME, Action.SLEEP)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether it ends the process, or takes it from its users until it is ended."""
+        return self in (Action.RESTART, Action.QUARANTINE)
 
 
 @dataclass(frozen=True)
@@ -73,7 +112,7 @@ class Finding:
     server: str
     condition: Condition
     detail: str = ""
-    action: Action = "nothing"
+    action: Action = Action.NOTHING
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -83,7 +122,9 @@ class Finding:
 def stopped(holder: Holder) -> Finding:
     """A command that is stopped: recovery ends it. A program that uses skyctl is its user's."""
     detail = str(holder) if holder.is_command else f"{holder}; {holder.hint('')}"
-    return Finding("holder", "stopped", detail, "end" if holder.is_command else "nothing")
+    return Finding(
+        "holder", Condition.STOPPED, detail, Action.END if holder.is_command else Action.NOTHING
+    )
 
 
 async def observe(
@@ -128,53 +169,57 @@ def judge(
 ) -> Finding:
     """Diagnose one server. `ours`: its process can be restarted. Pure."""
     name = seen.server
-    replace: Action = "restart" if ours else "quarantine"
+    replace: Action = Action.RESTART if ours else Action.QUARANTINE
     problem = seen.problem.removeprefix(f"{name}: ")
     if seen.state is not None and seen.state.given_up:
-        return Finding(name, "failed", problem, "restart")
+        return Finding(name, Condition.FAILED, problem, Action.RESTART)
     if seen.state is not None and seen.state.busy:
-        return Finding(name, "busy", seen.state)
+        return Finding(name, Condition.BUSY, seen.state)
     if not seen.engine:
         if seen.http:
             detail = f"its front end answers and its engine does not ({problem})"
-            return Finding(name, "stuck", detail, replace)
-        return Finding(name, "unreachable", problem, replace)
+            return Finding(name, Condition.STUCK, detail, replace)
+        return Finding(name, Condition.UNREACHABLE, problem, replace)
     if record is not None and record.half_updated:
-        return Finding(name, "half-updated", record.reason, "push")
+        return Finding(name, Condition.HALF_UPDATED, record.reason, Action.PUSH)
     if record is not None and record.woken:
-        return Finding(name, "woken", record.reason, "sleep")
+        return Finding(name, Condition.WOKEN, record.reason, Action.SLEEP)
     compared = not row.quarantine and (row.weight_version or weights.version) is not None
     if seen.version_problem and (record is not None or compared):
         reason = seen.version_problem.removeprefix(f"{name}: ")
-        return Finding(name, "stuck", f"its weight version cannot be read ({reason})", replace)
-    back: Action = "restart" if ours and weights.version is None else "push"
+        return Finding(
+            name, Condition.STUCK, f"its weight version cannot be read ({reason})", replace
+        )
+    back: Action = Action.RESTART if ours and weights.version is None else Action.PUSH
     if record is not None:
         version = record.version or row.weight_version
         # the fleet moved on without it; a server that a push has touched belongs to the fleet
         if behind := _behind(version, row, weights, ours=True):
-            return Finding(name, "wrong-version", behind, back)
+            return Finding(name, Condition.WRONG_VERSION, behind, back)
         # it was restarted since, not by skyctl; a label that the push owes it is not on it yet
         restarted = not ours and not record.version and row.weight_version is not None
         if restarted and (foreign := foreign_version(row.weight_version, seen.version)):
-            return Finding(name, "wrong-version", foreign, back)
-        return Finding(name, "frozen", record.reason, "resume")
+            return Finding(name, Condition.WRONG_VERSION, foreign, back)
+        return Finding(name, Condition.FROZEN, record.reason, Action.RESUME)
     if row.quarantine:
-        return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
+        return Finding(
+            name, Condition.QUARANTINED, row.quarantine, Action.RESTART if ours else Action.PUSH
+        )
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
-        return Finding(name, "wrong-version", foreign, back)
+        return Finding(name, Condition.WRONG_VERSION, foreign, back)
     # a server that skyctl did not start, and that no push reached, reports what it holds
     holds = row.weight_version or (None if ours else seen.version)
     if behind := _behind(holds, row, weights, ours=ours):
-        return Finding(name, "wrong-version", behind, back)
+        return Finding(name, Condition.WRONG_VERSION, behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
-        return Finding(name, "healthy", foreign)
+        return Finding(name, Condition.HEALTHY, foreign)
     if seen.sleep_level and not row.sleep_level:
         detail = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
-        return Finding(name, "healthy", detail)
+        return Finding(name, Condition.HEALTHY, detail)
     if seen.paused and row.intended == "running":
-        return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
-    return Finding(name, "healthy", row.intended if row.intended != "running" else "")
+        return Finding(name, Condition.HEALTHY, "paused, and not by skyctl; type: skyctl resume")
+    return Finding(name, Condition.HEALTHY, row.intended if row.intended != "running" else "")
 
 
 def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from skyctl.core.arbiter import Arbiter
 from skyctl.errors import DeadlineExceeded, FleetDownError
-from skyctl.store.journal import Job, JobEvent
+from skyctl.store.journal import EventKind, Job, JobEvent
 from skyctl.store.state import FleetState
 
 FOLLOW_POLL_S = 0.2
@@ -100,11 +100,15 @@ async def follow(
                     done_bytes = job.done_bytes
                     data = {"done_bytes": done_bytes, "total_bytes": job.total_bytes}
                     # after the stage it belongs to, before the end
-                    at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
-                    events.insert(at, JobEvent(seen, time.time(), "progress", data))
+                    at = (
+                        len(events) - 1
+                        if events and events[-1].kind is EventKind.END
+                        else len(events)
+                    )
+                    events.insert(at, JobEvent(seen, time.time(), EventKind.PROGRESS, data))
                 for event in events:
                     seen = max(seen, event.sequence)
-                    stage = event.data["stage"] if event.kind == "stage" else stage
+                    stage = event.data["stage"] if event.kind is EventKind.STAGE else stage
                     on_event(event)
                 if latest.released:
                     return job

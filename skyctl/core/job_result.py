@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from skyctl.errors import ExitCode, SkyctlError, error_named
 from skyctl.push.request import PushResult
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, JobState
 
 
 def job_error(job: Job) -> SkyctlError | None:
     """The error a job ended with; None if it succeeded."""
     if job.error is None:
-        if job.state != "interrupted":
+        if job.state is not JobState.INTERRUPTED:
             return None
         return SkyctlError(f"{job.id} was interrupted", hint="how it left them: skyctl status")
     error = error_named(

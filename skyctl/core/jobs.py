@@ -31,7 +31,7 @@ from skyctl.store.in_doubt import (
     put_in_doubt,
     verified,
 )
-from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
+from skyctl.store.journal import DRY_RUN, EventKind, Job, JobEvent, JobState, Journal
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -93,7 +93,7 @@ class JournalObserver(PushObserver):
         self._add(JobEvent.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._add(JobEvent.now(kind, **data))
+        self._add(JobEvent.now(EventKind(kind), **data))
         self.close()
 
     def close(self) -> None:
@@ -223,7 +223,7 @@ def _recorded(
             if not request.dry_run:
                 record_result(state, job_id, result)
             reached("push.recorded")
-            state.journal.end(job_id, "succeeded", result=result.to_json())
+            state.journal.end(job_id, JobState.SUCCEEDED, result=result.to_json())
         reached("push.ended")
 
     try:
@@ -231,7 +231,7 @@ def _recorded(
     except asyncio.CancelledError:
         doubt_left(state, job_id)
         stopped = SkyctlError("the push was stopped")
-        state.journal.end(job_id, "interrupted", error=_error_json(stopped))
+        state.journal.end(job_id, JobState.INTERRUPTED, error=_error_json(stopped))
         raise
     except Exception as error:
         failure = (
@@ -240,7 +240,7 @@ def _recorded(
         failure.hint = failure.hint.replace(f"show {THIS_JOB}", f"show {job_id}")
         if not request.dry_run:
             record_failure(state, job_id, request, failure)
-        state.journal.end(job_id, "failed", error=_error_json(failure))
+        state.journal.end(job_id, JobState.FAILED, error=_error_json(failure))
 
 
 def doubt_left(state: FleetState, job_id: str) -> None:
@@ -248,7 +248,9 @@ def doubt_left(state: FleetState, job_id: str) -> None:
 
     Its verified digests are ignored: it could not release these servers itself.
     """
-    events = [event for event in state.journal.events(job_id) if event.kind != "verified"]
+    events = [
+        event for event in state.journal.events(job_id) if event.kind is not EventKind.VERIFIED
+    ]
     put_in_doubt(state, left_behind(state.journal.job(job_id), events))
 
 
@@ -256,7 +258,7 @@ def abandon(state: FleetState, job_id: str, error: Exception) -> None:
     """Close a job that an internal error kept from beginning."""
     if not state.journal.job(job_id).ended:
         shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
-        state.journal.end(job_id, "failed", error=_error_json(shown))
+        state.journal.end(job_id, JobState.FAILED, error=_error_json(shown))
 
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from skyctl import engines
 from skyctl.checkpoints.configs import ALL_KEYS
-from skyctl.core.diagnosis import Action, Finding
+from skyctl.core.diagnosis import Action, Condition, Finding
 from skyctl.core.health import sleep_level
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
@@ -40,7 +40,7 @@ from skyctl.store.in_doubt import (
     put_in_doubt,
     why_held,
 )
-from skyctl.store.journal import Job, number_of
+from skyctl.store.journal import EventKind, Job, number_of
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
@@ -54,8 +54,8 @@ class Recovered:
     """
 
     server: str
-    condition: str
-    action: str
+    condition: Condition
+    action: Action
     ok: bool
     detail: str = ""
     seconds: float = 0.0
@@ -115,17 +115,17 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     cases = [_Case(finding) for finding in findings]
     reached("recover.begin")
     _leave_held(cases, actions)
-    chosen = [case for case in cases if case.action in ("resume", "sleep")]
+    chosen = [case for case in cases if case.action.releases]
     await asyncio.gather(*(_release_one(case, actions) for case in chosen))
     # servers that cannot take part are replaced or quarantined below: none stays at older weights
-    able = [case.name for case in cases if case.action not in ("restart", "quarantine")]
-    await _push([case for case in cases if case.action == "push"], able, actions)
+    able = [case.name for case in cases if not case.action.replaces]
+    await _push([case for case in cases if case.action is Action.PUSH], able, actions)
     remaining = [case for case in cases if case.ended is None]
-    chosen = [case for case in remaining if case.action in ("restart", "quarantine")]
+    chosen = [case for case in remaining if case.action.replaces]
     await _replace(chosen, actions)
     recovered = [case.report() for case in cases]
     for repair in recovered:
-        if repair.action != "nothing":
+        if repair.action.needed:
             problem = f"could not be put right: {repair.detail}"
             end = f"done: {repair.action}" if repair.ok else problem
             actions.state.add_event(repair.server, f"recover: was {repair.condition}; {end}")
@@ -136,8 +136,8 @@ def _leave_held(cases: Sequence[_Case], actions: Actions) -> None:
     """Leave servers of a living trainer as they are until it has ended."""
     process, names = held_by(actions.state) or (None, ())
     for case in cases:
-        if process is not None and case.name in names and case.action != "nothing":
-            case.action = "quarantine"
+        if process is not None and case.name in names and case.action.needed:
+            case.action = Action.QUARANTINE
             then = f"once it has left its update, or was ended (kill {process.pid}): skyctl recover"
             _wait([case], actions, SkyctlError(why_held(process)), then)
 
@@ -148,7 +148,7 @@ async def _replace(cases: Sequence[_Case], actions: Actions) -> None:
     async def replace_one(case: _Case) -> None:
         case.done(await actions.replace(case.name, case.problem or case.finding.detail))
 
-    serving = [case for case in cases if case.finding.condition == "wrong-version"]
+    serving = [case for case in cases if case.finding.condition is Condition.WRONG_VERSION]
     await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
     for case in serving:
         await replace_one(case)
@@ -176,7 +176,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
         )
     except SkyctlError as error:
         put_in_doubt(actions.state, {case.name: replace(record, half_updated=True)})
-        case.action, case.problem = "push", error.message
+        case.action, case.problem = Action.PUSH, error.message
         return None
     clear(actions.state, case.name)
     if level:
@@ -226,7 +226,7 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
             leave_to_next_push(actions.state, case.name)
             _wait([case], actions, error, "push or update again: skyctl sync-weights CKPT")
         except SkyctlError as error:
-            case.action = "restart"
+            case.action = Action.RESTART
             case.problem = case.problem or error.message
 
 
@@ -272,7 +272,7 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         request = PushRequest.from_json(latest.request)
     except (SkyctlError, TypeError):  # pruned, or written by another skyctl
         return None
-    prepared = [e.data for e in state.journal.events(latest.id) if e.kind == "prepared"]
+    prepared = [e.data for e in state.journal.events(latest.id) if e.kind is EventKind.PREPARED]
     if not prepared or not prepared[-1]["checkpoint"]:
         return None  # it never read its files, or had none: nothing says which they were
     if request.transport == TRAINER:  # the trainer cannot be asked again; its files can be pushed

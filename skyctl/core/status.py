@@ -105,19 +105,40 @@ class RouterStatus(FrontStatus):
     workers: int | None = None
 
 
+class OperationKind(StrEnum):
+    """What a supervisor does to its processes, one at a time."""
+
+    UP = "up"
+    SCALE = "scale"
+    RESTART = "restart"
+    ADOPT = "adopt"
+    """It takes over what an earlier supervisor left."""
+    RECOVER = "recover"
+    DOWN = "down"
+
+    @property
+    def repairs(self) -> bool:
+        """Whether it repairs what it finds."""
+        return self in (OperationKind.ADOPT, OperationKind.RECOVER)
+
+
 @dataclass(frozen=True)
 class Operation:
-    """What the supervisor is busy with, or did last: up, restart, scale, down or a push job.
+    """What the supervisor is busy with, or did last.
 
     `error` is empty while it runs and if it succeeded. Times are seconds since the epoch.
     """
 
     id: int
-    kind: str
+    kind: OperationKind
     detail: str
     began_at: float
     ended_at: float | None = None
     error: str = ""
+
+    def under_way(self, kind: OperationKind) -> bool:
+        """Whether it is of this kind, and goes on."""
+        return self.kind is kind and self.ended_at is None
 
 
 INTERRUPTED = "interrupted: what it started was stopped"
@@ -187,11 +208,11 @@ def assess(
     tinker: FrontStatus | None = None,
     *,
     pushing: bool = False,
-    operation: str = "",
+    operation: OperationKind | None = None,
 ) -> tuple[Health, tuple[Reason, ...]]:
     """The verdict over a fleet, and the reasons if it is not healthy.
 
-    `operation` is the kind of the one that is under way. `pushing`: a push is, and two versions are
+    `operation`: one of this kind is under way. `pushing`: a push is, and two versions are
     fine meanwhile; without one, a server that is updating is still being admitted.
     """
     reasons = [*_reasons(replicas, router, tinker, operation)]
@@ -223,9 +244,11 @@ def assess(
     return health, (*reasons, *_conditions(health, replicas))
 
 
-def _without_answers(states: set[ReplicaState], pushing: bool, operation: str) -> Health:
+def _without_answers(
+    states: set[ReplicaState], pushing: bool, operation: OperationKind | None
+) -> Health:
     """The health of a sound fleet that answers no user."""
-    if operation == "down":
+    if operation is OperationKind.DOWN:
         return Health.STOPPING
     if pushing and ReplicaState.UPDATING in states:
         return Health.UPDATING
@@ -255,7 +278,7 @@ def _reasons(
     replicas: Sequence[ReplicaStatus],
     router: RouterStatus | None,
     tinker: FrontStatus | None,
-    operation: str,
+    operation: OperationKind | None,
 ) -> Iterator[Reason]:
     """What keeps each server and front from being ready."""
     for replica in replicas:
@@ -271,7 +294,7 @@ def _reasons(
             yield Reason(f"the {title} is {front.state}{detail}", hint, fault=not on_the_way)
 
 
-def _on_the_way(process: ReplicaStatus | FrontStatus, operation: str) -> bool:
+def _on_the_way(process: ReplicaStatus | FrontStatus, operation: OperationKind | None) -> bool:
     """Whether it starts or stops because that was requested, and not because it died."""
     if process.state is ReplicaState.STOPPED:
         return bool(operation)  # a restart stops it first
@@ -290,7 +313,7 @@ def foreign_version(recorded: str | None, reported: str | None) -> str:
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 
 
-def _replica_reason(replica: ReplicaStatus, operation: str) -> Reason | None:
+def _replica_reason(replica: ReplicaStatus, operation: OperationKind | None) -> Reason | None:
     if replica.state.as_intended:
         foreign = foreign_version(replica.weight_version, replica.reported_version)
         if foreign and replica.state is not ReplicaState.UPDATING:

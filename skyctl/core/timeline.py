@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from skyctl.states import PushState
-from skyctl.store.journal import JobEvent
+from skyctl.store.journal import EventKind, JobEvent
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ def timeline(events: Sequence[JobEvent]) -> Timeline:
     """The timeline of a job's events, in order. Empty without any stage. One still running ends at
     its last event.
     """
-    began = next((event.at for event in events if event.kind == "stage"), None)
+    began = next((event.at for event in events if event.kind is EventKind.STAGE), None)
     if began is None:
         return Timeline(0.0, (), ())
     end_s = max(event.at for event in events) - began
     stages = _spans(
-        ((e.data["stage"], e.at - began) for e in events if e.kind == "stage"), end_s=end_s
+        ((e.data["stage"], e.at - began) for e in events if e.kind is EventKind.STAGE), end_s=end_s
     )
     by_server: dict[str, list[tuple[str, float]]] = {}
     for event in events:
-        if event.kind == "server":
+        if event.kind is EventKind.SERVER:
             moments = by_server.setdefault(event.data["server"], [])
             moments.append((event.data["state"], event.at - began))
     servers = tuple(_server(name, moments, end_s) for name, moments in sorted(by_server.items()))

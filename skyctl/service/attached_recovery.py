@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skyctl import engines
 from skyctl.adapters.committed import catch_up
 from skyctl.core.arbiter import Act, Arbiter, Turn
-from skyctl.core.diagnosis import Finding, judge, observe
+from skyctl.core.diagnosis import Action, Condition, Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
@@ -44,7 +44,12 @@ async def find(
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
     gone = [
-        Finding(name, "unreachable", f"{_GONE} ({rows[name].url}); {record.reason}", "quarantine")
+        Finding(
+            name,
+            Condition.UNREACHABLE,
+            f"{_GONE} ({rows[name].url}); {record.reason}",
+            Action.QUARANTINE,
+        )
         for name, record in doubts.items()
         if name not in present and not (rows[name].quarantine or "").startswith(_GONE)
     ]

@@ -13,7 +13,7 @@ from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import planned, usable
 from skyctl.core.registry import FleetRef, remember, was_attached
 from skyctl.core.service import FleetService, StatusQuery
-from skyctl.core.status import BY_DOWN, FleetStatus, ended_by_others
+from skyctl.core.status import BY_DOWN, FleetStatus, OperationKind, ended_by_others
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -126,7 +126,7 @@ async def _after_down(ref: FleetRef) -> None:
             operation = (await client.status(StatusQuery(fresh=False))).operation
         except (FleetDownError, VersionMismatch):
             return
-    if operation is not None and operation.kind == "down" and operation.ended_at is None:
+    if operation is not None and operation.under_way(OperationKind.DOWN):
         await after_down(ref)
 
 

@@ -129,18 +129,20 @@ class SupervisedFleet(RemoteFleet):
         """What is the matter with each server, and which processes are stopped; nothing is started
         for it.
         """
-        from skyctl.core.diagnosis import Finding, stopped
+        from skyctl.core.diagnosis import Action, Condition, Finding, stopped
         from skyctl.service.revive import stopped_holders
 
         findings = [
             stopped(holder) for holder in await asyncio.to_thread(stopped_holders, self.ref.paths)
         ]
         if pid := await asyncio.to_thread(stopped_supervisor, self.ref.paths):
-            findings.append(Finding("supervisor", "stopped", f"pid {pid} is stopped", "end"))
+            findings.append(
+                Finding("supervisor", Condition.STOPPED, f"pid {pid} is stopped", Action.END)
+            )
         try:
             return (*findings, *await super().findings())
         except VersionMismatch as error:
-            return (Finding("supervisor", "other-version", error.message, "replace"),)
+            return (Finding("supervisor", Condition.OTHER_VERSION, error.message, Action.REPLACE),)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
         """With a supervisor of this version, started if need be."""
@@ -163,10 +165,12 @@ class SupervisedFleet(RemoteFleet):
 
         def report(finding: Finding) -> Recovered:
             """Of a server that recovery itself had nothing to do about: was taking over enough?"""
-            if finding.action == "nothing":
-                return Recovered(finding.server, finding.condition, "nothing", True, finding.detail)
+            if not finding.action.needed:
+                return Recovered(
+                    finding.server, finding.condition, finding.action, True, finding.detail
+                )
             now = after.get(finding.server)
-            ok = now is None or now.action == "nothing"
+            ok = now is None or not now.action.needed
             detail = "" if now is None or ok else now.detail
             return Recovered(finding.server, finding.condition, finding.action, ok, detail, seconds)
 
@@ -189,7 +193,7 @@ class SupervisedFleet(RemoteFleet):
                 continue
             try:
                 rows = await super().recover(request)
-                return {row.server: row for row in rows if row.action != "nothing"}
+                return {row.server: row for row in rows if row.action.needed}
             except ConflictError as error:
                 if error.details.get("operation") != "down":
                     raise

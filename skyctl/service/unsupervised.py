@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from skyctl.core.diagnosis import Action, Finding, Observed, judge, observe
+from skyctl.core.diagnosis import Action, Condition, Finding, Observed, judge, observe
 from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
@@ -90,7 +90,9 @@ class UnsupervisedFleet(RecordedFleet):
         rows = [row for row in state.processes() if row.role == "server"]
         if state.get("going_down"):
             detail = "`skyctl down` was cut short"
-            return tuple(Finding(row.name, "half-down", detail, "down") for row in rows)
+            return tuple(
+                Finding(row.name, Condition.HALF_DOWN, detail, Action.DOWN) for row in rows
+            )
         seen = {
             observed.server: observed
             for observed in await self._observe([r for r in rows if r.alive()])
@@ -106,9 +108,9 @@ class UnsupervisedFleet(RecordedFleet):
                 continue
             doubted, intended = doubts.get(row.name), state.server(row.name)
             finding = judge(seen[row.name], intended, doubted, state.weights(), ours=True)
-            if finding.condition == "healthy":
+            if finding.condition is Condition.HEALTHY:
                 detail = "it serves, and no supervisor watches it"
-                finding = Finding(row.name, "unsupervised", detail, "adopt")
+                finding = Finding(row.name, Condition.UNSUPERVISED, detail, Action.ADOPT)
             findings.append(finding)
         return tuple(findings)
 
@@ -160,11 +162,11 @@ def _alive(row: ProcessRow) -> ProcessIdentity | None:
 
 def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
     if _stale(row):
-        return Finding(row.name, "stale", "the machine was restarted since it ran")
+        return Finding(row.name, Condition.STALE, "the machine was restarted since it ran")
     orphans = [orphan for orphan in row.descendants if orphan.alive()]
     if orphans:
         pids = ", ".join(str(orphan.pid) for orphan in orphans)
         detail = f"its server is gone and left processes behind (pid {pids})"
-        return Finding(row.name, "orphaned", detail, "end")
-    action: Action = "restart" if others_live else "nothing"
-    return Finding(row.name, "failed", "it died without a supervisor", action)
+        return Finding(row.name, Condition.ORPHANED, detail, Action.END)
+    action: Action = Action.RESTART if others_live else Action.NOTHING
+    return Finding(row.name, Condition.FAILED, "it died without a supervisor", action)

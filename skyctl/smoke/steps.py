@@ -24,6 +24,7 @@ from skyctl.service import connect
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import begin_up, follow_operation
 from skyctl.states import ReplicaState
+from skyctl.store.journal import JobState
 from skyctl.units import count_of, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -304,7 +305,7 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
     async with connect(run.ref) as fleet:
         job_id = await fleet.start_push(PushRequest(checkpoint))
         job = await fleet.wait_job(job_id)
-    if job.state != "succeeded" or job.result is None:
+    if job.state is not JobState.SUCCEEDED or job.result is None:
         error: dict[str, Any] = job.error or {}
         message = error.get("message") or f"{job_id} ended {job.state}"
         raise SkyctlError(f"{job_id}: {message}", hint=error.get("hint", ""))

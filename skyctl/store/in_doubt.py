@@ -15,7 +15,7 @@ from typing import Any
 from skyctl.errors import ConflictError
 from skyctl.states import PushStage, PushState
 from skyctl.store.identity import ProcessIdentity
-from skyctl.store.journal import Job, JobEvent
+from skyctl.store.journal import EventKind, Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 
 
@@ -75,9 +75,9 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
     for event in events:
-        if event.kind == "stage":
+        if event.kind is EventKind.STAGE:
             stages.add(PushStage(event.data["stage"]))
-        elif event.kind == "server":
+        elif event.kind is EventKind.SERVER:
             name, state = event.data["server"], PushState(event.data["state"])
             if state is PushState.WEIGHED:
                 digests[name] = event.data["detail"]
@@ -116,7 +116,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
 
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
     """What a push had verified by the end of its events, in order (`PushObserver.fact`)."""
-    return [event.data for event in events if event.kind == "verified"]
+    return [event.data for event in events if event.kind is EventKind.VERIFIED]
 
 
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:

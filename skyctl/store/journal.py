@@ -6,6 +6,7 @@ import json
 import sqlite3
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from skyctl.errors import NotFoundError
@@ -16,7 +17,6 @@ from skyctl.store.locks import News
 _QUEUED = "queued"
 """The stage of a job that has not entered one."""
 _PRUNE_EVERY_JOBS = 20
-ENDED = ("succeeded", "failed", "interrupted")
 DRY_RUN = "dry-run"
 """Kind of a push that only checks and plans."""
 
@@ -29,18 +29,50 @@ _OF_A_VERSION = 3
 _DAY_S = 86_400.0
 
 
+class JobState(StrEnum):
+    """running ─► succeeded, failed, or interrupted: cancelled, or its process died."""
+
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def ended(self) -> bool:
+        return self is not JobState.RUNNING
+
+
+class EventKind(StrEnum):
+    """What an event of a job reports, and what its data are."""
+
+    STAGE = "stage"
+    """`stage`."""
+    SERVER = "server"
+    """`server`, `state` and `detail`."""
+    PREPARED = "prepared"
+    """What the push found before it touched a server (`PushObserver.fact`)."""
+    VERIFIED = "verified"
+    """Which servers hold which digests of which version."""
+    NOTE = "note"
+    """`message`."""
+    PROGRESS = "progress"
+    """`done_bytes` and `total_bytes`; not journaled."""
+    END = "end"
+    """`state`, a `JobState`."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One long operation. `id` is like `push-3` or `dry-run-1`; times are seconds since the epoch.
 
-    `state` is running, succeeded, failed or interrupted (its process died). `servers` maps a
+    `servers` maps a
     server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
     "exit_code", "details"} of a failed job, `result` the result's JSON of one that succeeded.
     """
 
     id: str
     kind: str
-    state: str
+    state: JobState
     stage: str
     done_bytes: int
     total_bytes: int
@@ -53,7 +85,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return self.state.ended
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -61,36 +93,29 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """One thing that happened in a job. Kinds and their data:
-
-    stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
-    server {"server", "state", "detail"} · prepared and verified (`PushObserver.fact`) · end
-    {"state"}
-
-    Its `sequence` is 0 until it is written.
-    """
+    """One thing that happened in a job. Its `sequence` is 0 until it is written."""
 
     sequence: int
     at: float
-    kind: str
+    kind: EventKind
     data: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def now(cls, kind: str, /, **data: Any) -> JobEvent:
+    def now(cls, kind: EventKind, /, **data: Any) -> JobEvent:
         """One that is about to be written."""
         return cls(0, time.time(), kind, data)
 
     @classmethod
     def stage(cls, name: str) -> JobEvent:
-        return cls.now("stage", stage=name)
+        return cls.now(EventKind.STAGE, stage=name)
 
     @classmethod
     def server(cls, name: str, state: str, detail: str = "") -> JobEvent:
-        return cls.now("server", server=name, state=state, detail=detail)
+        return cls.now(EventKind.SERVER, server=name, state=state, detail=detail)
 
     @classmethod
     def note(cls, message: str) -> JobEvent:
-        return cls.now("note", message=message)
+        return cls.now(EventKind.NOTE, message=message)
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -142,7 +167,7 @@ class Journal:
             kind, json.dumps(request), created_at, json.dumps(owner.__dict__), durable=True,
         )  # fmt: skip
         name = f"{kind}-{abs(cursor.lastrowid or 0)}"
-        return Job(name, kind, "running", _QUEUED, 0, 0, request, {}, created_at)
+        return Job(name, kind, JobState.RUNNING, _QUEUED, 0, 0, request, {}, created_at)
 
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
@@ -165,7 +190,7 @@ class Journal:
     def end(
         self,
         job_id: str,
-        state: str,
+        state: JobState,
         *,
         result: dict[str, Any] | None = None,
         error: dict[str, Any] | None = None,
@@ -179,7 +204,7 @@ class Journal:
                 state, time.time(), result and json.dumps(result), error and json.dumps(error),
                 number,
             )  # fmt: skip
-            self.add_events(job_id, JobEvent.now("end", state=state))
+            self.add_events(job_id, JobEvent.now(EventKind.END, state=state))
         self._news.notify()
         if number % _PRUNE_EVERY_JOBS == 0:
             prune(self._database)
@@ -209,7 +234,10 @@ class Journal:
             "SELECT * FROM job_events WHERE job = ? AND sequence > ? ORDER BY sequence",
             number_of(job_id), after,
         )  # fmt: skip
-        return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in rows]
+        return [
+            JobEvent(r["sequence"], r["at"], EventKind(r["kind"]), json.loads(r["data"]))
+            for r in rows
+        ]
 
     @understood
     def owner_alive(self, job_id: str) -> bool:
@@ -226,7 +254,7 @@ class Journal:
             message = f"the process that ran {job.id} died in stage {job.stage}"
             hint = "put right what it left: skyctl recover"
             error = {"kind": "PushError", "message": message, "hint": hint}
-            self.end(job.id, "interrupted", error=error)
+            self.end(job.id, JobState.INTERRUPTED, error=error)
         return orphans
 
     @understood
@@ -287,7 +315,7 @@ class Journal:
             *servers,
         ):
             data = json.loads(row["data"])
-            if row["kind"] == "stage":
+            if row["kind"] == EventKind.STAGE:
                 stages[row["job"]] = data["stage"]
             else:
                 latest = {"state": data["state"], "detail": data["detail"]}
@@ -311,7 +339,7 @@ def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Jo
     return Job(
         id=f"{row['kind']}-{abs(row['number'])}",
         kind=row["kind"],
-        state=row["state"],
+        state=JobState(row["state"]),
         stage=stage,
         done_bytes=row["done_bytes"],
         total_bytes=row["total_bytes"],

@@ -21,7 +21,7 @@ LOG_VARIABLE = "SKYCTL_LOG"
 belongs to.
 """
 
-Phase = Literal["intended", "running", "ready", "stale"]
+RecordedPhase = Literal["intended", "running", "ready", "stale"]
 Role = Literal["server", "router", "tinker"]
 
 _FRONTS: dict[str, Role] = {"router": "router", "tinker": "tinker"}
@@ -38,7 +38,7 @@ class ProcessRow:
 
     name: str
     role: Role
-    phase: Phase
+    phase: RecordedPhase
     token: str
     identity: ProcessIdentity | None
     spec_hash: str

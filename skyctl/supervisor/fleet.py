@@ -205,7 +205,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         router,
         tinker,
         pushing=running.push_job is not None,
-        operation=running.under_way.kind if running.under_way else "",
+        operation=running.under_way.kind if running.under_way else None,
     )
     if (lost := running.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.reason}", lost.hint),)

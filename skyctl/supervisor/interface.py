@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import FleetService
+from skyctl.core.status import OperationKind
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.wire import adapter
 
@@ -19,7 +20,7 @@ class Reconcile:
     """Bring the fleet to the plan; `kind` is the operation's name."""
 
     plan: FleetPlan
-    kind: str = "up"
+    kind: OperationKind = OperationKind.UP
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,14 @@ from skyctl.core.service import (
     StatusQuery,
     TakenDown,
 )
-from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, Operation, ended_by_others
+from skyctl.core.status import (
+    BY_DOWN,
+    INTERRUPTED,
+    FleetStatus,
+    Operation,
+    OperationKind,
+    ended_by_others,
+)
 from skyctl.core.urls import FleetUrls, access
 from skyctl.errors import ConflictError, DeadlineExceeded, FleetDownError, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
@@ -107,7 +114,7 @@ class Supervisor(RunningFleet, SupervisorService):
         """Raises ConflictError if something else is being done."""
         return self.change_to(request.plan, request.kind)
 
-    def change_to(self, plan: FleetPlan, kind: str = "up") -> Begun:
+    def change_to(self, plan: FleetPlan, kind: OperationKind = OperationKind.UP) -> Begun:
         """Begin to bring the fleet to the plan. Raises ConflictError."""
         running = self._operation_task is not None and not self._operation_task.done()
         if running and self.operation and self.plan and _same(plan, self.plan):
@@ -135,7 +142,8 @@ class Supervisor(RunningFleet, SupervisorService):
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
         self._take(request.plan)
-        return self._begin("adopt", "", healing.take_over(self, self.pushes, request.plan))
+        work = healing.take_over(self, self.pushes, request.plan)
+        return self._begin(OperationKind.ADOPT, "", work)
 
     async def scale(self, request: Scale) -> int:
         before = self.require_plan()
@@ -145,7 +153,7 @@ class Supervisor(RunningFleet, SupervisorService):
             has = {"router": before.router is not None, "tinker": before.tinker is not None}
             return usable(planned(config, before.base_dir, ports, pins=before.pins, **has), ports)
 
-        return self.change_to(await asyncio.to_thread(plan), "scale").operation
+        return self.change_to(await asyncio.to_thread(plan), OperationKind.SCALE).operation
 
     async def findings(self) -> tuple[Finding, ...]:
         self.require_plan()
@@ -160,9 +168,9 @@ class Supervisor(RunningFleet, SupervisorService):
             done |= {
                 repair.server: repair
                 for repair in self.recovered
-                if repair.action != "nothing" or repair.server not in done
+                if repair.action.needed or repair.server not in done
             }
-            if all(repair.action == "nothing" for repair in await self.findings()):
+            if all(not repair.action.needed for repair in await self.findings()):
                 break
         return tuple(done.values())
 
@@ -174,10 +182,10 @@ class Supervisor(RunningFleet, SupervisorService):
             ConflictError: something else is being done.
         """
         self.require_plan()
-        if (operation := self.under_way) and operation.kind in ("recover", "adopt"):
+        if (operation := self.under_way) and operation.kind.repairs:
             return operation.id
         self._refuse_while_busy()
-        return self._begin("recover", "", healing.heal_in_turn(self, self.pushes))
+        return self._begin(OperationKind.RECOVER, "", healing.heal_in_turn(self, self.pushes))
 
     def heal_after(self, job: Job, turn: Turn) -> bool:
         """Begin to repair what a push of ours left in doubt, and release its turn when done.
@@ -187,7 +195,7 @@ class Supervisor(RunningFleet, SupervisorService):
         if self.under_way or self.push_job or self.draining or not in_doubt(self.state):
             return False
         turn.rename(f"recovery after {job.id}")
-        self._begin("recover", f"after {job.id}", healing.heal(self, self.pushes))
+        self._begin(OperationKind.RECOVER, f"after {job.id}", healing.heal(self, self.pushes))
         assert self._operation_task is not None  # just begun
         self._operation_task.add_done_callback(lambda task: turn.release())
         return True
@@ -213,7 +221,7 @@ class Supervisor(RunningFleet, SupervisorService):
         chosen = self.named(request.servers)
         self._refuse_while_busy()
         detail = ", ".join(replica.name for replica in chosen)
-        return self._begin("restart", detail, rollout.restart_rolling(self, chosen))
+        return self._begin(OperationKind.RESTART, detail, rollout.restart_rolling(self, chosen))
 
     async def urls(self) -> FleetUrls:
         plan, metrics = self.require_plan(), None
@@ -266,7 +274,7 @@ class Supervisor(RunningFleet, SupervisorService):
         names = tuple(row.name for row in self.state.processes() if row.alive())
         await self._stop_operation(BY_DOWN)
         # before the push is stopped: what it leaves in doubt is no longer repaired
-        self.operation = Operation(next(self._numbers), "down", "", time.time())
+        self.operation = Operation(next(self._numbers), OperationKind.DOWN, "", time.time())
         await self.pushes.stop()
         self.state.set("going_down", "1")  # after a death midway, the next one goes on with it
         reached("down.begin")
@@ -427,7 +435,7 @@ class Supervisor(RunningFleet, SupervisorService):
         ended = (operation for operation in self._ended_operations if operation.id == number)
         return next(ended, None)
 
-    def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
+    def _begin(self, kind: OperationKind, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation = []
         self.operation = Operation(next(self._numbers), kind, detail, time.time())
         self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
@@ -487,11 +495,13 @@ class Supervisor(RunningFleet, SupervisorService):
         if operation is None:
             job = self.push_job
             return job is not None and self.state.journal.job(job.id).ended
-        return operation.kind == "recover" or (operation.kind == "adopt" and not self.taken_over)
+        return operation.kind is OperationKind.RECOVER or (
+            operation.kind is OperationKind.ADOPT and not self.taken_over
+        )
 
     def _refuse_beside_operation(self) -> None:
         """Raise ConflictError if an operation excludes a push."""
-        adopting = self.operation is not None and self.operation.kind == "adopt"
+        adopting = self.operation is not None and self.operation.kind is OperationKind.ADOPT
         # servers that still start take the fleet's weights when ready
         if not (adopting and self.taken_over):
             self._refuse_operation()

@@ -26,7 +26,7 @@ from skyctl.errors import (
     SkyctlError,
 )
 from skyctl.push.request import PushRequest
-from skyctl.store.journal import LATEST
+from skyctl.store.journal import LATEST, JobState
 from skyctl.tinker import files
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class ServedWeights:
                 continue
             version = job.request.get("weight_version") or ""
             ours = version.startswith(PREFIX)
-            if job.state == "succeeded":
+            if job.state is JobState.SUCCEEDED:
                 unsure = bool(failed) if ours else any(failed)
                 return _MIXED if unsure else version if ours else None
             failed.append(ours)

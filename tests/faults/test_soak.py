@@ -11,7 +11,7 @@ import pytest
 from benchmarks.soak.__main__ import Asked, soak
 from benchmarks.soak.checker import Expected, Record, Span, committed_spans, judge
 from benchmarks.soak.fleet import SoakFleet
-from skyctl.store.journal import Job, JobEvent
+from skyctl.store.journal import EventKind, Job, JobEvent, JobState
 
 EXPECTED = Expected(
     pure={("a", 0): (1, 2, 3), ("b", 0): (7, 8, 9)},
@@ -51,8 +51,8 @@ async def test_what_a_command_said_names_no_directory_of_the_machine(tmp_path: P
 def job(
     number: int, version: str, at: float, *, state: str = "succeeded"
 ) -> tuple[Job, list[JobEvent]]:
-    pushed = Job(f"push-{number}", "push", state, "resume", 0, 0, {}, {}, at, at + 5)
-    return pushed, [JobEvent(1, at + 3, "verified", {"version": f"{version}-{number}"})]
+    pushed = Job(f"push-{number}", "push", JobState(state), "resume", 0, 0, {}, {}, at, at + 5)
+    return pushed, [JobEvent(1, at + 3, EventKind.VERIFIED, {"version": f"{version}-{number}"})]
 
 
 def test_a_version_may_be_served_from_its_commit_until_the_next_push_has_succeeded() -> None:

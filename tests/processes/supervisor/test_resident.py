@@ -24,7 +24,7 @@ from skyctl.core.diagnosis import Finding
 from skyctl.core.jobs import open_push
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
-from skyctl.core.status import Operation
+from skyctl.core.status import Operation, OperationKind
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, HostUnreachable, NotFoundError, PushError, SkyctlError
@@ -812,13 +812,13 @@ async def test_a_push_waits_until_its_fleet_is_taken_over_and_for_nothing_else(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        supervisor.operation = Operation(7, "adopt", "", time.time())
+        supervisor.operation = Operation(7, OperationKind.ADOPT, "", time.time())
         begun = asyncio.create_task(supervisor.start_push(PushRequest("/ckpt")))
         assert not (await asyncio.wait({begun}, timeout=0.2))[0]
         supervisor.taken_over = True
         assert (await begun).startswith("push-")
         await eventually(lambda: supervisor.push_job is None)
-        supervisor.operation = Operation(8, "scale", "", time.time())
+        supervisor.operation = Operation(8, OperationKind.SCALE, "", time.time())
         with pytest.raises(ConflictError, match="busy: scale"):
             await supervisor.start_push(PushRequest("/ckpt"))
 

@@ -17,7 +17,7 @@ from skyctl.errors import ExitCode
 from skyctl.help import text_of
 from skyctl.help import topics as known_topics
 from skyctl.output import STATE_STYLES
-from skyctl.store import journal
+from skyctl.store.journal import JobState
 from tests.unit.cli.commands import run
 
 
@@ -72,7 +72,12 @@ def test_each_text_has_all_the_words_of_the_code() -> None:
     assert all(re.search(rf"^  {name} ", text_of("transports"), re.M) for name in transports)
     states = text_of("states")
     outcomes = {"ok", "routed", "loading", "skipped", "rolled-back", "timeout"}
-    documented = {*STATE_STYLES, *journal.ENDED, "healthy", "down"} - outcomes
+    documented = {
+        *STATE_STYLES,
+        *(state for state in JobState if state.ended),
+        "healthy",
+        "down",
+    } - outcomes
     assert [w for w in sorted(documented) if not re.search(rf"^  {w} ", states, re.M)] == []
 
 

@@ -9,7 +9,14 @@ import pytest
 
 from skyctl.cli import wait as waiting
 from skyctl.cli.wait import Condition, wait_for
-from skyctl.core.status import FleetStatus, FrontStatus, Operation, ReplicaStatus, RouterStatus
+from skyctl.core.status import (
+    FleetStatus,
+    FrontStatus,
+    Operation,
+    OperationKind,
+    ReplicaStatus,
+    RouterStatus,
+)
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 from skyctl.states import ReplicaState
 
@@ -110,7 +117,7 @@ async def test_a_server_that_was_given_up_ends_the_wait_at_once() -> None:
 
 async def test_a_server_that_is_being_repaired_is_waited_for() -> None:
     out = status(replica("a", state="quarantined", reason="the trainer died"))
-    repair = Operation(1, "recover", "after push-1", began_at=1.0)
+    repair = Operation(1, OperationKind.RECOVER, "after push-1", began_at=1.0)
     repaired = replace(out, operation=replace(repair, ended_at=2.0, error="nothing helped"))
     under_way = [replace(out, job="push-1"), replace(out, operation=repair)]
     ready = status(replica("a"))

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from skyctl.core.health import FailureCount
-from skyctl.core.status import FrontStatus, Health, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import (
+    FrontStatus,
+    Health,
+    OperationKind,
+    ReplicaStatus,
+    RouterStatus,
+    assess,
+)
 from skyctl.errors import ExitCode, ServerError
 from skyctl.fleetfile.sections import HealthPolicy
 from skyctl.states import ReplicaState
@@ -31,7 +38,7 @@ DIED = {"restart_reason": "killed by signal 9", "restarts": 1}
         (("ready", "paused"), {}, Health.PARTIAL),
         (("ready", "starting"), {}, Health.PARTIAL),
         (("ready", "updating"), {"pushing": True}, Health.PARTIAL),
-        (("ready", "stopped"), {"operation": "restart"}, Health.PARTIAL),
+        (("ready", "stopped"), {"operation": OperationKind.RESTART}, Health.PARTIAL),
         (("ready", "stopped"), {}, Health.DEGRADED),
         (("ready", "restarting"), {}, Health.DEGRADED),
         (("ready", "quarantined"), {}, Health.DEGRADED),
@@ -43,7 +50,11 @@ DIED = {"restart_reason": "killed by signal 9", "restarts": 1}
         (("paused", "paused"), {}, Health.PAUSED),
         (("paused", "asleep"), {}, Health.PAUSED),
         (("asleep", "asleep"), {}, Health.ASLEEP),
-        (("stopping", "ready"), {"operation": "down", "routed": False}, Health.STOPPING),
+        (
+            ("stopping", "ready"),
+            {"operation": OperationKind.DOWN, "routed": False},
+            Health.STOPPING,
+        ),
         (("paused", "dead"), {}, Health.UNAVAILABLE),
         (("quarantined", "quarantined"), {}, Health.UNAVAILABLE),
         (("ready", "ready"), {"routed": False}, Health.UNAVAILABLE),

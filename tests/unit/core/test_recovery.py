@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.diagnosis import Finding
+from skyctl.core.diagnosis import Action, Condition, Finding
 from skyctl.core.recovery import (
     Recovered,
     clear,
@@ -104,8 +104,9 @@ def leave(actions: Actions, *names: str, half: bool, checkpoint: str = "/new") -
     actions.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
     put_in_doubt(actions.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
-    found, action = ("half-updated", "push") if half else ("frozen", "resume")
-    return [Finding(name, found, "", action) for name in names]  # type: ignore[arg-type]
+    found = Condition.HALF_UPDATED if half else Condition.FROZEN
+    action = Action.PUSH if half else Action.RESUME
+    return [Finding(name, found, "", action) for name in names]
 
 
 def outcomes(recovered: list[Recovered]) -> list[tuple[str, bool]]:
@@ -124,7 +125,7 @@ async def test_a_frozen_server_is_resumed_and_nothing_is_pushed(actions: Actions
 async def test_servers_that_serve_nobody_are_restarted_at_once(
     actions: Actions, found: str, at_once: int
 ) -> None:
-    findings = [Finding(f"stub-{n}", found, "", "restart") for n in range(2)]  # type: ignore[arg-type]
+    findings = [Finding(f"stub-{n}", Condition(found), "", Action.RESTART) for n in range(2)]
     assert outcomes(await recover(findings, actions)) == [("restart", True)] * 2
     assert actions.most_at_once == at_once
 
@@ -142,7 +143,7 @@ async def test_one_whose_weights_were_woken_sleeps_again(
     engine = actions.stubs[0].engine
     await engine.sleep(level, "abort")
     await engine.wake(["weights"])
-    findings = [Finding("stub-0", "woken", "", "sleep")]
+    findings = [Finding("stub-0", Condition.WOKEN, "", Action.SLEEP)]
     assert outcomes(await recover(findings, actions)) == [("sleep", True)]
     assert ("weights" in engine.asleep) == (level == 1) and "kv_cache" in engine.asleep
     assert {row.name for row in actions.state.servers() if row.weights_awake} == awake
@@ -223,7 +224,10 @@ async def test_a_push_that_was_on_its_way_reaches_all_but_those_that_are_replace
 ) -> None:
     """Nobody whom recovery leaves as it is may stay behind at older weights."""
     findings = leave(actions, "stub-0", half=True)
-    findings += [Finding("stub-1", "healthy"), Finding("stub-2", "stuck", "", "quarantine")]
+    findings += [
+        Finding("stub-1", Condition.HEALTHY),
+        Finding("stub-2", Condition.STUCK, "", Action.QUARANTINE),
+    ]
     await recover(findings, actions)
     assert actions.pushed == ["stub-0", "stub-1"]
 
@@ -248,7 +252,7 @@ async def test_servers_to_which_a_live_trainer_may_send_wait_until_it_has_ended(
     actions: Actions, how: str
 ) -> None:
     findings = leave(actions, "stub-0", half=True)
-    findings += [Finding("stub-1", "stuck", "", "restart")]
+    findings += [Finding("stub-1", Condition.STUCK, "", Action.RESTART)]
     job = in_doubt(actions.state)["stub-0"].job
     open_sender(actions.state, job, own_identity())
     left, other = await recover(findings, actions)
@@ -281,7 +285,10 @@ async def test_and_are_restarted_when_that_fails_too(actions: Actions) -> None:
 
 async def test_what_could_not_be_put_right_says_why(actions: Actions) -> None:
     actions.restart_error = "it does not start"
-    findings = [Finding("stub-0", "stuck", "no answer", "restart"), Finding("stub-1", "healthy")]
+    findings = [
+        Finding("stub-0", Condition.STUCK, "no answer", Action.RESTART),
+        Finding("stub-1", Condition.HEALTHY),
+    ]
     recovered = await recover(findings, actions)
     assert outcomes(recovered) == [("restart", False), ("nothing", True)]
     assert recovered[0].detail == "it does not start"
@@ -361,7 +368,7 @@ def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are
 
 async def test_a_push_that_failed_puts_right_nobody_who_was_in_no_doubt(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=True)
-    findings.append(Finding("stub-1", "wrong-version", "", "push"))
+    findings.append(Finding("stub-1", Condition.WRONG_VERSION, "", Action.PUSH))
     actions.push_error = "/new is gone"
     await recover(findings, actions)
     assert actions.done == ["push /new", "bring stub-0", "bring stub-1"]

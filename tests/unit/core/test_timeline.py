@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyctl.core.timeline import Span, timeline
-from skyctl.store.journal import JobEvent
+from skyctl.store.journal import EventKind, JobEvent
 
 
 def events(*rows: tuple[float, str, str, str]) -> list[JobEvent]:
@@ -11,7 +11,7 @@ def events(*rows: tuple[float, str, str, str]) -> list[JobEvent]:
     made = []
     for number, (at, kind, name, state) in enumerate(rows):
         data = {"stage": name} if kind == "stage" else {"server": name, "state": state}
-        made.append(JobEvent(number, 1000.0 + at, kind, data))
+        made.append(JobEvent(number, 1000.0 + at, EventKind(kind), data))
     return made
 
 

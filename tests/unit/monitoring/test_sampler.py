@@ -13,7 +13,7 @@ from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.sampler import Sampler
 from skyctl.monitoring.samples import TinkerSample
 from skyctl.states import ReplicaState
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, JobState
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.monitoring.fleets import ToldFleet, replica, status
 
@@ -151,7 +151,7 @@ async def test_the_pid_and_gpus_of_another_machine_are_not_looked_for_here() -> 
 
 async def test_the_push_in_progress_is_shown_with_how_far_it_is() -> None:
     request: dict[str, Any] = {"checkpoint": "runs/step-200"}
-    job = Job("push-3", "push", "running", "update", 5, 10, request, {}, created_at=0.0)
+    job = Job("push-3", "push", JobState.RUNNING, "update", 5, 10, request, {}, created_at=0.0)
     for supervised in (True, None):
         fleet = ToldFleet(status(replica(), job="push-3", supervised=supervised), job=job)
         async with sampler(fleet, Clock()) as looks:

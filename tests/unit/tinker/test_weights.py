@@ -14,11 +14,11 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
-from skyctl.store.journal import LATEST, Job
+from skyctl.store.journal import LATEST, Job, JobState
 from skyctl.tinker import files
 from skyctl.tinker.weights import ServedWeights
 
-DONE = Job("", "push", "succeeded", "resume", 0, 0, {}, {}, 0.0)
+DONE = Job("", "push", JobState.SUCCEEDED, "resume", 0, 0, {}, {}, 0.0)
 
 
 class Fleet:
@@ -58,10 +58,13 @@ class Fleet:
         state: dict[str, Any] = {}
         if self.fails:
             self.fails = False
-            state = {"error": {"kind": "PreflightError", "message": "too large"}, "state": "failed"}
-        job = self.push(request.checkpoint, request.weight_version, state="running")
+            state = {
+                "error": {"kind": "PreflightError", "message": "too large"},
+                "state": JobState.FAILED,
+            }
+        job = self.push(request.checkpoint, request.weight_version, state=JobState.RUNNING)
         await asyncio.sleep(0.02)
-        self.done[-1] = replace(job, **{"state": "succeeded", **state})
+        self.done[-1] = replace(job, **{"state": JobState.SUCCEEDED, **state})
         return job.id
 
     async def wait_job(self, job_id: str) -> Job:
@@ -123,7 +126,7 @@ async def test_what_servers_hold_is_known_when_the_push_is_listed_no_more(
     weights = served(fleet, tmp_path)
     assert await at(fleet, weights, trained["a"]) == "a"
     fleet.row = SimpleNamespace(weight_version=fleet.done[-1].request["weight_version"])
-    dry = replace(DONE, kind="dry-run", request={"checkpoint": "/other"}, state="succeeded")
+    dry = replace(DONE, kind="dry-run", request={"checkpoint": "/other"}, state=JobState.SUCCEEDED)
     fleet.done += [replace(dry, id=f"dry-{n}") for n in range(LATEST)]
     pushes = len(fleet.done)
     assert await weights.answer(trained["a"], lambda: asyncio.sleep(0, "yes")) == "yes"
@@ -177,11 +180,11 @@ async def test_what_was_answered_during_anybodys_push_is_asked_again(
 
     answering = asyncio.create_task(weights.answer(trained["a"], ask))
     await begun.wait()
-    job = fleet.push("/theirs", state="running")
+    job = fleet.push("/theirs", state=JobState.RUNNING)
     go_on.set()
     await asyncio.sleep(0.05)
     assert not answering.done()  # servers may answer with either
-    fleet.done[-1] = replace(job, state="succeeded")
+    fleet.done[-1] = replace(job, state=JobState.SUCCEEDED)
     assert await answering == "a"
     assert fleet.pushed == ["a", "theirs", "a"]
 
@@ -211,7 +214,7 @@ async def test_a_push_that_fails_is_an_error_and_the_next_is_made(
     assert await at(fleet, weights, None) == "base"  # brought: a server may have got something
     assert await at(fleet, weights, trained["b"]) == "b"
     # somebody's roll that stopped half-way: servers may have either
-    fleet.push("/theirs", state="failed")
+    fleet.push("/theirs", state=JobState.FAILED)
     assert await at(fleet, weights, trained["b"]) == "b"
     assert fleet.pushed == ["a", "base", "b", "theirs", "b"]
 
@@ -223,7 +226,7 @@ async def test_a_push_whose_supervisor_died_may_have_been_finished_by_recovery(
     weights = served(fleet, tmp_path)
 
     async def wait_job(job_id: str) -> Job:
-        fleet.done[-1] = replace(fleet.done[-1], state="interrupted")
+        fleet.done[-1] = replace(fleet.done[-1], state=JobState.INTERRUPTED)
         raise FleetDownError("the process that ran it died")
 
     with monkeypatch.context() as dying:
@@ -233,7 +236,7 @@ async def test_a_push_whose_supervisor_died_may_have_been_finished_by_recovery(
             await asyncio.sleep(0.001)
     assert await answering == "a"
     assert fleet.pushed == ["a", "a"]
-    fleet.push(trained["b"], "tinker-b", state="interrupted")  # of an earlier process
+    fleet.push(trained["b"], "tinker-b", state=JobState.INTERRUPTED)  # of an earlier process
     assert await at(fleet, weights, None) == "base"
     assert fleet.pushed == ["a", "a", "b", "base"]
 
