@@ -65,6 +65,10 @@ REFUSED_WHILE_PAUSED = "Generation is paused"
 """How a server refuses requests in a pause, where it does (vLLM 0.33 without skyctl's gate)."""
 
 
+NO_TOKEN_IDS = "return_token_ids is not supported with streaming"
+"""How a server refuses to stream a chat with its token ids (SGLang from 0.5.17 on)."""
+
+
 def lacks_method(error: ServerError) -> bool:
     """Whether workers answered that they have no such method. Any other error, above all one raised
     by the method itself, does not say that.

@@ -359,6 +359,8 @@ class Progress:
 
     prompt_ids: list[int] | None = None
     """The prompt's tokens, once a server has named them."""
+    without_ids: bool = False
+    """Whether its server streams no token ids for it."""
     tokens: list[int] = field(default_factory=list)
     """All tokens so far."""
     logprobs: list[float] = field(default_factory=list)

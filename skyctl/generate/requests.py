@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import httpx
 
-from skyctl.engines.base import REFUSED_WHILE_PAUSED
+from skyctl.engines.base import NO_TOKEN_IDS, REFUSED_WHILE_PAUSED
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 from skyctl.generate.prompts import Cut, GenerationRequest, Paused, Progress, read_pieces
 from skyctl.generate.prompts import GenerationResult as GenerationResult
@@ -250,6 +250,11 @@ class GenerationClient:
             had = len(progress.tokens)
             try:
                 return await self._attempt(request, progress, on_text)
+            except ServerError as error:
+                if progress.without_ids or NO_TOKEN_IDS not in error.message:
+                    raise
+                progress.without_ids = True
+                continue
             except Paused:
                 progress.retries += 1
                 await self._sleep(self._retry.wait_s(min(progress.retries, _PAUSE_STEPS)))
@@ -283,6 +288,8 @@ class GenerationClient:
         path, body = request_body(
             request, self._endpoint.model, progress.prompt_ids, progress.tokens
         )
+        if progress.without_ids:
+            del body["return_token_ids"]
         async with self._answer(self._endpoint.url, path, body, request.session_id) as response:
             async for piece in read_pieces(response.aiter_lines()):
                 progress.add(piece)

@@ -34,6 +34,7 @@ class Life:
         self.chance = random.Random(seed)
         self.engine = SGLangEngine(
             model=checkpoints[0],
+            version=self.chance.choice(["0.5.14", "0.5.23"]),
             radix_cache=self.chance.random() < 0.5,
             memory_saver=self.chance.random() < 0.8,
             cpu_backup=self.chance.random() < 0.5,

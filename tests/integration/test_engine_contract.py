@@ -27,9 +27,12 @@ KINDS = [
     "vllm-stub",
     "sglang-stub",
     "sglang-stub-attached",
+    "sglang-newest-stub",
+    "sglang-newest-stub-attached",
     pytest.param("vllm", marks=pytest.mark.real),
     pytest.param("sglang", marks=pytest.mark.gpu),
 ]
+OLDEST, NEWEST = "0.5.14", "0.5.23"
 STUB_DELAY_S = 0.002
 ANSWER_S = 2.0
 
@@ -91,8 +94,12 @@ async def subject(request: pytest.FixtureRequest, tiny: dict[str, str]) -> Async
             StubServer(StubEngine(model=tiny["a"]), token_delay_s=STUB_DELAY_S)
             if kind == "vllm-stub"
             else SGLangStub(
-                SGLangEngine(model=tiny["a"], cpu_backup=True),
-                keeper=kind == "sglang-stub",
+                SGLangEngine(
+                    model=tiny["a"],
+                    version=NEWEST if "newest" in kind else OLDEST,
+                    cpu_backup=True,
+                ),
+                keeper="attached" not in kind,
                 token_delay_s=STUB_DELAY_S,
             )
         )

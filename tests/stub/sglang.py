@@ -8,7 +8,9 @@
 
 What it does was read in SGLang 0.5.14 (`managers/scheduler.py`, `tokenizer_manager.py`,
 `scheduler_components/weight_updater.py`), and most of it seen on a GPU. A failed assertion ends the
-scheduler, and the server with it (`dead` says of what); one call never returns (`hung`).
+scheduler, and the server with it (`dead` says of what); one call never returns (`hung`). As 0.5.17
+it returns token ids; as 0.5.21 it has sessions of updates, flushes while requests wait in a pause,
+and says of which models of a rank a checksum is.
 """
 
 from __future__ import annotations
@@ -173,6 +175,7 @@ class SGLangEngine:
     waiting: int = 0  # at the front end's gate
     cached: set[str] = field(default_factory=set)  # digests of the weights of what is in the tree
     stale: list[str] = field(default_factory=list)  # KV of other weights that was decoded
+    session: bool = False  # an update was begun and has not ended
     zeros: int = 0  # tokens that came of weights which nobody had filled
     log: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -190,6 +193,37 @@ class SGLangEngine:
         self.server_args = SimpleNamespace(
             enable_memory_saver=self.memory_saver, enable_weights_cpu_backup=self.cpu_backup
         )
+
+    @property
+    def since(self) -> tuple[int, ...]:
+        """The release that it answers as."""
+        return tuple(map(int, self.version.split(".")))
+
+    @property
+    def has_sessions(self) -> bool:
+        return self.since >= (0, 5, 21)
+
+    def begin_update(self) -> str:
+        """Why it failed; "" when it did not."""
+        self._alive()
+        if "weights" in self.released:
+            self._die("weights were restored in memory that is released")
+        if self.session:
+            return "a weight-update session is already open; call end_weight_update() first"
+        self.session = True
+        return ""
+
+    def end_update(self) -> str:
+        self._alive()
+        if not self.session:
+            return "no weight-update session is open; call begin_weight_update() first"
+        self.session = False
+        return ""
+
+    def _outside_session(self, kind: str) -> str:
+        if not self.has_sessions or self.session:
+            return ""
+        return f"{kind} must run between begin_weight_update() and end_weight_update()"
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         self._alive()
@@ -242,17 +276,19 @@ class SGLangEngine:
         if "weights" in self.released:
             self._die("weights were loaded into memory that is released")
         self.digest = digest_of_checkpoint(path)
-        if body.get("flush_cache", True) and not self.flush():
-            self._die("Cache flush failed after updating weights")
+        if problem := self._flush_after_update(body):
+            return problem
         self.model = self.served_model_name = path
         if body.get("weight_version"):
             self.weight_version = body["weight_version"]
         self.log.append("update")
         return ""
 
-    async def update_from_tensor(self, body: Mapping[str, Any]) -> None:
+    async def update_from_tensor(self, body: Mapping[str, Any]) -> str:
         """Tensors that were there stay, but for those that come."""
         await self._updatable()
+        if problem := self._outside_session("update_weights_from_tensor"):
+            return problem
         assert body["load_format"] == "flattened_bucket"
         raw = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
         bucket = _Unpickler(io.BytesIO(raw)).load()
@@ -261,7 +297,7 @@ class SGLangEngine:
         for one in bucket["metadata"]:
             assert one.end_idx - one.start_idx == one.numel
             found[one.name] = buffer[one.start_idx : one.end_idx]
-        self._load(found, body)
+        return self._load(found, body)
 
     def init_group(self, body: Mapping[str, Any]) -> str:
         """Why it failed; "" when it did not. Each rank comes to the sender's store."""
@@ -292,6 +328,8 @@ class SGLangEngine:
     async def update_from_group(self, body: Mapping[str, Any]) -> str:
         """Receive one bucket, whose tensors are views of it: they must be aligned."""
         await self._updatable()
+        if problem := self._outside_session("update_weights_from_distributed"):
+            return problem
         name = body.get("group_name", _GROUP)
         if name not in self.groups:
             self._die(f"Group {name} not in {list(self.groups)}.")
@@ -309,8 +347,7 @@ class SGLangEngine:
             found[name] = buckets[0][at : at + size]
             at += size
         assert all(len(bucket) == at for bucket in buckets)
-        self._load(found, body)
-        return ""
+        return self._load(found, body)
 
     async def _updatable(self) -> None:
         self._alive()
@@ -320,21 +357,30 @@ class SGLangEngine:
         if "weights" in self.released:
             self._die("weights were loaded into memory that is released")
 
-    def _load(self, found: Mapping[str, bytes], body: Mapping[str, Any]) -> None:
+    def _load(self, found: Mapping[str, bytes], body: Mapping[str, Any]) -> str:
         if not self.checksums:
             self.checksums = rows.checksums_of_checkpoint(self.model)
         self.checksums |= {name: zlib.crc32(data) for name, data in found.items()}
         update = {"names": list(self.checksums), "crc32": list(self.checksums.values())}
         self.digest = digest_of_updates([update])
-        if body.get("flush_cache", True) and not self.flush():
-            self._die("Cache flush failed after updating weights")
+        if problem := self._flush_after_update(body):
+            return problem
         self.log.append("update")
+        return ""
+
+    def _flush_after_update(self, body: Mapping[str, Any]) -> str:
+        if not body.get("flush_cache", True) or self.flush():
+            return ""
+        if not self.has_sessions:
+            self._die("Cache flush failed after updating weights")
+        return "Weights were updated, but the cache was not flushed"
 
     # the scheduler
 
     def flush(self) -> bool:
         self._alive()
-        if self.requests:
+        waits = self.has_sessions and self.scheduler_paused
+        if any(request.kv or not waits for request in self.requests):
             return False
         self.cached.clear()
         self.log.append("flush")
@@ -481,6 +527,11 @@ class SGLangStub:
             "/weights_checker": self._checker,
             "/flush_cache": self._flush,
         }
+        if self.engine.has_sessions:
+            managed |= {
+                "/begin_weight_update": self._begin_update,
+                "/end_weight_update": self._end_update,
+            }
         self._managed = frozenset(managed)
         routes = [Route(path, self._alive(one), methods=["GET"]) for path, one in get.items()]
         post |= managed
@@ -584,12 +635,14 @@ class SGLangStub:
         )
 
     async def _completions(self, request: Request) -> Response:
-        """OpenAI's format has no token ids here."""
+        """OpenAI's format has token ids only since 0.5.17."""
         body = await request.json()
+        ids = bool(body.get("return_token_ids")) and self.engine.since >= (0, 5, 17)
         prompt, most = prompt_ids(body), int(body.get("max_tokens", 16))
         tokens = self.engine.generate(self.gate, prompt, most, self._token_delay_s)
         if body.get("stream"):
-            return StreamingResponse(_events(tokens, most), media_type="text/event-stream")
+            events = _events(tokens, most, prompt if ids else None)
+            return StreamingResponse(events, media_type="text/event-stream")
         made = [token async for token in tokens]
         choice = {
             "index": 0,
@@ -622,8 +675,15 @@ class SGLangStub:
         return _came_to(await self.engine.update_from_disk(await request.json()))
 
     async def _from_tensor(self, request: Request) -> Response:
-        await self.engine.update_from_tensor(await request.json())
-        return JSONResponse({"success": True, "message": "Success"})
+        return _came_to(await self.engine.update_from_tensor(await request.json()))
+
+    async def _begin_update(self, request: Request) -> Response:
+        await request.json()
+        return _came_to(self.engine.begin_update())
+
+    async def _end_update(self, request: Request) -> Response:
+        await request.json()
+        return _came_to(self.engine.end_update())
 
     async def _distributed(self, request: Request) -> Response:
         return _came_to(await self.engine.update_from_group(await request.json()))
@@ -652,11 +712,16 @@ class SGLangStub:
             {
                 "checksums": {"model.embed_tokens.weight": self.engine.digest},
                 "per_gpu_checksum": self.engine.digest,
-                "parallelism_info": {"tp_rank": rank, "pp_rank": 0, "dp_rank": 0, **sizes},
+                "parallelism_info": self._places(
+                    {"tp_rank": rank, "pp_rank": 0, "dp_rank": 0, **sizes}
+                ),
             }
             for rank in range(size)  # of the first stage: others have no way to answer
         ]
         return JSONResponse({"success": True, "message": "Success.", "ranks": ranks})
+
+    def _places(self, place: dict[str, int]) -> Any:
+        return [{"role": "target", **place}] if self.engine.has_sessions else place
 
     async def _flush(self, _: Request) -> Response:
         if self.engine.flush():
@@ -684,12 +749,17 @@ def _came_to(problem: str) -> Response:
     return JSONResponse(content, 400 if problem else 200)
 
 
-async def _events(tokens: AsyncIterator[int | None], most: int) -> AsyncIterator[str]:
+async def _events(
+    tokens: AsyncIterator[int | None], most: int, prompt: list[int] | None
+) -> AsyncIterator[str]:
     count = 0
     async for token in tokens:
         count += 1
         finish = "abort" if token is None else "length" if count == most else None
         text = "" if token is None else chr(token)
-        choice = {"index": 0, "text": text, "finish_reason": finish}
+        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": finish}
+        if prompt is not None:
+            choice["token_ids"] = [] if token is None else [token]
+            choice |= {"prompt_token_ids": prompt} if count == 1 else {}
         yield f"data: {json.dumps({'choices': [choice]})}\n\n"
     yield "data: [DONE]\n\n"

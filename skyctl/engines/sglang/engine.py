@@ -1,5 +1,5 @@
-"""SGLang 0.5.14, with vllm-router, as an `Engine`: its command line, settings skyctl keeps, and how
-it is told of tensors that it receives, or that are in another process's GPU memory.
+"""SGLang 0.5.14 to 0.5.23, with vllm-router, as an `Engine`: its command line, settings skyctl
+keeps, and how it is told of tensors that it receives, or that are in another process's GPU memory.
 
 `POST /update_weights_from_distributed` receives a bucket by one broadcast in a group that its
 workers joined before (`load_format: flattened_bucket`): tensors one after the other, without gaps.
@@ -7,14 +7,15 @@ workers joined before (`load_format: flattened_bucket`): tensors one after the o
 `POST /update_weights_from_tensor` takes one pickle for each tensor-parallel rank, here that of a
 flattened bucket (`load_format: flattened_bucket`): a uint8 tensor, rebuilt from a CUDA IPC handle,
 and the places of tensors in it. The pickle is assembled from parts, so that neither torch nor
-SGLang is imported. Read in SGLang 0.5.14 (`weight_sync/tensor_bucket.py`, `SafeUnpickler` and
-`MultiprocessingSerializer` in `utils/common.py`).
+SGLang is imported. Read in SGLang 0.5.14 to 0.5.23 (`weight_sync/tensor_bucket.py`, `SafeUnpickler`
+and `MultiprocessingSerializer` in `utils/common.py`).
 """
 
 from __future__ import annotations
 
 import base64
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,10 @@ if TYPE_CHECKING:
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
 
-KNOWN = "0.5.14"
+OLDEST, NEWEST = (0, 5, 14), (0, 5, 23)
+"""The releases that were read. 0.5.16 seals a server's arguments; 0.5.17 returns token ids; 0.5.21
+has sessions of updates, checksums for each model of a rank, and flushes while requests wait.
+"""
 _BUCKET = {
     "load_format": "flattened_bucket",
     "flush_cache": False,  # a flush while requests are held would end the server
@@ -247,10 +251,12 @@ class SGLangDialect(Dialect):
 
 def dialect_for(version: str) -> SGLangDialect:
     """The dialect of a server that reports `version`."""
-    if version == KNOWN:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if match and OLDEST <= tuple(map(int, match.groups())) <= NEWEST:
         return SGLangDialect()
+    newest = ".".join(map(str, NEWEST))
     return SGLangDialect(
-        note=f"SGLang {version or '?'} is unknown to skyctl: it is treated as {KNOWN}"
+        note=f"SGLang {version or '?'} is unknown to skyctl: it is treated as {newest}"
     )
 
 

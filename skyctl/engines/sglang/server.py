@@ -1,4 +1,4 @@
-"""One SGLang server's control routes, as typed calls. Read in SGLang 0.5.14
+"""One SGLang server's control routes, as typed calls. Read in SGLang 0.5.14 to 0.5.23
 (`entrypoints/http_server.py`).
 
 None of these calls can end a server: behind skyctl's keeper (`inside/keeper.py`) the server refuses
@@ -193,8 +193,8 @@ class SGLangServer(SGLangState):
             raise ServerError(
                 f"{self.target.name} holds requests, and SGLang drops no cached KV of the old "
                 "weights while it does",
-                hint="push with --mode abort or --mode wait; or start the servers with "
-                "`disable-radix-cache: true`",
+                hint="push with --mode abort or --mode wait; start the servers with "
+                "`disable-radix-cache: true`; or use SGLang 0.5.21 or newer",
             )
 
     async def reset_caches(self) -> None:
@@ -227,10 +227,18 @@ class SGLangServer(SGLangState):
             await self._call("POST", keeper.DESTROY_GROUP, json=body, timeout_s=timeout_s)
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        """SGLang has no sessions: only this object knows that one is open. An update has the same
-        preconditions as a reload.
+        """An update has the same preconditions as a reload. Before 0.5.21 SGLang has no sessions,
+        and only this object knows that one is open. One that a sender left open is closed.
         """
         await self.prepare_reload()
+        with ignoring_status(404):
+            try:
+                await self._call("POST", keeper.BEGIN, json={}, timeout_s=timeout_s)
+            except ServerError as error:
+                if error.status != 400:
+                    raise
+                await self._call("POST", keeper.END, json={}, timeout_s=timeout_s)
+                await self._call("POST", keeper.BEGIN, json={}, timeout_s=timeout_s)
         self._updates = True
 
     async def update_weights(
@@ -249,6 +257,8 @@ class SGLangServer(SGLangState):
         if not self._updates:
             self._lacks("update sessions of others", Refusal.NO_SESSION)
         self._updates = False
+        with ignoring_status(404):
+            await self._call("POST", keeper.END, json={}, timeout_s=timeout_s)
 
     async def weight_version(self) -> str | None:
         version = (await self._object("GET", "/model_info")).get("weight_version")
@@ -268,12 +278,11 @@ class SGLangServer(SGLangState):
         return self._understood(path, lambda: self._by_rank(ranks) if ranks else None)
 
     def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-        places, checksums = [rank["parallelism_info"] for rank in ranks], dict[str, str]()
+        places, checksums = [_place(rank) for rank in ranks], dict[str, str]()
         for kind in ("tp", "pp", "dp"):
             if {at[f"{kind}_rank"] for at in places} != set(range(places[0][f"{kind}_size"])):
                 return None
-        for rank in ranks:
-            at = rank["parallelism_info"]
+        for rank, at in zip(ranks, places, strict=True):
             for name, checksum in rank["checksums"].items():
                 place = f"tp{at['tp_rank']}.pp{at['pp_rank']}.{name}"
                 if checksums.setdefault(place, checksum) != checksum:
@@ -351,6 +360,13 @@ class SGLangServer(SGLangState):
         error = ServerError(f"{self.target.name}: SGLang servers have no {feature}")
         error.refusal = refusal
         raise error
+
+
+def _place(rank: Mapping[str, Any]) -> Mapping[str, int]:
+    """A rank's numbers; from 0.5.21 on there is one entry for each model that it runs."""
+    info = rank["parallelism_info"]
+    place: Mapping[str, int] = info[0] if isinstance(info, list) else info
+    return place
 
 
 def settings_problem(settings: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor import examine
 from skyctl.engines.guarding import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
-from skyctl.engines.sglang.engine import SGLANG
+from skyctl.engines.sglang.engine import SGLANG, dialect_for
 from skyctl.engines.sglang.inside import keeper
+from skyctl.engines.sglang.inside.serve import WithToken
 from skyctl.engines.sglang.server import SGLangServer
 from skyctl.errors import ServerError, UsageError
 from skyctl.http.client import ControlClient
@@ -334,14 +336,77 @@ async def test_a_call_whose_sender_has_gone_before_its_turn_changes_nothing(path
     assert (engine.is_pause, engine.log, sent) == (before, [], [])
 
 
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.20", "0.5.21", "0.5.23"])
+def test_releases_that_were_read_come_without_a_note(version: str) -> None:
+    assert dialect_for(version).note == ""
+
+
+@pytest.mark.parametrize("version", ["0.5.13", "0.5.24", "0.6.0rc1", "", "main"])
+def test_releases_that_were_not_read_come_with_a_note(version: str) -> None:
+    assert "is treated as 0.5.23" in dialect_for(version).note
+
+
+async def test_a_session_that_a_sender_left_open_is_closed_by_the_next() -> None:
+    stub = SGLangStub(SGLangEngine(version="0.5.23", session=True))
+    server = server_of(stub)
+    with pytest.raises(ServerError, match="update sessions of others"):
+        await server.finish_weight_update()
+    await server.pause("keep")
+    await server.start_weight_update()
+    assert stub.engine.session
+    await server.finish_weight_update()
+    assert not stub.engine.session
+    await server.resume()
+
+
+async def test_a_newer_server_drops_the_prefix_cache_while_it_holds_requests() -> None:
+    engine = SGLangEngine(version="0.5.23", cached={"old"}, requests=[_Request(kv="old")])
+    server = server_of(SGLangStub(engine))
+    await server.pause("keep")
+    await server.prepare_reload()
+    assert not engine.cached and engine.requests == [_Request(kv="")]
+    older = SGLangEngine(version="0.5.20", cached={"old"}, requests=[_Request(kv="old")])
+    server = server_of(SGLangStub(older))
+    await server.pause("keep")
+    with pytest.raises(ServerError, match="drops no cached KV"):
+        await server.prepare_reload()
+
+
+def server_of(stub: SGLangStub) -> SGLangServer:
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    return SGLangServer(ControlClient(transport=StubTransport([stub])), target)
+
+
+def test_only_questions_to_the_server_itself_carry_the_token() -> None:
+    sent: list[tuple[str, dict[str, Any]]] = []
+    module = SimpleNamespace(
+        get=lambda url, **how: sent.append((url, how)),
+        post=lambda url, **how: sent.append((url, how)),
+        exceptions="its own",
+    )
+    requests = WithToken(module, "http://127.0.0.1:300", "t")
+    requests.get("http://127.0.0.1:300/model_info", headers={}, timeout=5)
+    requests.post("http://127.0.0.1:300/generate", json={}, headers={})
+    requests.get("http://127.0.0.1:3001/info", headers={})
+    assert requests.exceptions == "its own"
+    own = {"Authorization": "Bearer t"}
+    assert sent == [
+        ("http://127.0.0.1:300/model_info", {"headers": own, "timeout": 5}),
+        ("http://127.0.0.1:300/generate", {"headers": own, "json": {}}),
+        ("http://127.0.0.1:3001/info", {"headers": {}}),
+    ]
+
+
+@pytest.mark.parametrize("roles", [0, 1, 2], ids=["mapping", "list", "with a draft"])
 @pytest.mark.parametrize("missing", ["tp", "pp", "dp", "all"])
-async def test_checksums_in_which_a_rank_is_missing_prove_nothing(missing: str) -> None:
+async def test_checksums_in_which_a_rank_is_missing_prove_nothing(missing: str, roles: int) -> None:
     at = {
         f"{kind}_{word}": int(word == "size")
         for kind in ("tp", "pp", "dp")
         for word in ("rank", "size")
     }
-    ranks: list[dict[str, Any]] = [{"checksums": {"w": "1"}, "parallelism_info": at}]
+    info = [at] * roles if roles else at  # since 0.5.21 one for each model of the rank
+    ranks: list[dict[str, Any]] = [{"checksums": {"w": "1"}, "parallelism_info": info}]
     answer = MockTransport(lambda request: Response(200, json={"ranks": ranks}))
     client = ControlClient(transport=ThroughHttpx(answer))
     server = SGLangServer(client, ServerTarget("s-0", "http://stub-0", engine="sglang"))

@@ -195,6 +195,19 @@ async def test_asking_waits_a_pause_out_as_well() -> None:
         assert await client.ask("/tokenize", {}) == {"count": 1}
 
 
+async def test_a_chat_whose_server_streams_no_token_ids_is_sent_without_them() -> None:
+    refusal = httpx.Response(
+        400, json={"message": "return_token_ids is not supported with streaming on chat."}
+    )
+    answer = {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}
+    script = Script(refusal, stream(answer))
+    request = GenerationRequest("r", {"max_tokens": 3}, messages=[{"role": "user"}])
+    async with script.client() as client:
+        result = await client.generate_one(request)
+    assert (result.text, result.error, script.waits) == ("a", "", [])
+    assert ["return_token_ids" in body for body in script.bodies] == [True, False]
+
+
 async def test_an_attempt_that_brings_a_token_starts_the_count_afresh() -> None:
     refused, one_token = httpx.Response(500), event([97], "abort", prompt=[7])
     script = Script(

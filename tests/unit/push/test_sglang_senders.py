@@ -17,7 +17,7 @@ import torch
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.dialect import Placement, TensorHeaders
-from skyctl.engines.sglang.engine import bucket, dialect_for
+from skyctl.engines.sglang.engine import bucket
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -90,14 +90,16 @@ class BucketSender(ReadySender):
 class Fleet:
     """Two stub servers on `a`; `push` brings `b` by `transport`."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, transport: str, version: str
+    ) -> None:
         self.transport = transport
         monkeypatch.setattr(machine_facts, "_gpus_by_node", {})
         monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0, 1, 2, 3, 4))
         self.a, self.b = (
             make_tiny_checkpoint(directory / name, seed=seed) for seed, name in enumerate("ab")
         )
-        self.engines = [SGLangEngine(model=str(self.a)) for _ in range(2)]
+        self.engines = [SGLangEngine(model=str(self.a), version=version) for _ in range(2)]
         self.stubs = [SGLangStub(engine) for engine in self.engines]
         self.gpus: list[tuple[int, ...]] = [(0,), (1,)]
         self.senders: list[BucketSender] = []
@@ -140,9 +142,16 @@ class Fleet:
         return {stub.engine.digest for stub in self.stubs}
 
 
+@pytest.fixture(params=["0.5.14", "0.5.23"])
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=["ipc", "nccl"])
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fleet:
-    return Fleet(tmp_path, monkeypatch, request.param)
+def fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, version: str
+) -> Fleet:
+    return Fleet(tmp_path, monkeypatch, request.param, version)
 
 
 OPTIONS = {
@@ -263,8 +272,3 @@ def test_a_bucket_has_nothing_that_sglang_refuses(shapes: Sequence[tuple[int, ..
         ("FlattenedTensorMetadata", "a.weight", shapes[0], torch.bfloat16, 0, 12, 12),
         ("FlattenedTensorMetadata", "b", shapes[1], torch.float8_e4m3fn, 64, 68, 4),
     ]
-
-
-def test_a_version_that_was_not_read_is_noted() -> None:
-    assert dialect_for("0.5.14").note == ""
-    assert "0.5.20 is unknown" in dialect_for("0.5.20").note

@@ -1,9 +1,10 @@
 """The keeper blocks calls that would end an SGLang server, and reports the states that SGLang does
 not report.
 
-An ASGI middleware before SGLang's application. Standard library only. Read in SGLang 0.5.14
-(`managers/scheduler_components/weight_updater.py`, `tokenizer_manager.py`); an assertion there ends
-the scheduler, and the server with it:
+An ASGI middleware before SGLang's application. Standard library only. Read in SGLang 0.5.14 to
+0.5.23 (`managers/scheduler_components/weight_updater.py`, `tokenizer_manager.py`); an assertion
+there ends the scheduler, and the server with it. From 0.5.21 on an update that cannot flush fails
+instead.
 
     call                          ends or hangs the server when        answered here
     release_memory_occupation     requests run or are held             409
@@ -21,7 +22,8 @@ the scheduler, and the server with it:
     destroy_weights_update_group  there is no such group               409
     pause_generation abort        requests are held in place           409
     weights_checker,              the weights are released             409
-    get_weights_by_name
+    get_weights_by_name,
+    begin_, end_weight_update
 
     states   running ⇄ paused (abort | in_place | retract)
              resident → released {weights, kv_cache, cuda_graph} → resident; without a CPU backup
@@ -58,9 +60,13 @@ RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 FROM_GROUP = "/update_weights_from_distributed"
 UPDATES = (FROM_DISK, FROM_TENSOR, FROM_GROUP, "/update_weights_from_ipc")
+BEGIN, END = "/begin_weight_update", "/end_weight_update"
+"""The session of an update from tensors or a group, since 0.5.21."""
 INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 _GROUP = "weight_update_group"
-CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
+CALLS = frozenset(
+    {PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, BEGIN, END, INIT_GROUP, DESTROY_GROUP}
+)
 _READS = frozenset({"/weights_checker", "/get_weights_by_name"})
 _QUEUED = {
     STATE: "get_internal_state",
@@ -179,6 +185,8 @@ class Keeper:
                 return "requests run or are held: pause with abort first"
         elif path == RESUME and (missing := tags - self._released):
             return f"{', '.join(sorted(missing))} not released"
+        elif path in (BEGIN, END) and "weights" in self._released:
+            return "the weights are released: resume their memory first"
         elif path in UPDATES:
             if "weights" in self._released:
                 return "the weights are released: resume their memory first"

@@ -1,13 +1,13 @@
 """`python -m skyctl.engines.sglang.inside.serve ARGUMENTS`: SGLang's server behind skyctl's guard.
 
 Takes the arguments of `sglang serve`. If the interpreter does not have skyctl, this file is run by
-its path. What it uses of SGLang was read in 0.5.14 (`entrypoints/http_server.py`): the application
-`app`, `launch_server(execute_warmup_func=)`, and the front end in `get_global_state()`.
+its path. What it uses of SGLang was read in 0.5.14 to 0.5.23 (`entrypoints/http_server.py`): the
+application `app`, `launch_server`, the front end in `get_global_state()`, and the module `requests`
+by which the front end warms itself up.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Sequence
@@ -36,8 +36,10 @@ ROUTES = Routes(
             "/server_info",
             "/v1/audio/transcriptions",
             "/v1/chat/completions",
+            "/ready",
             "/v1/classify",
             "/v1/completions",
+            "/v1/decisions",
             "/v1/detokenize",
             "/v1/embeddings",
             "/v1/loads",
@@ -52,6 +54,7 @@ ROUTES = Routes(
             "/v1/responses/{}",
             "/v1/responses/{}/cancel",
             "/v1/score",
+            "/v1/systemone",
             "/v1/tokenize",
         }
     ),
@@ -66,26 +69,44 @@ def main(arguments: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    token = os.environ.get(TOKEN_VARIABLE)
-
     def manager() -> Any:
         return http_server.get_global_state().tokenizer_manager
-
-    def warm_up(server_args: Any) -> Any:
-        """SGLang's own warm-up, which goes over HTTP and so needs the token."""
-        asking = copy.copy(server_args)
-        asking.api_key = token
-        return http_server._execute_server_warmup(asking)
 
     load_plugins()
     http_server.app.add_middleware(Keeper, manager=manager)
     if {TOKEN_VARIABLE, ROUTES.key_variable} & os.environ.keys():
         Guard(http_server.app, routes=ROUTES)  # without a token it ends here, not at a request
         http_server.app.add_middleware(Guard, routes=ROUTES)  # the middleware added last runs first
+    server_args = prepare_server_args(list(arguments))
+    if token := os.environ.get(TOKEN_VARIABLE):
+        http_server.requests = WithToken(http_server.requests, server_args.url(), token)
     try:
-        http_server.launch_server(prepare_server_args(list(arguments)), execute_warmup_func=warm_up)
+        http_server.launch_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+class WithToken:
+    """The module `requests` for SGLang's front end, whose warm-up calls the server itself over
+    HTTP, and so needs the token. From 0.5.16 on only SGLang can set the key that it sends.
+    """
+
+    def __init__(self, requests: Any, url: str, token: str) -> None:
+        self._requests, self._url = requests, url
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests, name)
+
+    def get(self, url: str, **arguments: Any) -> Any:
+        return self._requests.get(url, **self._own(url, arguments))
+
+    def post(self, url: str, **arguments: Any) -> Any:
+        return self._requests.post(url, **self._own(url, arguments))
+
+    def _own(self, url: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        own = url.startswith(f"{self._url}/")  # it also asks servers of its own at other ports
+        return {**arguments, "headers": self._headers} if own else arguments
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 
-@dataclass
+@dataclass(frozen=True)  # from 0.5.16 on nothing can be assigned
 class ServerArgs:
     model_path: str
     served_model_name: str
@@ -16,6 +16,9 @@ class ServerArgs:
     memory_saver: bool
     cpu_backup: bool
     api_key: str | None = None
+
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
 
 
 def prepare_server_args(argv: list[str]) -> ServerArgs:

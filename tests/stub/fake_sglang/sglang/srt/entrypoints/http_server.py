@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import requests
 import uvicorn
 
 from sglang.srt.server_args import ServerArgs
@@ -25,17 +25,17 @@ def get_global_state() -> Any:
 
 
 def _execute_server_warmup(server_args: ServerArgs) -> bool:
-    url = f"http://{server_args.host}:{server_args.port}"
+    url = server_args.url()
     headers = {"Authorization": f"Bearer {server_args.api_key}"} if server_args.api_key else {}
     for _ in range(100):
         time.sleep(0.05)
         try:
-            if httpx.get(url + "/model_info", headers=headers).status_code == 200:
+            if requests.get(url + "/model_info", headers=headers).status_code == 200:
                 break
-        except httpx.TransportError:
+        except requests.exceptions.RequestException:
             continue
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
-    answer = httpx.post(url + "/generate", json=body, headers=headers)
+    answer = requests.post(url + "/generate", json=body, headers=headers)
     if answer.status_code != 200:
         os._exit(1)  # as SGLang, whose warm-up has failed
     _stub.engine.starting = False
@@ -43,7 +43,8 @@ def _execute_server_warmup(server_args: ServerArgs) -> bool:
 
 
 def launch_server(
-    server_args: ServerArgs, execute_warmup_func: Callable[[ServerArgs], bool]
+    server_args: ServerArgs,
+    execute_warmup_func: Callable[[ServerArgs], bool] = _execute_server_warmup,
 ) -> None:
     engine = SGLangEngine(
         model=server_args.model_path,
