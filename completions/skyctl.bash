@@ -154,7 +154,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --force --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "sleep")

@@ -175,6 +175,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from pause' -l debug -d 'Show a tr
 complete -c skyctl -n '__fish_seen_subcommand_from pause' -a '(__skyctl_ask)'
 complete -c skyctl -n '__fish_seen_subcommand_from resume' -s f -l file -r -F -d 'Fleet file (default: $SKYCTL_FILE, ./fleet.yaml, else what runs).'
 complete -c skyctl -n '__fish_seen_subcommand_from resume' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name (default: $SKYCTL_FLEET).'
+complete -c skyctl -n '__fish_seen_subcommand_from resume' -l force -d 'Also servers that another fleet, or a lost record of this one, froze.'
 complete -c skyctl -n '__fish_seen_subcommand_from resume' -l timeout -x -d 'Deadline per server (default: control_timeout_s of the fleet file).'
 complete -c skyctl -n '__fish_seen_subcommand_from resume' -l json -d 'Print one JSON envelope, also on failure.'
 complete -c skyctl -n '__fish_seen_subcommand_from resume' -s h -l help -d 'Show help and exit.'

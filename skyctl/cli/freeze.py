@@ -77,18 +77,28 @@ def resume(
     servers: ServersArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also servers that another fleet, or a lost record of this one, froze."
+        ),
+    ] = False,
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Let every server generate again; frozen requests continue where they were.
 
+    A server that another fleet froze refuses: that fleet may be pushing weights into it. Use
+    --force only where that fleet is gone.
+
     \b
     skyctl resume
     skyctl resume demo-1
+    skyctl resume --force
     """
     from skyctl.core.service import Resume
 
-    request = Resume(servers=tuple(servers or ()), timeout_s=timeout)
+    request = Resume(servers=tuple(servers or ()), force=force, timeout_s=timeout)
     run_verb(file, fleet, request, done="resumed")
 
 

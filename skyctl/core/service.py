@@ -95,9 +95,12 @@ class Pause(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Resume(Control):
-    """Generate again. Servers that are asleep or quarantined are skipped and say so."""
+    """Generate again. Servers that are asleep or quarantined are skipped and say so. `force`: also
+    what another fleet froze.
+    """
 
     verb = "resume"
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from skyctl.core.service import Control, Outcomes, Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
-from skyctl.http.target import ServerTarget
+from skyctl.http.target import FreezeOrder, ServerTarget
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -136,6 +136,8 @@ async def _call(
             )
         case Wake(tags=tags):
             return await actions.wake(client, targets, tags=tags, timeout_s=timeout_s)
+    if isinstance(request, Resume) and request.force:
+        targets = [replace(target, freeze=FreezeOrder.TAKE_OVER) for target in targets]
     return await actions.resume(client, targets, timeout_s=timeout_s)
 
 

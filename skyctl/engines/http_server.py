@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from skyctl.engines.base import Refusal
+from skyctl.engines.inside.guard import FROZEN_BY_ANOTHER
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -69,7 +71,12 @@ class HttpServer:
     ) -> Any:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         how: dict[str, Any] = {"params": params, "json": json, "timeout_s": timeout_s}
-        return await self._client.call(self._target_at(path), method, path, **how)
+        try:
+            return await self._client.call(self._target_at(path), method, path, **how)
+        except ServerError as error:
+            if error.status == 409 and FROZEN_BY_ANOTHER in error.message:
+                error.refusal = Refusal.FROZEN_BY_ANOTHER
+            raise
 
     async def _text(self, method: str, path: str, **how: Any) -> str:
         """A call whose answer is not JSON."""

@@ -105,6 +105,10 @@ class ControlClient:
         timeout_s: float,
     ) -> Answer:
         headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        if target.holder:
+            headers["skyctl-holder"] = target.holder
+        if target.freeze:
+            headers["skyctl-freeze"] = target.freeze.value
         body = None
         if json is not None:
             headers |= _JSON

@@ -7,9 +7,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
+from skyctl import engines
+from skyctl.engines.base import PauseMode, Refusal
 from skyctl.errors import PreflightError, PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import OutcomeStatus
+from skyctl.http.target import FreezeOrder
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
@@ -187,9 +191,13 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
     async def call(server: PushedServer) -> None:
         if not server.before.paused:
             server.did.frozen = True  # set before the call: if its answer is lost, it may be paused
-        await server.control.pause(
-            "keep" if server.before.paused else mode, clear_cache=False, timeout_s=timeout_s
-        )
+        how: PauseMode = "keep" if server.before.paused else mode
+        try:
+            await server.control.pause(how, clear_cache=False, timeout_s=timeout_s)
+        except ServerError as error:
+            if error.refusal == Refusal.FROZEN_BY_ANOTHER:
+                server.did.frozen = False
+            raise
         await require_paused(server)
         server.spans.frozen_at = server.spans.clock()
         if server.did.frozen:
@@ -283,10 +291,29 @@ async def resume(run: Run, servers: Sequence[PushedServer]) -> None:
 
     await each(frozen, call, timeout_s=timeout_s * 2, call_name="resume")
     run.thawed_at = run.clock()
+    await _release(run, servers)
     for server in frozen:
         run.observer.server(
             server.name, PushState.READY if server.did.resumed else PushState.PAUSED, server.failure
         )
+
+
+async def _release(run: Run, servers: Sequence[PushedServer]) -> None:
+    """Let whoever froze a server before the push thaw it again: pausing it made the freeze ours."""
+
+    async def call(server: PushedServer) -> None:
+        target = replace(server.given.target, freeze=FreezeOrder.RELEASE)
+        control = engines.server(run.client, target, timeout_s=run.fleet.control_timeout_s)
+        await control.pause("keep", clear_cache=False)
+
+    others = [
+        server
+        for server in servers
+        if server.before.paused
+        and not (server.before.asleep or server.given.paused or server.did.resumed)
+        and server.given.target.holder
+    ]
+    await ask_all(others, call, timeout_s=run.fleet.control_timeout_s)
 
 
 async def rejoin(run: Run, servers: Sequence[PushedServer]) -> None:

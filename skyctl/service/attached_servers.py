@@ -180,6 +180,6 @@ class AttachedServers:
         self._naming = name_servers(self._ref.name, self._located, recorded)
         engine = self._ref.config.engine
         self.targets = tuple(
-            ServerTarget(name, url, self._token, engine, self._key)
+            ServerTarget(name, url, self._token, engine, self._key, self._state.holder)
             for name, url in self._naming.servers
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
+import socket
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from skyctl.errors import StateUnwritable
 from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
@@ -30,6 +34,7 @@ _BY_SERVER = {
 _RENAMING = ">"
 """Marks new names until all are given: no name begins with it."""
 
+_HOLDER_KEY = "holder"
 BASE_KEY = "base"
 """Where the fleet's base weights are on record (`store/base_weights.py`)."""
 
@@ -131,6 +136,7 @@ class FleetState(Database):
         self.journal = Journal(self, news)
         self.locks = Locks(path.parent, news, self.refresh)
         self.expected = ExpectedDigests(self)
+        self._holder = ""
         if self.recreated and (running := live_processes(path.parent)):
             for row in running:
                 self.save_process(row)
@@ -267,6 +273,20 @@ class FleetState(Database):
 
     def set(self, key: str, value: str) -> None:
         self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    @property
+    def holder(self) -> str:
+        """Names this fleet to the guards of its servers, as the maker of a freeze: an id, and words
+        for people. "" where it is not on disk: another process could not thaw what it froze.
+        """
+        if not self._holder:
+            name = f"fleet {self.path.parent.name} on {socket.gethostname()}"
+            shown = name.encode("ascii", "replace").decode()
+            with contextlib.suppress(StateUnwritable), self.durable():
+                if self.get(_HOLDER_KEY) is None:
+                    self.set(_HOLDER_KEY, f"{secrets.token_hex(16)} {shown}")
+            self._holder = self.get(_HOLDER_KEY) or ""
+        return self._holder
 
     def prune(self) -> None:
         """Drop now what exceeds the retention."""

@@ -89,7 +89,8 @@ class Replica(KeptRunning):
         # an adopted server may ask for a token that the fleet file no longer sets
         key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
         spec = self.spec
-        return ServerTarget(self.name, spec.url, key, spec.engine, role=spec.role)
+        holder = self._context.state.holder
+        return ServerTarget(self.name, spec.url, key, spec.engine, holder=holder, role=spec.role)
 
     @property
     def instance(self) -> str:

@@ -19,6 +19,9 @@ a minute a line says how many there were.
 
 A server that restarts in a fleet that has moved on to other weights answers inference without the
 control token with 503 until it has those weights: it does so while a file exists (`_Closure`).
+
+A freeze belongs to the fleet that made it: until that fleet thaws the engine, others are answered
+409 (`_Freeze`), whatever their token.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -47,6 +51,13 @@ HELD_VARIABLE = "SKYCTL_HELD_WHILE"
 """A path: while the file exists, only the control token opens inference."""
 LEASE_VARIABLE = "SKYCTL_LEASE"
 """A file that is touched whenever the control token is shown: a supervisor watches this server."""
+HOLDER_HEADER = "skyctl-holder"
+"""Names the fleet that a control request acts for: an id without blanks, then words for people."""
+FREEZE_HEADER = "skyctl-freeze"
+"""What a request does to the freeze besides: `take-over` from another fleet; `release`: whoever
+likes may thaw the engine from now on."""
+FROZEN_BY_ANOTHER = "froze this server"
+"""What the answer to a fleet says that did not make the freeze."""
 SHORTEST_TOKEN = 32
 """In characters. A placeholder or an empty variable is not a token."""
 
@@ -62,6 +73,12 @@ class Routes(NamedTuple):
     """The variable that holds the key."""
     data: frozenset[str]
     """Whole paths, in which `{}` stands for a segment. All other paths are control."""
+    pauses: frozenset[str] = frozenset()
+    """Control routes that freeze the engine."""
+    thaws: frozenset[str] = frozenset()
+    """Control routes that let it generate again; with `tags` they wake a part, and do not."""
+    others: frozenset[str] = frozenset()
+    """Control routes that touch what a frozen engine holds."""
 
 
 VLLM = Routes(
@@ -112,6 +129,9 @@ VLLM = Routes(
             "/version",
         }
     ),
+    pauses=frozenset({"/pause"}),
+    thaws=frozenset({"/resume", "/wake_up"}),
+    others=frozenset({"/sleep"}),
 )
 _BEARER, _SOON = (b"www-authenticate", b"Bearer"), (b"retry-after", b"1")
 
@@ -196,6 +216,7 @@ class Guard:
         self._key = key.encode()
         file = environ.get(HELD_VARIABLE)
         self._closure = _Closure(Path(file)) if file else None
+        self._freeze = _Freeze(routes)
         self._lease, self._renewed_at = environ.get(LEASE_VARIABLE), -_RENEW_INTERVAL_S
         self._refused, self._reported_at = 0, -_REPORT_INTERVAL_S
         logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often this runs
@@ -213,7 +234,7 @@ class Guard:
             finally:
                 _REFUSING.reset(refusing)
         else:
-            await self._app(scope, receive, send)
+            await self._freeze.passing(self._app, scope, receive, send)
 
     def _count(self) -> None:
         self._refused += 1
@@ -281,6 +302,74 @@ class _Closure:
         return self._closed
 
 
+class _Freeze:
+    """Who froze the engine: no other fleet thaws it, or freezes it as well, until that one is done.
+
+    Requests that name no fleet freeze for nobody in particular. Each process of a server with
+    several (`--api-server-count`) knows of the requests that it answered itself.
+    """
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._holder = ""
+
+    async def passing(
+        self, application: Application, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Pass a request on, unless it would thaw what another fleet froze."""
+        path, routes = route_path(scope), self._routes
+        if path not in routes.pauses | routes.thaws | routes.others:
+            await application(scope, receive, send)
+            return
+        requester, order = _header(scope, HOLDER_HEADER), _header(scope, FREEZE_HEADER)
+        if order != "take-over" and self._is_other(requester):
+            await answer(send, 409, self._refusal())
+            return
+        before = self._holder
+        if path in routes.pauses:
+            self._holder = requester or before  # before the engine acts: it may act and not answer
+        status = 0
+
+        async def sending(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        await application(scope, receive, sending)
+        succeeded = status < 400
+        if path in routes.pauses:
+            self._holder = self._after_pause(before, order) if succeeded else before
+        elif succeeded and path in routes.thaws and not _query(scope).get("tags"):
+            self._holder = ""
+
+    def _after_pause(self, before: str, order: str) -> str:
+        return "" if order == "release" else self._holder or before
+
+    def _is_other(self, requester: str) -> bool:
+        return bool(self._holder) and requester.partition(" ")[0] != self._holder.partition(" ")[0]
+
+    def _refusal(self) -> Mapping[str, Any]:
+        holder = self._holder.partition(" ")[2] or "another fleet"
+        message = (
+            f"{holder} {FROZEN_BY_ANOTHER}: only that fleet thaws it, with `skyctl resume`. Where "
+            "that fleet is gone, take the freeze over: `skyctl resume --force`"
+        )
+        error = {"message": message, "type": "FrozenByAnother", "param": None, "code": 409}
+        return {"error": error}
+
+
+def _query(scope: Scope) -> Mapping[str, Sequence[str]]:
+    return parse_qs(bytes(scope.get("query_string", b"")).decode("ascii", "replace"))
+
+
+def _header(scope: Scope, name: str) -> str:
+    """The first header of this name, in lower case; "" without one."""
+    for key, value in scope.get("headers", ()):
+        if bytes(key).lower() == name.encode():
+            return bytes(value).decode("latin-1").strip()
+    return ""
+
+
 def route_path(scope: Scope) -> str:
     """The path that routes are matched with: below `--root-path`, if there is one."""
     path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
@@ -304,11 +393,8 @@ def _pattern(paths: frozenset[str]) -> re.Pattern[str]:
 
 def _bearer(scope: Scope) -> bytes:
     """The token of the first `Authorization` header; b"" without one, or with another scheme."""
-    for name, value in scope.get("headers", ()):
-        if bytes(name).lower() == b"authorization":
-            scheme, _, given = bytes(value).partition(b" ")
-            return given.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+    scheme, _, given = _header(scope, "authorization").partition(" ")
+    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _hand_over(scope: Scope, key: bytes) -> None:

@@ -284,3 +284,49 @@ async def test_refused_requests_are_not_in_the_access_log_and_long_ones_are_cut(
     said = [r.getMessage() for r in caplog.records if r.name == "uvicorn.error"]
     counted = [line for line in said if "refused" in line]
     assert counted == ["requests without the right token that were refused: 1"]
+
+
+def frozen(*steps: tuple[str, str, dict[str, str]]) -> list[int]:
+    """The statuses of requests to one server: method and path, the fleet, more headers."""
+
+    async def call() -> list[int]:
+        transport = httpx.ASGITransport(guard())
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return [
+                (
+                    await client.post(
+                        path,
+                        headers={"Authorization": f"Bearer {TOKEN}"}
+                        | ({"skyctl-holder": f"{holder} fleet {holder}"} if holder else {})
+                        | more,
+                    )
+                ).status_code
+                for path, holder, more in steps
+            ]
+
+    return asyncio.run(call())
+
+
+TAKE_OVER, RELEASE = {"skyctl-freeze": "take-over"}, {"skyctl-freeze": "release"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [
+        ([("/pause", "a", {}), ("/resume", "a", {}), ("/resume", "b", {})], 200),
+        ([("/pause", "a", {}), ("/resume", "", {})], 409),
+        ([("/pause", "a", {}), ("/resume", "b", {})], 409),
+        ([("/pause", "", {}), ("/resume", "b", {})], 200),
+        ([("/pause", "a", {}), ("/pause", "b", {}), ("/resume", "b", {})], 409),
+        ([("/pause", "a", {}), ("/wake_up?tags=weights", "a", {}), ("/resume", "b", {})], 409),
+        ([("/pause", "a", {}), ("/wake_up", "a", {}), ("/resume", "b", {})], 200),
+        ([("/pause", "a", {}), ("/resume", "b", TAKE_OVER), ("/pause", "b", {})], 200),
+        ([("/pause", "a", {}), ("/pause", "a", RELEASE), ("/resume", "", {})], 200),
+        ([("/pause", "a", {}), ("/update_weights", "", {})], 200),
+        ([("/pause", "a", {}), ("/v1/completions", "", {})], 200),
+    ],
+)
+def test_a_freeze_belongs_to_the_fleet_that_made_it(
+    steps: list[tuple[str, str, dict[str, str]]], last: int
+) -> None:
+    assert frozen(*steps)[-1] == last

@@ -58,6 +58,9 @@ ROUTES = Routes(
             "/v1/tokenize",
         }
     ),
+    pauses=frozenset({"/pause_generation"}),
+    thaws=frozenset({"/continue_generation"}),
+    others=frozenset({"/release_memory_occupation", "/resume_memory_occupation"}),
 )
 """SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or report."""
 
