@@ -178,8 +178,8 @@ class AttachedServers:
         self._recorded = self._state.servers()
         recorded = {row.name: row.url for row in self._recorded}
         self._naming = name_servers(self._ref.name, self._located, recorded)
-        engine = self._ref.config.engine
+        engine, holder = self._ref.config.engine, self._state.holder
         self.targets = tuple(
-            ServerTarget(name, url, self._token, engine, self._key, self._state.holder)
+            ServerTarget(name, url, self._token, engine, self._key, holder)
             for name, url in self._naming.servers
         )

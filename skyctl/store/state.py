@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import socket
@@ -280,13 +279,18 @@ class FleetState(Database):
         for people. "" where it is not on disk: another process could not thaw what it froze.
         """
         if not self._holder:
-            name = f"fleet {self.path.parent.name} on {socket.gethostname()}"
-            shown = name.encode("ascii", "replace").decode()
-            with contextlib.suppress(StateUnwritable), self.durable():
-                if self.get(_HOLDER_KEY) is None:
-                    self.set(_HOLDER_KEY, f"{secrets.token_hex(16)} {shown}")
-            self._holder = self.get(_HOLDER_KEY) or ""
+            self._holder = self.get(_HOLDER_KEY) or self._new_holder()
         return self._holder
+
+    def _new_holder(self) -> str:
+        shown = f"fleet {self.path.parent.name} on {socket.gethostname()}"
+        holder = f"{secrets.token_hex(16)} {shown.encode('ascii', 'replace').decode()}"
+        insert = "INSERT OR IGNORE INTO meta VALUES (?, ?)"  # another process may have been faster
+        try:
+            self.write(insert, _HOLDER_KEY, holder, durable=True)
+        except StateUnwritable:
+            return ""
+        return self.get(_HOLDER_KEY) or ""
 
     def prune(self) -> None:
         """Drop now what exceeds the retention."""
