@@ -104,7 +104,7 @@ def test_what_was_frozen_by_hand_is_thawed_by_hand_after_a_push(
 
 
 @pytest.mark.parametrize(
-    "scene", ['{"/update_weights": {"kind": "delay", "seconds": 1}}'], indirect=True
+    "scene", ['{"/update_weights": {"kind": "delay", "seconds": 3}}'], indirect=True
 )
 def test_nobody_thaws_a_server_in_the_middle_of_a_push(scene: Scene, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "next")
@@ -113,7 +113,6 @@ def test_nobody_thaws_a_server_in_the_middle_of_a_push(scene: Scene, tmp_path: P
         while scene.paused() != {True}:
             assert push.poll() is None
         assert {answer.status_code for answer in scene.raw("/resume")} == {409}
-        assert scene.other.json("resume", expect=1)
     finally:
         _, errors = push.communicate(timeout=60)
     assert push.returncode == 0, errors
