@@ -86,23 +86,26 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Observed:
-    """One server as it answers now. `engine`: its engine core answers; `http`: its front end does.
-
-    `state` is what its supervisor shows, None without one. `sleep_level` is that of its
-    metrics, 0 awake: a sleeping server reports that it is paused as well. `version` is the label it
-    carries, None if it has none. `problem` says what did not answer, `version_problem` why the
-    label is not known.
-    """
+    """One server as it answers now."""
 
     server: str
+    """Its name."""
     state: ReplicaState | None = None
+    """What its supervisor shows; None without one."""
     http: bool = True
+    """Its front end answers."""
     engine: bool = True
+    """Its engine core answers."""
     paused: bool = False
+    """It says that it is paused."""
     sleep_level: int = 0
+    """By its metrics, 0 awake: a sleeping server reports that it is paused as well."""
     version: str | None = None
+    """The label it carries; None if it has none."""
     problem: str = ""
+    """What did not answer."""
     version_problem: str = ""
+    """Why the label is not known."""
 
 
 @dataclass(frozen=True)

@@ -18,20 +18,28 @@ from skyctl.launch.base import Cpu, Follower, Machine
 
 @dataclass(frozen=True)
 class Replica:
-    """One replica with its group's settings laid over the fleet's. `args` have normalised names;
-    `gpus` and `port` are what the file asks for, None where it leaves them to us. `role` is prefill
-    or decode, "" for a server that does both. `nodes` is on how many machines it runs."""
+    """One replica, with its group's settings laid over the fleet's."""
 
     name: str
+    """`<group or fleet>-<number>`."""
     args: dict[str, Any]
+    """Arguments of its server, by normalised names."""
     env: dict[str, str]
+    """Variables that are added to its environment."""
     gpus: tuple[int, ...] | None
+    """What the file asks for; None where it leaves them to skyctl."""
     port: int | None
+    """What the file asks for; None where it leaves it to skyctl."""
     tensor_parallel_size: int
+    """Workers of one pipeline stage."""
     pipeline_parallel_size: int
+    """Its pipeline stages."""
     data_parallel_size: int
+    """Copies of the model within it."""
     role: str = ""
+    """prefill or decode; "" for a server that does both."""
     nodes: int = 1
+    """On how many machines it runs."""
 
     @property
     def world_size(self) -> int:

@@ -50,30 +50,36 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """Everything needed to start one server.
-
-    `env` holds only what is added to the inherited environment. `world_size` counts its workers:
-    tensor x pipeline x data parallel. `gpus` are physical indices, empty on CPU. `backend` is the
-    weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
-    `node` is the machine it runs on, None for this one; `role` prefill, decode or "" for both.
-    Where the node is chosen only when the server is started, `port` is 0 and `url` "" until then.
-    One that runs on several machines has `followers` on the others, which meet it at `master_port`;
-    all of the above is then of its `node`, but for `world_size`.
+    """Everything needed to start one server. On several machines, all but `world_size` is of its
+    `node`.
     """
 
     name: str
+    """Its name in the fleet."""
     argv: tuple[str, ...]
-    env: dict[str, str] = field(repr=False)  # may hold the API key
+    """Its command line."""
+    env: dict[str, str] = field(repr=False)
+    """What is added to the inherited environment; it may hold the API key."""
     host: str
+    """The address it binds."""
     port: int
+    """0 where its node, and with it the port, is chosen only when it is started."""
     gpus: tuple[int, ...] = ()
+    """Physical indices; empty on CPU."""
     world_size: int = 1
+    """Its workers: tensor x pipeline x data parallel."""
     backend: str = ""
+    """The weight-transfer backend it is started with; "" for none."""
     engine: str = DEFAULT
+    """What it runs."""
     node: Node | None = None
+    """The machine it runs on; None for this one."""
     role: str = ""
+    """prefill or decode; "" for both."""
     followers: tuple[Follower, ...] = ()
+    """Its parts on other machines."""
     master_port: int = 0
+    """Where its followers meet it; 0 without any."""
     commits: dict[str, str] = field(default_factory=dict)
     """Commits in its command line, each with the revision that the fleet file asks for."""
 
@@ -174,24 +180,32 @@ class RouterSpec(FrontSpec):
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A fleet ready to start. `device` is resolved; `model_path` is absolute or a hub id.
-
-    `free_gpus` are GPUs the fleet may use and nothing of it does: a push's sender can run there.
-    `warm_sender` is the memory of one that waits for the first push.
-    """
+    """A fleet ready to start."""
 
     name: str
+    """Its name."""
     device: Device
+    """Resolved: never `auto`."""
     model_path: str
+    """Absolute, or a hub id."""
     served_model_name: str
+    """The name that clients give the model."""
     servers: tuple[ServerSpec, ...]
+    """In order."""
     router: RouterSpec | None
+    """None where there is none."""
     config: FleetConfig
+    """The fleet file that it was planned from."""
     warnings: tuple[InstanceOf[PlanWarning], ...] = field(default=())
+    """What the user should know before it starts."""
     base_dir: Path = Path()
+    """What the file's relative paths are relative to."""
     python: str = sys.executable
+    """The interpreter of the servers."""
     free_gpus: tuple[int, ...] = ()
+    """GPUs that the fleet may use and nothing of it does: a push's sender can run there."""
     tinker: FrontSpec | None = None
+    """The Tinker API; None where there is none."""
     pins: dict[str, str] = field(default_factory=dict)
     """What the fleet's models mean while it is up (`core/pinning.py`)."""
 
@@ -286,13 +300,21 @@ class _Planner:
     """The steps of one `plan_fleet` call, which share its inputs."""
 
     config: FleetConfig
+    """The fleet file."""
     base_dir: Path
+    """What the file's relative paths are relative to."""
     local: Machine
+    """This machine."""
     environ: Mapping[str, str]
+    """The environment of the command."""
     known_ports: Mapping[str, int]
+    """Ports to keep, by name."""
     own_python: str
+    """The interpreter for a file that names none."""
     machines: Sequence[Machine]
+    """The file's machines; empty for this one."""
     pins: Pins
+    """What models mean while the fleet is up."""
 
     def __post_init__(self) -> None:
         config, base_dir = self.config, self.base_dir

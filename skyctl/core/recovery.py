@@ -48,17 +48,20 @@ _ROOM_AGAIN = "then type: skyctl recover"
 
 @dataclass(frozen=True)
 class Recovered:
-    """What was done about one server. `ok`: it serves as intended, or nothing was wrong.
-
-    `seconds` is how long it took.
-    """
+    """What was done about one server."""
 
     server: str
+    """Its name."""
     condition: Condition
+    """What was wrong with it."""
     action: Action
+    """What was done."""
     ok: bool
+    """It serves as intended, or nothing was wrong."""
     detail: str = ""
+    """Why it does not, or what was noticed."""
     seconds: float = 0.0
+    """How long it took."""
 
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)

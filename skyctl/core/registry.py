@@ -31,16 +31,20 @@ DEFAULT_FILE = "fleet.yaml"
 
 @dataclass(frozen=True)
 class FleetRef:
-    """The fleet a command is about. `file` is the user's file, None if only our copy is left.
-    `loaded` is its content; None if the fleet is up from the unchanged file: commands that need
-    more than the name read it then, because that takes longer than most verbs.
-    """
+    """The fleet a command is about."""
 
     name: str
+    """Its name."""
     paths: FleetPaths
+    """Where its files are."""
     loaded: FleetConfig | None
+    """The content of its file; None if it is up from the unchanged file: commands that need more
+    than the name read it then, because that takes longer than most verbs.
+    """
     base_dir: Path
+    """What the file's relative paths are relative to."""
     file: Path | None
+    """The user's file; None if only skyctl's copy exists."""
 
     @cached_property
     def config(self) -> FleetConfig:

@@ -45,56 +45,82 @@ class Health(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One server. `kv_usage` is 0..1; a field is None if unknown.
-
-    `reason` says why it is in its state. `state_s` is the seconds spent in it.
-    `restart_reason` is why it was last restarted, of `restarts` times. The token and cache fields
-    are counters since the server started. `weight_version` is what this fleet gave it,
-    `reported_version` the label that the server itself reports now. `node` is the machine that it
-    and its `pid` are on, None for this one. `role` is prefill or decode, "" for a server that does
-    both.
-    """
+    """One server. A number is None if unknown."""
 
     name: str
+    """Its name."""
     state: ReplicaState
+    """What it does now."""
     url: str
+    """Where it is."""
     reason: str = ""
+    """Why it is in this state."""
     routed: bool | None = None
+    """Whether the router sends it requests; None without a router."""
     pid: int | None = None
+    """Of its server process, on its `node`."""
     port: int | None = None
+    """Where it listens."""
     gpus: tuple[int, ...] = ()
+    """Physical indices."""
     running: int | None = None
+    """Requests it generates for."""
     waiting: int | None = None
+    """Requests in its queue."""
     kv_usage: float | None = None
+    """Its KV cache in use, 0..1."""
     prompt_tokens: int | None = None
+    """Counted since it started."""
     generation_tokens: int | None = None
+    """Counted since it started."""
     prefix_cache_queries: int | None = None
+    """Counted since it started."""
     prefix_cache_hits: int | None = None
+    """Counted since it started."""
     weight_version: str | None = None
+    """What this fleet gave it."""
     reported_version: str | None = None
+    """The label that it reports itself."""
     uptime_s: float | None = None
+    """Since its process started."""
     state_s: float | None = None
+    """Spent in this state."""
     rss_bytes: int | None = None
+    """Resident memory of its processes."""
     restarts: int = 0
+    """How often it was restarted."""
     restart_reason: str = ""
+    """Why it was last restarted."""
     log_line: str = ""
+    """What it logs while it starts."""
     node: str | None = None
+    """The machine that it is on; None for this one."""
     role: str = ""
+    """prefill or decode; "" for a server that does both."""
 
 
 @dataclass(frozen=True)
 class FrontStatus:
-    """The Tinker API."""
+    """The Tinker API. A number is None if unknown."""
 
     state: ReplicaState
+    """What it does now."""
     url: str
+    """Where clients reach it."""
     reason: str = ""
+    """Why it is in this state."""
     pid: int | None = None
+    """Of its process."""
     port: int | None = None
+    """Where it listens."""
     uptime_s: float | None = None
+    """Since its process started."""
     rss_bytes: int | None = None
+    """Resident memory of its processes."""
     restarts: int = 0
+    """How often it was restarted."""
     restart_reason: str = ""
+    """Why it was last restarted."""
 
 
 @dataclass(frozen=True)
@@ -124,17 +150,20 @@ class OperationKind(StrEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """What the supervisor is busy with, or did last.
-
-    `error` is empty while it runs and if it succeeded. Times are seconds since the epoch.
-    """
+    """What the supervisor is busy with, or did last."""
 
     id: int
+    """Counted up with each."""
     kind: OperationKind
+    """What it does."""
     detail: str
+    """With what: names of servers, or the reason."""
     began_at: float
+    """In seconds since the epoch."""
     ended_at: float | None = None
+    """In seconds since the epoch; None while it runs."""
     error: str = ""
+    """Empty while it runs, and if it succeeded."""
 
     def under_way(self, kind: OperationKind) -> bool:
         """Whether it is of this kind, and goes on."""
@@ -165,25 +194,38 @@ class Reason:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far a
-    rolling push is, None without one. `adapters` are those it serves, as `name@version`.
-    """
+    """One fleet at one moment."""
 
     name: str
+    """Its name."""
     health: Health
+    """What its users meet."""
     replicas: tuple[ReplicaStatus, ...]
+    """Its servers, in order."""
     router: RouterStatus | None
+    """None where there is none."""
     reasons: tuple[Reason, ...] = ()
+    """Why it is not healthy."""
     supervised: bool | None = None
+    """Whether a supervisor answers; None for an attached fleet."""
     supervisor_pid: int | None = None
+    """Of its supervisor."""
     device: str | None = None
+    """cpu or cuda."""
     model: str | None = None
+    """The name that clients give the model."""
     weight_version: str | None = None
+    """The version of its last push; None before the first."""
     operation: Operation | None = None
+    """What the supervisor does, or did last."""
     job: str | None = None
+    """The push that is under way."""
     rollout: str | None = None
+    """How far a rolling push is; None without one."""
     adapters: tuple[str, ...] = ()
+    """Those it serves, as `name@version`."""
     tinker: FrontStatus | None = None
+    """The Tinker API; None where there is none."""
     base: str | None = None
     """What servers are started with: a directory, or `ORG/NAME@COMMIT`."""
 

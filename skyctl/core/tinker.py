@@ -17,32 +17,48 @@ INSTALL = "pip install 'skyctl-fleet[tinker]'"
 
 @dataclass(frozen=True)
 class TinkerSettings:
-    """All that the API process is told. `storage` None is the fleet's own directory; `context` is
-    how many tokens a server takes, prompt and answer, None if only the model says so.
-
-    It asks its supervisor for its endpoint, once. `entry` (its URL), `served_model_name` and
-    `key_source` (a variable, a file or none) are included so that a change of them restarts it.
+    """All that the API process is given. It asks its supervisor for its endpoint, once; a change of
+    `entry`, `served_model_name` or `key_source` restarts it.
     """
 
     fleet: str
+    """The name of the fleet."""
     model: str
+    """What is trained: a directory or a hub id."""
     base_model: str
+    """The name that clients give it."""
     host: str
+    """The address it binds."""
     port: int
+    """Where it listens."""
     storage: str | None
+    """Where it keeps checkpoints; None is the fleet's own directory."""
     device: str
+    """Where it trains."""
     dtype: str
+    """In which type it trains."""
     threads: int
+    """Of torch; 0 leaves that to torch."""
     batch_tokens: int
+    """The most tokens of one pass."""
     gradient_checkpointing: bool
+    """Whether activations are computed again to save memory."""
     max_rank: int
+    """The largest rank of an adapter."""
     full_parameters: bool
+    """Whether all parameters may be trained."""
     max_body: int
+    """The most bytes of a request."""
     max_adapters: int
+    """The most adapters that are served at once."""
     context: int | None
+    """How many tokens a server takes, prompt and answer; None if only the model says so."""
     entry: str
+    """The URL where it sends requests."""
     served_model_name: str
+    """The name that servers give the model."""
     key_source: str | None
+    """A variable or a file that has the key of the servers; None if they ask for none."""
 
     def argument(self) -> str:
         """The settings as one word of a command line."""

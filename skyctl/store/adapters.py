@@ -26,21 +26,26 @@ UNLOAD = 0
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """One version of one adapter. `path` is the fleet's own copy, `source` what it was made from.
-
-    `digest` covers every byte of it, `rank` is the largest of its modules, `at` in epoch seconds.
-    `servers` are those that serve it, as recorded.
-    """
+    """One version of one adapter."""
 
     name: str
+    """Of the adapter."""
     version: int
+    """Counted up with each."""
     path: str
+    """The fleet's own copy."""
     digest: str
+    """Covers every byte of it."""
     source: str
+    """What the copy was made from."""
     rank: int
+    """The largest of its modules."""
     bytes: int
+    """Its size."""
     at: float
+    """When it was loaded, in epoch seconds."""
     servers: tuple[str, ...] = ()
+    """Those that serve it, as recorded."""
 
     @property
     def served_as(self) -> str:

@@ -21,23 +21,26 @@ from skyctl.store.state import FleetState, FleetWeights
 
 @dataclass(frozen=True)
 class InDoubt:
-    """What a push left of one server.
-
-    `half_updated`: bytes may have been sent, so it may hold parts of several checkpoints; otherwise
-    it has whole weights, perhaps behind an open session: those on record. `thaw`: the push froze
-    it, at no other request. `woken`: it slept, and the push woke its weights. `job` is the
-    push, `stage` where it ended. `digest` is that of its whole weights, "" if the push did not
-    compute it. `version` is the label that verified weights get before it is thawed.
-    """
+    """What a push left of one server."""
 
     server: str
+    """Its name."""
     job: str
+    """The push."""
     stage: str
+    """Where the push ended."""
     half_updated: bool
+    """Bytes may have been sent, so it may hold parts of several checkpoints; otherwise it has whole
+    weights, perhaps behind an open session: those on record.
+    """
     thaw: bool
+    """The push froze it, at no other request."""
     woken: bool = False
+    """It slept, and the push woke its weights."""
     digest: str = ""
+    """Of its whole weights; "" if the push did not compute it."""
     version: str = ""
+    """The label that verified weights get before it is thawed."""
 
     @property
     def reason(self) -> str:

@@ -63,25 +63,32 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """One long operation. `id` is like `push-3` or `dry-run-1`; times are seconds since the epoch.
-
-    `servers` maps a
-    server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
-    "exit_code", "details"} of a failed job, `result` the result's JSON of one that succeeded.
-    """
+    """One long operation. Times are seconds since the epoch."""
 
     id: str
+    """Like `push-3` or `dry-run-1`."""
     kind: str
+    """push or dry-run."""
     state: JobState
+    """How it ended, if it has."""
     stage: str
+    """The latest it entered."""
     done_bytes: int
+    """Sent so far."""
     total_bytes: int
+    """To be sent; 0 until that is known."""
     request: dict[str, Any]
+    """The request as JSON."""
     servers: dict[str, dict[str, str]]
+    """A server's name, and its last {`state`, `detail`}."""
     created_at: float
+    """When it began."""
     finished_at: float | None = None
+    """When it ended."""
     error: dict[str, Any] | None = None
+    """Of a failed job: {`kind`, `message`, `hint`, `exit_code`, `details`}."""
     result: dict[str, Any] | None = None
+    """Of one that succeeded: the result's JSON."""
 
     @property
     def ended(self) -> bool:
@@ -123,17 +130,22 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class PushRecord:
-    """One push of the fleet's history. `result` is PushResult's JSON; of one that failed, its error
-    and how it left the servers, as far as that is known.
-    """
+    """One push of the fleet's history."""
 
     job: str
+    """Its id."""
     at: float
+    """When it ended, in epoch seconds."""
     ok: bool
+    """Whether it succeeded."""
     version: str | None
+    """What it pushed; None if it did not get that far."""
     checkpoint: str
+    """The path it was pushed from."""
     checkpoint_digest: str | None
+    """Of the identity of its files."""
     result: dict[str, Any]
+    """PushResult's JSON; of one that failed, its error and how it left the servers, if known."""
 
     @property
     def content_digest(self) -> str:

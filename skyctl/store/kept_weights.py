@@ -14,21 +14,24 @@ KEY = "kept_weights"
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """One version. `checkpoint` is the fleet's own copy, `source` the directory it was made from.
-
-    `checkpoint_digest` is the copy's identity, `source_digest` that of the source when it was
-    copied, `content_digest` covers every byte that was pushed ("" if nothing was sent). `at` is in
-    seconds since the epoch.
-    """
+    """One version that the fleet keeps."""
 
     version: str
+    """Its label."""
     checkpoint: str
+    """The fleet's own copy."""
     source: str
+    """The directory it was made from."""
     checkpoint_digest: str
+    """The copy's identity."""
     source_digest: str
+    """The identity of the source when it was copied."""
     content_digest: str
+    """Covers every byte that was pushed; "" if nothing was sent."""
     bytes: int
+    """The size of the copy."""
     at: float
+    """When it was kept, in epoch seconds."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

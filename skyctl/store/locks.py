@@ -42,6 +42,7 @@ class Holder:
     activity: str
     """A command or a job."""
     pid: int
+    """Of its process."""
     since: float
     """Epoch seconds."""
     created: float = 0.0

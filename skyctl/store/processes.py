@@ -29,24 +29,32 @@ _FRONTS: dict[str, Role] = {"router": "router", "tinker": "tinker"}
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One child: `intended` before its spawn, `running` with an identity after it, and `ready` once
-    it has answered, if it is a server.
-
-    `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
-    recognised. `descendants` are the processes seen below it while it lived.
-    """
+    """One child of a supervisor."""
 
     name: str
+    """Of the server or the front."""
     role: Role
+    """What it is."""
     phase: RecordedPhase
+    """`intended` before its spawn, `running` with an identity after it, and `ready` once it has
+    answered, if it is a server.
+    """
     token: str
+    """In its environment (SKYCTL_TOKEN): a child spawned just before a crash is recognised."""
     identity: ProcessIdentity | None
+    """Of the process; None before its spawn, and once it is gone."""
     spec_hash: str
+    """Of what it was started with (`wire.spec_hash`)."""
     host: str
+    """The address it binds."""
     port: int
+    """Where it listens."""
     gpus: tuple[int, ...] = ()
+    """Physical indices."""
     started_at: float = 0.0
+    """In epoch seconds."""
     descendants: tuple[ProcessIdentity, ...] = ()
+    """The processes seen below it while it lived."""
 
     def alive(self) -> bool:
         """Whether exactly the recorded process runs."""

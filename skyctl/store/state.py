@@ -43,24 +43,28 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True)
 class ServerRow:
-    """The intended state of one server, whichever process serves it now.
-
-    `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored them),
-    2 while they are discarded. A server that slept while `paused` is paused again on waking.
-    `quarantine` is the reason it is kept out of the router, None if it is not. `weights_awake`: it
-    sleeps, but its weights were woken, so that they can take a push; vLLM does not report this: to
-    it a server is asleep until all of it is awake.
-    """
+    """The intended state of one server, whichever process serves it now."""
 
     name: str
+    """Its name in the fleet."""
     paused: bool = False
+    """A server that slept while paused is paused again on waking."""
     sleep_level: int = 0
+    """0 awake; 1 asleep with its weights (or once a push restored them), 2 while these are gone."""
     weight_version: str | None = None
+    """What it was given; None before its first push."""
     checkpoint: str | None = None
+    """What was pushed; None if no file has it."""
     checkpoint_digest: str | None = None
+    """Of the identity of its files."""
     weights_digest: str | None = None
+    """What its weights must have; None if that was not computed."""
     quarantine: str | None = None
+    """Why it is kept out of the router; None if it is not."""
     weights_awake: bool = False
+    """It sleeps, but its weights were woken, so that they can take a push; to vLLM, which does not
+    report this, a server is asleep until all of it is awake.
+    """
     url: str = ""
     """Where it is (`server_names.normalized`); "" for one that skyctl starts, which is known by its
     process.

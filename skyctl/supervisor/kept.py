@@ -40,15 +40,18 @@ def _logged(name: str) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Context:
-    """What all that a fleet keeps running is given of it. `config()` has the policies in force;
-    `changed` is called after every change of state.
-    """
+    """What all that a fleet keeps running is given of it."""
 
     state: FleetState
+    """The fleet's record."""
     paths: FleetPaths
+    """Where its files are."""
     client: ControlClient
+    """For calls to its servers."""
     config: Callable[[], FleetConfig]
+    """Returns the policies in force."""
     changed: Callable[[], None]
+    """Is called after every change of state."""
 
 
 class KeptRunning(ABC):

@@ -11,13 +11,18 @@ from skyctl.supervisor.wire import spec_hash
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of replicas, in the plan's order, by what has to be done with them."""
+    """What has to be done with replicas, by name in the plan's order, and with fronts."""
 
     start: tuple[str, ...] = ()
+    """Replicas of the plan that do not run."""
     restart: tuple[str, ...] = ()
+    """Those that run with other settings."""
     stop: tuple[str, ...] = ()
+    """Those that run and are not in the plan."""
     router: bool = False
+    """Whether the router changes."""
     tinker: bool = False
+    """Whether the Tinker API changes."""
 
     def __bool__(self) -> bool:
         return bool(self.start or self.restart or self.stop or self.router or self.tinker)

@@ -37,18 +37,22 @@ _SETTLE_TIMEOUT_S = 5.0
 
 @dataclass(kw_only=True)
 class ReplicaContext(Context):
-    """`admit` brings a new server to the fleet's weights, `admitted` says whether it has them, with
-    no push under way that it would miss; `pushing` says whether a push is under way; `gate` is held
-    from spawn to ready; `unanswering` names another server that is being replaced because it did
-    not answer, or lets this one be replaced.
-    """
+    """What a replica is given of its fleet."""
 
     credentials: Credentials
+    """The fleet's secrets."""
     admit: Callable[[Replica], Awaitable[None]]
+    """Brings a new server to the fleet's weights."""
     admitted: Callable[[Replica], bool]
+    """Whether it has them, with no push under way that it would miss."""
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
+    """Is held from spawn to ready."""
     pushing: Callable[[], bool]
+    """Whether a push is under way."""
     unanswering: Callable[[Replica], str]
+    """Names another server that is being replaced because it did not answer, or lets this one be
+    replaced.
+    """
 
 
 class Replica(KeptRunning):

@@ -76,15 +76,18 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Parameter:
-    """One parameter of the module at `path`; `tensor` is it as loaded. `packed` has the projections
-    of each fused module, by name.
-    """
+    """One parameter of a module."""
 
     path: str
+    """Of the module."""
     module: Any
+    """The layer."""
     name: str
+    """Within the module."""
     tensor: Any
+    """The parameter as it is loaded."""
     packed: Mapping[str, list[str]]
+    """The projections of each fused module, by name."""
 
     @property
     def full_name(self) -> str:

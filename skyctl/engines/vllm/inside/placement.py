@@ -25,19 +25,26 @@ class NotComparable(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """This worker's part of a checkpoint tensor, which begins at (row, column) of the checkpoint's
-    matrix, and at (held_row, held_column) of a layer's parameter, or of one of its experts.
-    """
+    """This worker's part of a checkpoint tensor."""
 
     layer: Any
+    """The layer that holds it."""
     attribute: str
+    """The name of its parameter."""
     row: int
+    """Where it begins in the checkpoint's matrix."""
     column: int
+    """Where it begins in the checkpoint's matrix."""
     height: int
+    """Its rows."""
     width: int
+    """Its columns."""
     held_row: int = 0
+    """Where it begins in the layer's parameter, or in an expert of it."""
     held_column: int = 0
+    """Where it begins in the layer's parameter, or in an expert of it."""
     expert: int | None = None
+    """The number of the expert in this layer; None if there are none."""
 
 
 @dataclass(frozen=True)
