@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -213,7 +214,6 @@ def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[s
     console = console or out
     if not console.is_terminal:
         return [line]
-    import textwrap
 
     room = max(20, console.width - indent)
     return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]

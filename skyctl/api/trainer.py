@@ -18,6 +18,7 @@ from skyctl.api.live import FleetSide
 from skyctl.engines.base import PauseMode
 from skyctl.errors import PreflightError, UsageError
 from skyctl.live.blocks import Block, Target
+from skyctl.live.file import Window
 from skyctl.live.model import MATCH, Names, Pair, Weights, dtype_name, read_pairs
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import PATIENCE_S, Body, Hub, Link, Ranks, Step, failure_body
@@ -220,8 +221,6 @@ class Trainer:
 
     def _write(self, path: str, pairs: list[Pair], *, scan: bool) -> Body:
         """Write what this rank sends, where it goes in the file."""
-        from skyctl.live.file import Window
-
         window = self._windows.pop(path, None) or Window(Path(path))
         self._windows = {**dict(list(self._windows.items())[-1:]), path: window}
         rows = [(pairs[number][0], offset, pairs[number][1]) for number, offset in self._sent]

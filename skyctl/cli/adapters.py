@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
-from skyctl.units import count_of
+from skyctl.core.registry import FleetRef, find
+from skyctl.store.paths import expanded
+from skyctl.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from skyctl.adapters.requests import AdapterChange
@@ -140,8 +143,6 @@ def _change(
     timeout_s: float | None,
 ) -> None:
     from skyctl.adapters.requests import LoadAdapter
-    from skyctl.core.registry import FleetRef, find
-    from skyctl.store.paths import expanded
 
     local = isinstance(find(file, fleet), FleetRef)  # otherwise the path is on another machine
     request = LoadAdapter(
@@ -155,8 +156,6 @@ def _change(
 
 
 def _report(change: AdapterChange) -> None:
-    from skyctl import output
-
     rows = [outcome.to_json() for outcome in change.outcomes]
     done = sum(outcome.ok for outcome in change.outcomes)
     servers = f"{done} of {count_of(len(rows), 'server')} in {change.elapsed_ms:.0f} ms"
@@ -186,9 +185,6 @@ def _report(change: AdapterChange) -> None:
 
 
 def _show(file: Path | None, fleet: str | None) -> None:
-    from skyctl import output
-    from skyctl.units import format_bytes
-
     adapters = call_chosen_fleet(file, fleet, lambda running: running.adapters())
     rows = [
         [

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from skyctl.errors import SkyctlError
+
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
 
@@ -47,7 +49,6 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
     from skyctl.cli.fleet_calls import call_fleet
     from skyctl.core.placement import expand_replicas
-    from skyctl.errors import SkyctlError
 
     ref = _chosen(ctx)
     names = [] if ref.attached else [replica.name for replica in expand_replicas(ref.config)]

@@ -6,9 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.core.registry import select
+from skyctl.errors import FleetFileError, NotFoundError, SkyctlError
+from skyctl.output_mode import mode
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
@@ -47,11 +52,7 @@ def doctor(
       skyctl doctor -f fleets/production.yaml --strict
       skyctl doctor --json | jq -r '.data.findings[] | select(.severity != "ok") | .fix'
     """
-    from skyctl import output
-    from skyctl.core.registry import select
     from skyctl.doctor.finding import Severity, count
-    from skyctl.errors import FleetFileError, NotFoundError, SkyctlError
-    from skyctl.output_mode import mode
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None
@@ -79,7 +80,6 @@ def doctor(
 
 
 def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool) -> list[Finding]:
-    from skyctl import output
     from skyctl.doctor import examine, examine_machine
     from skyctl.doctor.finding import Finding, Severity
 
@@ -93,10 +93,6 @@ def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool
 
 
 def _lines(findings: Sequence[Finding]) -> list[Text]:
-    from rich.text import Text
-
-    from skyctl import output
-
     signs = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "error": ("✗ ", "bold red")}
     lines: list[Text] = []
     for section, title in _TITLES.items():

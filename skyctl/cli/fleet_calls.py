@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from skyctl.output_mode import mode
 from skyctl.startup import hold_interrupts
 from skyctl.units import count_of
 
@@ -100,7 +101,6 @@ async def follow(
     from skyctl import output
     from skyctl.cli.fleet_view import OperationView, log_tail
     from skyctl.engines.logs import telling_line
-    from skyctl.output_mode import mode
     from skyctl.service.bring_up import follow_operation
     from skyctl.service.ended import operation_error
 

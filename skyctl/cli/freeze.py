@@ -17,6 +17,7 @@ from skyctl.cli.options import (
     ServersArgument,
     TimeoutOption,
 )
+from skyctl.errors import UsageError
 
 TAGS = ("weights", "kv_cache")
 THE_FREEZE = "The freeze"  # a panel of --help
@@ -158,8 +159,6 @@ def parse_tags(text: str) -> tuple[str, ...]:
     Raises:
         UsageError: a tag that vLLM does not have.
     """
-    from skyctl.errors import UsageError
-
     tags = tuple(tag.strip() for tag in text.split(",") if tag.strip())
     for tag in tags:
         if tag not in TAGS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -13,9 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TextIO
 
 import typer
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import select
+from skyctl.errors import NotFoundError, SkyctlError, UsageError
+from skyctl.units import count_of, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
@@ -144,9 +150,6 @@ def generate(
     skyctl generate -i prompts.jsonl -o answers.jsonl --concurrency 64
     skyctl generate -i prompts.jsonl --n 8 --temperature 1
     """
-    from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.errors import UsageError
     from skyctl.generate.requests import failure
 
     given = {"max_tokens": max_tokens, "n": n, "model": model, "temperature": temperature}
@@ -186,7 +189,6 @@ async def _send(
     """Send all requests and print the results: `as_text` as it arrives (of one request), else as
     JSON lines. The deadline counts from `began`.
     """
-    from skyctl import output
     from skyctl.generate.requests import GenerationClient, RetryPolicy
     from skyctl.service import connect
     from skyctl.service.endpoint import find_endpoint
@@ -220,9 +222,6 @@ async def explained(running: FleetService, finished: Callable[[], int]) -> Async
 
 
 async def _explain(running: FleetService, finished: Callable[[], int]) -> None:
-    from skyctl import output
-    from skyctl.errors import SkyctlError
-
     shown, before, wait_s = set[str](), 0, EXPLAIN_AFTER_S
     while True:
         await asyncio.sleep(wait_s)
@@ -267,10 +266,6 @@ def read_requests(
         UsageError: both or neither were given, or a line is wrong.
         NotFoundError: there is no such file.
     """
-    import json
-    import sys
-
-    from skyctl.errors import NotFoundError, UsageError
     from skyctl.generate.prompts import parse_line, parse_lines
 
     defaults = {key: value for key, value in given.items() if value is not None}
@@ -309,9 +304,6 @@ def results_file(path: Path | None) -> Iterator[TextIO | None]:
     Raises:
         UsageError: it cannot be written.
     """
-    from skyctl import output
-    from skyctl.errors import UsageError
-
     if path is None:
         yield None
         return
@@ -348,10 +340,6 @@ async def _to_jsonl(
     """Write results in input order, each as soon as it and all before it are complete; `done` gets
     each when it is.
     """
-    import json
-
-    from skyctl import output
-
     results: list[GenerationResult] = []
     total, began = len(requests), time.perf_counter()
     with output.live(
@@ -376,8 +364,6 @@ async def _to_jsonl(
 
 def _summary(results: list[GenerationResult], seconds: float, total: int | None = None) -> str:
     """`6 of 6 requests, 48 tokens in 1.2 s (40 tokens/s), 2 retries`."""
-    from skyctl.units import count_of, format_seconds
-
     tokens = sum(len(result.token_ids) for result in results)
     retries = sum(result.retries for result in results)
     finished = sum(not result.error for result in results)

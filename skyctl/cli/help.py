@@ -7,7 +7,9 @@ from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.options import JsonOption
 
@@ -32,9 +34,6 @@ def help_(
       skyctl help pause-modes
       skyctl help sync-weights      # the same as skyctl sync-weights --help
     """
-    from rich.text import Text
-
-    from skyctl import output
     from skyctl.help import text_of, topics
 
     if topic is None:

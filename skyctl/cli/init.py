@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.checkpoints.tiny import TINY_SEEDS, make_tiny_checkpoint, require_libraries
 from skyctl.cli import complete
 from skyctl.cli.options import JsonOption
@@ -56,10 +60,6 @@ def init(
       skyctl init --model Qwen/Qwen3-0.6B --replicas 4
       skyctl init --servers http://127.0.0.1:8000,http://127.0.0.1:8001
     """
-    from rich.text import Text
-
-    from skyctl import output
-
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
     if servers is not None and not urls:  # a variable that is not set: no fleet to start
         raise UsageError("--servers names no URL", hint="such as: --servers http://127.0.0.1:8000")
@@ -74,8 +74,6 @@ def init(
 
 
 def _next_commands(directory: Path, *, tiny: bool, attached: bool) -> list[str]:
-    import shlex
-
     commands = [] if directory.resolve() == Path.cwd() else [f"cd {shlex.quote(str(directory))}"]
     if attached:
         return [*commands, "skyctl status"]
@@ -282,7 +280,5 @@ weight_transfer:
 
 def _scalar(text: str) -> str:
     """`text` as a YAML scalar that the loader reads back unchanged."""
-    import json
-
     plain = _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS
     return text if plain else json.dumps(text.replace("${", "$${"))

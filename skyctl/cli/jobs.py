@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import find
 from skyctl.units import format_ago
 
 if TYPE_CHECKING:
@@ -37,7 +39,6 @@ def jobs(
     if context.invoked_subcommand is not None:
         context.obj = (file, fleet)
         return
-    from skyctl import output
 
     listed_jobs = call_chosen_fleet(file, fleet, lambda running: running.jobs())
     rows = [
@@ -76,7 +77,6 @@ def show(
     skyctl jobs show push-3
     skyctl jobs show push-3 --timeline
     """
-    from skyctl import output
     from skyctl.cli.bars_view import legend, timeline_view
     from skyctl.cli.job_view import job_views
     from skyctl.core.job_result import job_error
@@ -125,7 +125,6 @@ def wait(
     skyctl jobs wait push-3 --timeout 600
     """
     from skyctl.cli.job_view import emit_job, follow_job
-    from skyctl.core.registry import find
     from skyctl.service import connect
 
     ref = find(*chosen(context, file, fleet))

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.core.registry import select, select_paths
+from skyctl.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,9 +57,6 @@ def logs(
       skyctl logs tiny-1 -n 200
       skyctl logs --follow router
     """
-    from skyctl import output
-    from skyctl.errors import UsageError
-
     names = names or []
     if file is not None and not file.exists():  # `-f` follows in other tools
         raise UsageError(
@@ -103,7 +104,6 @@ def _local_endings(
 
 def _paths(file: Path | None, fleet: str | None) -> FleetPaths:
     """Where the chosen fleet's logs are. Raises for an attached fleet that has none."""
-    from skyctl.core.registry import select, select_paths
     from skyctl.service.bring_up import refuse_attached
 
     paths = select_paths(file, fleet)
@@ -139,9 +139,6 @@ class LinePrinter:
         self._names = list(names)
 
     def print(self, name: str, line: str) -> None:
-        from rich.text import Text
-
-        from skyctl import output
         from skyctl.engines.logs import is_mark
 
         if name not in self._names:
@@ -181,8 +178,6 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
     Raises:
         NotFoundError: one of the names has no log.
     """
-    from skyctl.errors import NotFoundError
-
     log_files = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
     if not log_files:
         raise NotFoundError(f"fleet {paths.name} has no logs yet", hint="start it: skyctl up")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
+from skyctl import output
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
@@ -33,7 +37,6 @@ def plan(
       skyctl plan
       skyctl plan fleets/production.yaml --json | jq '.data.servers[].argv'
     """
-    from skyctl import output
     from skyctl.core.planning import plan_here
 
     ref = chosen_fleet(path, file, fleet)
@@ -48,9 +51,6 @@ def plan(
 
 
 def _emit_attached(ref: FleetRef) -> None:
-    from rich.text import Text
-
-    from skyctl import output
     from skyctl.cli.fleet_calls import in_loop
     from skyctl.service.discovery import locate
 
@@ -65,10 +65,6 @@ def _emit_attached(ref: FleetRef) -> None:
 
 
 def _overview(planned: FleetPlan) -> Text:
-    from pathlib import Path
-
-    from rich.text import Text
-
     from skyctl.units import format_bytes
 
     origin = ""
@@ -94,8 +90,6 @@ def _overview(planned: FleetPlan) -> Text:
 
 
 def _table(planned: FleetPlan) -> Table:
-    from skyctl import output
-
     rows: list[Sequence[Any]] = [
         [
             server.name,
@@ -144,8 +138,6 @@ def _commands(planned: FleetPlan) -> list[Text]:
 
 def _command(name: str, process: Mapping[str, Any], *, more: str = "") -> Text:
     """One process as a shell command, an argument with its values per line."""
-    from rich.text import Text
-
     lines = [f"{key}={shlex.quote(value)}" for key, value in process["env"].items()]
     words: list[str] = []
     for argument in process["argv"]:

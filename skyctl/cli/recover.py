@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
-from skyctl.units import count_of
+from skyctl.core.registry import find
+from skyctl.errors import PartialFailure, SkyctlError, UsageError
+from skyctl.units import count_of, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
@@ -53,11 +56,8 @@ def recover(
       skyctl recover --dry-run
       skyctl recover --yes --json
     """
-    from skyctl import output
     from skyctl.cli.fleet_calls import call_fleet
-    from skyctl.core.registry import find
     from skyctl.core.service import Recover
-    from skyctl.errors import UsageError
 
     ref = find(file, fleet)
     findings = call_fleet(ref, lambda running: running.findings())
@@ -79,8 +79,6 @@ def recover(
 
 def _findings_table(findings: Sequence[Finding]) -> Table:
     """SERVER, FOUND, TO DO, DETAIL."""
-    from skyctl import output
-
     rows = [
         [finding.server, output.styled(finding.condition), _PLANS[finding.action], finding.detail]
         for finding in findings
@@ -90,9 +88,6 @@ def _findings_table(findings: Sequence[Finding]) -> Table:
 
 def _recovered_table(recovered: Sequence[Recovered]) -> Table:
     """SERVER, WAS, DONE, RESULT, TIME, DETAIL."""
-    from skyctl import output
-    from skyctl.units import format_seconds
-
     rows = [
         [
             repair.server,
@@ -111,8 +106,6 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
 
 def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
     """The error that these outcomes add up to; None if every server is as it should be."""
-    from skyctl.errors import PartialFailure, SkyctlError
-
     failed = [repair for repair in recovered if not repair.ok]
     if not failed:
         return None

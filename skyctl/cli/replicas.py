@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument
+from skyctl.core.registry import find
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus
@@ -29,10 +31,8 @@ def restart(
       skyctl restart
       skyctl restart tiny-1
     """
-    from skyctl import output
     from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import find
     from skyctl.core.service import Restart
 
     ref = find(file, fleet)
@@ -62,10 +62,8 @@ def scale(
       skyctl scale 3
       skyctl scale 1 --fleet tiny
     """
-    from skyctl import output
     from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import find
     from skyctl.core.service import Scale
 
     ref = find(file, fleet)

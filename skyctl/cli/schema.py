@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
+from rich.text import Text
+
+from skyctl import output
 from skyctl.cli.options import JsonOption
 
 
@@ -14,11 +19,6 @@ def schema(as_json: JsonOption = False) -> None:
       # then, as the first line of fleet.yaml:
       # yaml-language-server: $schema=fleet.schema.json
     """
-    import json
-
-    from rich.text import Text
-
-    from skyctl import output
     from skyctl.fleetfile.schema import json_schema
 
     document = json_schema()

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import select
+from skyctl.errors import SkyctlError
+from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -74,9 +79,7 @@ def smoke(
       skyctl smoke --checkpoint checkpoints/b --junit smoke.xml --keep-logs logs
       skyctl smoke --reuse
     """
-    from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
-    from skyctl.core.registry import select
     from skyctl.smoke import smoke as run_smoke
     from skyctl.smoke.steps import SmokeOptions
 
@@ -98,8 +101,6 @@ def smoke(
 
 def _error(report: SmokeReport, *, attached: bool) -> SkyctlError | None:
     """The error of the first step that failed, with where to read its logs."""
-    from skyctl.errors import SkyctlError
-
     failure = report.first_failure
     if failure is None:
         return None
@@ -131,7 +132,6 @@ def run_until_terminated(test: Coroutine[Any, Any, SmokeReport]) -> SmokeReport:
 
 
 def _write(report: SmokeReport, junit: Path | None, summary: Path | None) -> None:
-    from skyctl.errors import SkyctlError
     from skyctl.smoke import junit_xml, markdown
 
     try:
@@ -146,19 +146,12 @@ def _write(report: SmokeReport, junit: Path | None, summary: Path | None) -> Non
 
 
 def _line(result: StepResult) -> Text:
-    from rich.text import Text
-
-    from skyctl.units import format_seconds
-
     sign, style = _SIGNS[result.status]
     seconds = "" if result.status == "skipped" else f"{format_seconds(result.seconds):>8}  "
     return Text.assemble((sign, style), f"{result.name:<13}", (seconds, "dim"), result.detail)
 
 
 def _lines(report: SmokeReport) -> list[Text | str]:
-    from skyctl import output
-    from skyctl.units import format_seconds
-
     passed = sum(step.status == "passed" for step in report.steps)
     verdict = f"{passed} of {len(report.steps)} steps passed in {format_seconds(report.seconds)}"
     # a terminal has already shown them one by one

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli.fleet_calls import call_fleet, in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import find
+from skyctl.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -47,10 +50,7 @@ def status(
       skyctl status --exit-code || skyctl up
       skyctl status --json | jq -r '.data.replicas[].state'
     """
-    from skyctl import output
     from skyctl.cli.fleet_view import drift_lines, status_view
-    from skyctl.core.registry import find
-    from skyctl.errors import UsageError
     from skyctl.service.drift import find_drift
 
     ref = find(file, fleet)
@@ -78,7 +78,6 @@ def status(
 
 
 async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
-    from skyctl import output
     from skyctl.cli.fleet_view import status_view
     from skyctl.service import connect
 
@@ -95,8 +94,6 @@ async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
 
 def _code(status: FleetStatus, drift: list[Drift] | None) -> ExitCode:
     """`drift` None: no exit code was requested."""
-    from skyctl.errors import ExitCode
-
     if drift is None:
         return ExitCode.OK
     return ExitCode.FAILED if drift and not status.health.exit_code else status.health.exit_code

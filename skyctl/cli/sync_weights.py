@@ -11,6 +11,8 @@ import typer
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption, seconds
+from skyctl.errors import UsageError
+from skyctl.units import parse_bytes
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -233,7 +235,6 @@ def sync_weights(
     skyctl sync-weights --rollback step-100      # see: skyctl weights history
     """
     from skyctl.core.registry import find
-    from skyctl.errors import UsageError
     from skyctl.push.request import PushRequest, usual_mode
 
     if not checkpoint and not back:
@@ -269,9 +270,6 @@ def sync_weights(
 
 def _size(option: str, text: str | None) -> int | None:
     """The bytes of an option's value; None without one."""
-    from skyctl.errors import UsageError
-    from skyctl.units import parse_bytes
-
     try:
         return parse_bytes(text) if text else None
     except ValueError as error:
@@ -308,7 +306,6 @@ def _push(
     back to.
     """
     from skyctl.core.registry import FleetRef
-    from skyctl.errors import UsageError
     from skyctl.service import connect
 
     attached = isinstance(ref, FleetRef) and ref.attached

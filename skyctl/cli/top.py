@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli.fleet_calls import in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import select
 from skyctl.errors import SkyctlError
 
 if TYPE_CHECKING:
@@ -36,9 +38,6 @@ def top(
       skyctl top --once --interval 5
       skyctl top --json | jq '[.data.replicas[].generation_tokens_per_s] | add'
     """
-    from skyctl import output
-    from skyctl.core.registry import select
-
     ref = select(file, fleet)
     if as_json or once or not output.can_fill_screen():
         from skyctl.cli.top_view import once_view
@@ -69,7 +68,6 @@ async def _watch(ref: FleetRef, interval_s: float) -> None:
     Raises:
         SkyctlError: the first sample failed; later failures are shown on the screen.
     """
-    from skyctl import output
     from skyctl.cli.top_view import screen_view
     from skyctl.monitoring.sampler import Sampler
     from skyctl.service import connect

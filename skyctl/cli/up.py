@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skyctl.cli.fleet_calls import in_loop
+from skyctl import output
+from skyctl.cli.fleet_calls import call_chosen_fleet, follow, in_loop
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.core.registry import refuse_another_file, select, select_paths, supervisor_running
+from skyctl.errors import DeadlineExceeded, FleetFileError, SkyctlError, UsageError
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
@@ -49,10 +52,7 @@ def up(
       skyctl up fleets/production.yaml --timeout 600
       skyctl up --attach
     """
-    from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import refuse_another_file
-    from skyctl.errors import UsageError
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")
@@ -70,9 +70,6 @@ def _bring_up(
     ref: FleetRef, router: bool, timeout_s: float | None, rollback: bool
 ) -> tuple[FleetStatus, str]:
     """The status once everything is ready, and one line that says what was done."""
-    from skyctl import output
-    from skyctl.cli.fleet_calls import follow
-    from skyctl.errors import DeadlineExceeded, SkyctlError
     from skyctl.service import connect
     from skyctl.service.bring_up import begin_up, undo
 
@@ -115,7 +112,6 @@ def _bring_up(
 
 def _note_entrance(ref: FleetRef) -> None:
     """Say how other machines reach the fleet, if they may."""
-    from skyctl import output
     from skyctl.supervisor.listening import entrance
 
     access = entrance(ref.config.supervisor, ref.base_dir, ref.paths)
@@ -131,7 +127,6 @@ def _note_entrance(ref: FleetRef) -> None:
 
 def _stay(ref: FleetRef) -> None:
     """Follow the logs until Ctrl-C (or the fleet ends), then take the fleet down."""
-    from skyctl import output
     from skyctl.cli.logs import follow_logs
 
     output.note("following the logs; Ctrl-C brings the fleet down")
@@ -160,8 +155,6 @@ def down(
       skyctl down
       skyctl down --fleet tiny --drain-timeout 0
     """
-    from skyctl import output
-    from skyctl.cli.fleet_calls import call_chosen_fleet
     from skyctl.core.service import Down
 
     if fleet is not None and "://" in fleet:  # on another machine
@@ -177,8 +170,6 @@ def down(
 
 def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
     """The fleet's paths and its two deadlines; defaults if its file no longer loads."""
-    from skyctl.core.registry import select, select_paths, supervisor_running
-    from skyctl.errors import FleetFileError
     from skyctl.service.bring_up import refuse_attached
 
     try:
@@ -194,7 +185,6 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
 
 def _bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
     """Take the fleet down and print what was stopped."""
-    from skyctl import output
     from skyctl.service.bring_down import take_down
 
     async def work() -> TakenDown:

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.core.registry import FleetRef, find, select
+from skyctl.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
@@ -76,12 +80,7 @@ def urls(
       eval "$(skyctl urls --format trainer)"   # SKYCTL_FLEET_URL: one URL for a trainer
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
-    from rich.text import Text
-
-    from skyctl import output
-    from skyctl.core.registry import find, select
     from skyctl.core.urls import tinker_place
-    from skyctl.errors import UsageError
 
     if export and format not in (None, Format.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -103,11 +102,7 @@ def urls(
 def _emit_urls(
     ref: FleetRef | RemoteRef, chosen: Format | None, prometheus_sd: Path | None
 ) -> None:
-    from rich.text import Text
-
-    from skyctl import output
     from skyctl.cli.fleet_calls import in_loop
-    from skyctl.core.registry import FleetRef
     from skyctl.core.urls import FORMATS, notes, refused_rollouts
 
     fleet_urls, refused = in_loop(_urls(ref, rollouts=chosen is Format.SKYRL))
@@ -145,7 +140,6 @@ async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls
 def _key(ref: FleetRef) -> str:
     """The inference key. Raises NotFoundError if there is none."""
     from skyctl.core.urls import access, api_key
-    from skyctl.errors import NotFoundError
 
     key = api_key(access(ref.config, ref.paths))
     if key is None:
@@ -158,8 +152,6 @@ def _key(ref: FleetRef) -> str:
 
 def _note_keys(urls: FleetUrls) -> None:
     """Say where the keys are. On stderr, so that the URLs can be piped."""
-    from skyctl import output
-
     access = urls.access
     if where := access.api_key_file or (access.api_key_env and f"${access.api_key_env}"):
         output.note(f"requests need the API key in {where}")
@@ -181,7 +173,6 @@ def _lines(urls: FleetUrls) -> str:
 
 def _write(urls: FleetUrls, path: Path) -> str:
     """Write the service discovery file and say so; returns its absolute path."""
-    from skyctl import output
     from skyctl.core.urls import write_targets
 
     count = write_targets(urls, path)

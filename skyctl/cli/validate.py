@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
+from skyctl import output
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.errors import SkyctlError
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
@@ -37,11 +40,6 @@ def validate(
       skyctl validate
       skyctl validate fleets/production.yaml --offline
     """
-    from rich.text import Text
-
-    from skyctl import output
-    from skyctl.errors import SkyctlError
-
     ref = chosen_fleet(path, file, fleet)
     warnings, problems, summary = _findings(ref, offline=offline)
     data = {
@@ -67,7 +65,6 @@ def validate(
 
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
     """Warnings, problems, and one phrase that says what the fleet is."""
-    from skyctl import output
     from skyctl.core.check import check_plan, learn_arguments
     from skyctl.core.planning import plan_here, plan_offline
 

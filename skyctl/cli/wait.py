@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument, seconds
 from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError, no_server
@@ -55,7 +56,6 @@ def wait(
       skyctl wait demo-0 --for paused --timeout 10
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
-    from skyctl import output
     from skyctl.cli.fleet_calls import call_chosen_fleet
 
     awaited, noted = Condition.parse(condition), ""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.errors import PartialFailure, SkyctlError
+from skyctl.units import format_ago, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.core.results import WeightsState
@@ -40,7 +44,6 @@ def weights(
     if context.invoked_subcommand is not None:
         context.obj = (file, fleet)
         return
-    from skyctl import output
 
     async def read_state(running: FleetService) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
         return await running.weights(), await running.adapters()
@@ -70,8 +73,6 @@ def weights(
 
 
 def _servers_table(servers: Sequence[ServerRow]) -> Table:
-    from skyctl import output
-
     rows = [
         [
             row.name,
@@ -106,7 +107,6 @@ def history(
     skyctl weights history --plot
     skyctl weights history --json
     """
-    from skyctl import output
     from skyctl.cli.bars_view import history_plot
 
     pushes = call_chosen_fleet(
@@ -132,8 +132,6 @@ def verify(
     \b
     skyctl weights verify
     """
-    from skyctl import output
-
     verification = call_chosen_fleet(
         *chosen(context, file, fleet), lambda running: running.verify_weights()
     )
@@ -154,8 +152,6 @@ def verify(
 
 def _disagreement(report: Mapping[str, Any]) -> SkyctlError | None:
     """The error of a verification in which servers differ or do not answer."""
-    from skyctl.errors import PartialFailure, SkyctlError
-
     servers = report["servers"]
     silent = [row["server"] for row in servers if not row["ok"]]
     if silent:
@@ -195,9 +191,6 @@ def kept(
     skyctl weights kept
     skyctl weights forget step-100
     """
-    from skyctl import output
-    from skyctl.units import format_ago, format_bytes
-
     versions = call_chosen_fleet(
         *chosen(context, file, fleet), lambda running: running.kept_versions()
     )
@@ -243,9 +236,6 @@ def rendezvous(
     \b
     skyctl weights rendezvous --json
     """
-    from dataclasses import replace
-
-    from skyctl import output
     from skyctl.push.trainer import Rendezvous, SendTarget, suggest
 
     async def plan_rendezvous(running: FleetService) -> tuple[Rendezvous, tuple[SendTarget, ...]]:
@@ -287,9 +277,7 @@ def forget(
     \b
     skyctl weights forget step-100
     """
-    from skyctl import output
     from skyctl.core.service import Forget
-    from skyctl.units import format_bytes
 
     request = Forget(version)
     freed = call_chosen_fleet(
@@ -300,9 +288,6 @@ def forget(
 
 
 def _history(pushes: Any) -> Any:
-    from skyctl import output
-    from skyctl.units import format_ago, format_bytes, format_seconds
-
     rows = []
     for push in pushes:
         result = push.result

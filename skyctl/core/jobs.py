@@ -21,6 +21,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
+from skyctl.push.verify import verify
 from skyctl.states import PushStage, PushState
 from skyctl.store.adapters import served
 from skyctl.store.in_doubt import (
@@ -373,8 +374,6 @@ async def verify_servers(
     state: FleetState,
 ) -> Verification:
     """Compare what servers hold with each other, their `rows` and the fleet's checkpoint."""
-    from skyctl.push.verify import verify
-
     weights = state.weights()
     records = records_of(rows, weights, await asyncio.to_thread(rows_of, weights))
     return await verify(targets, client=client, timeout_s=_VERIFY_TIMEOUT_S, records=records)

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from skyctl import engines
+from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.core.diagnosis import Action, Condition, Finding
 from skyctl.core.health import sleep_level
@@ -298,8 +299,6 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         SkyctlError: it has none but those it was started with.
         WeightsGone: their files are gone, or hold something else now.
     """
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
     if weights.version is None:
         raise SkyctlError("nothing was pushed into this fleet yet")
     if weights.checkpoint is None:

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from skyctl import engines
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.core.check import check_plan
+from skyctl.core.registry import supervisor_running
+from skyctl.core.status import Health
 from skyctl.core.urls import access, api_key, control_token
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
@@ -23,6 +27,8 @@ from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.service import connect
+from skyctl.service.drift import find_drift
 from skyctl.states import ReplicaState
 from skyctl.store.paths import state_root
 
@@ -82,9 +88,6 @@ def _hosts(plan: FleetPlan) -> set[str]:
 def _examine_file(
     ref: FleetRef, plan: FleetPlan, facts: MachineFacts, ports: Mapping[str, int]
 ) -> list[Finding]:
-    from skyctl.core.check import check_plan
-    from skyctl.core.registry import supervisor_running
-
     running = bool(ports) or supervisor_running(ref.paths)
     problems = check_plan(plan, own_ports=ports.values(), file=ref.file)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.base), running), facts)
@@ -92,8 +95,6 @@ def _examine_file(
 
 def _model(path: str) -> ModelFacts | None:
     """The model's sizes; None for one that is not on this disk (its own check reports that)."""
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
     if not Path(path).is_dir():
         return None
     try:
@@ -105,10 +106,6 @@ def _model(path: str) -> ModelFacts | None:
 
 
 async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
-    from skyctl.core.status import Health
-    from skyctl.service import connect
-    from skyctl.service.drift import find_drift
-
     async with connect(ref) as fleet:
         status = await fleet.status()
         if status.health == Health.DOWN and not status.replicas:

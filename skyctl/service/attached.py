@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from skyctl import engines
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
+from skyctl.core.diagnosis import stopped
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
 from skyctl.core.results import WeightsState
@@ -34,6 +35,8 @@ from skyctl.engines.base import ServerMetrics
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushRequest
+from skyctl.push.trainer import Trainer
 from skyctl.service.attached_servers import AttachedServers
 from skyctl.states import ReplicaState
 from skyctl.store.adapters import served
@@ -171,8 +174,6 @@ class AttachedFleet(RecordedFleet):
 
     async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         """Begin an update in this process, which is the trainer's."""
-        from skyctl.push.trainer import Trainer
-
         transfer = self.ref.config.weight_transfer
         trainer = Trainer(
             request.at, request.process, request.timeout_s or transfer.update_timeout_s
@@ -187,7 +188,6 @@ class AttachedFleet(RecordedFleet):
             self._trainers.pop(request.job).report(request.failure, request.version)
 
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
-        from skyctl.push.request import PushRequest
         from skyctl.push.senderless_delivery import ask_targets
         from skyctl.service.attached_push import push_fleet
 
@@ -280,7 +280,6 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def findings(self) -> tuple[Finding, ...]:
-        from skyctl.core.diagnosis import stopped
         from skyctl.service.attached_recovery import find
 
         await self._servers.locate()

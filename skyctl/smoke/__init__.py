@@ -21,6 +21,7 @@ from xml.sax.saxutils import escape
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, SkyctlError, UsageError
+from skyctl.service import connect
 from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, down, steps_for
 from skyctl.units import format_seconds
 
@@ -192,8 +193,6 @@ async def _run_step(step: Step, run: FleetUnderTest, timeout_s: float) -> StepRe
 
 async def _keep(ref: FleetRef, options: SmokeOptions) -> Path | None:
     """Copy every log, the fleet file and the status to where the user wants them."""
-    from skyctl.service import connect
-
     directory = options.keep_logs
     if directory is None:
         return None

@@ -19,6 +19,7 @@ from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import psutil
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -378,7 +379,6 @@ def _field(answer: Any, key: str) -> Any:
 
 def _client_process(scope: Mapping[str, Any]) -> ProcessIdentity | None:
     """The process at the other end of this connection, if it is one of ours on this machine."""
-    import psutil
 
     client, server = scope.get("client"), scope.get("server")
     if not client or not server:

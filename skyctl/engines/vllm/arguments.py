@@ -121,7 +121,6 @@ def _installed() -> str:
     Names change only with a new installation. Runs in other interpreters as well: see above.
     """
     import importlib.util
-    import os
 
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.origin:

@@ -11,6 +11,8 @@ import socket
 import threading
 from collections import deque
 
+import psutil
+
 from skyctl.launch.base import Host
 from skyctl.launch.local.devices import discover_cpus, discover_gpus
 from skyctl.launch.local.process import ManagedProcess
@@ -92,7 +94,6 @@ def bind_error(host: str, port: int) -> str | None:
 
 
 def _listener(port: int) -> str | None:
-    import psutil
 
     try:
         connections = psutil.net_connections(kind="tcp")
@@ -107,7 +108,6 @@ def _listener(port: int) -> str | None:
 
 
 def _command(pid: int) -> str:
-    import psutil
 
     try:
         process = psutil.Process(pid)

@@ -802,7 +802,7 @@ class FakeCheckpoint:
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
     monkeypatch.setattr(
-        "skyctl.checkpoints.checkpoint.read_checkpoint", lambda path: FakeCheckpoint
+        "skyctl.core.recovery.read_checkpoint", lambda path: FakeCheckpoint
     )
     return FakeCheckpoint
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 _SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
@@ -39,8 +40,6 @@ def _taken(manager: Any) -> Iterator[str]:
 
 def unread(config: Mapping[str, Any]) -> list[str]:
     """Keys of an adapter's configuration that scale it, and that this vLLM does not read."""
-    from dataclasses import fields
-
     from vllm.lora.peft_helper import PEFTHelper
 
     readable = {field.name for field in fields(PEFTHelper)}
