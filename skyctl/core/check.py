@@ -17,7 +17,8 @@ from pathlib import Path
 from skyctl.checkpoints.checkpoint import index_problem, locate, mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
-from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
+from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.planner import interpreter
 from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.arguments import PlanWarning, flag_name, server_arguments

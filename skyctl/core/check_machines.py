@@ -52,34 +52,45 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
             continue
         for module, version in answer.get("versions", {}).items():
             versions.setdefault(module, {})[node.target] = version
-        for module in answer["missing"]:
-            yield f"{node.target}: {node.python} has no {module}", "install it there"
-        for path in answer["absent"]:
-            if path in written:
-                yield (
-                    f"{node.target} cannot read what is written to shared_dir "
-                    f"{plan.config.shared_dir} here",
-                    "name a directory that all machines share; its files are this user's alone",
-                )
-                continue
-            yield (
-                f"{node.target} has no {path}",
-                "every machine reads the model itself: give `model` a path that all of them share",
-            )
-        for port, holder in answer["taken"].items():
-            yield (
-                f"{node.target}: port {port} is taken by {holder}",
-                "stop it, or change `ports`, or leave it out for a free port",
-            )
-        gpus = {gpu["index"] for gpu in answer["gpus"]}
-        for server in servers.get(node, ()):
-            for index in sorted(set(server.gpus) - gpus):
-                yield f"{node.target} has no GPU {index}", "correct `gpus`"
-        yield from _without_room(node, answer, servers.get(node, ()))
+        yield from _wrong_on(node, answer, servers.get(node, ()), plan, written)
     for module, by_target in versions.items():
         if len(set(by_target.values())) > 1:
             listed = ", ".join(f"{target} {version}" for target, version in by_target.items())
             yield f"machines have different versions of {module}: {listed}", "install one version"
+
+
+def _wrong_on(
+    node: Node,
+    facts: Mapping[str, Any],
+    servers: Sequence[ServerSpec],
+    plan: FleetPlan,
+    written: Collection[str],
+) -> Iterator[tuple[str, str]]:
+    """What is wrong by the facts of one machine. `written`: what lies in shared_dir to be read."""
+    for module in facts["missing"]:
+        yield f"{node.target}: {node.python} has no {module}", "install it there"
+    for path in facts["absent"]:
+        if path in written:
+            yield (
+                f"{node.target} cannot read what is written to shared_dir "
+                f"{plan.config.shared_dir} here",
+                "name a directory that all machines share; its files are this user's alone",
+            )
+            continue
+        yield (
+            f"{node.target} has no {path}",
+            "every machine reads the model itself: give `model` a path that all of them share",
+        )
+    for port, holder in facts["taken"].items():
+        yield (
+            f"{node.target}: port {port} is taken by {holder}",
+            "stop it, or change `ports`, or leave it out for a free port",
+        )
+    gpus = {gpu["index"] for gpu in facts["gpus"]}
+    for server in servers:
+        for index in sorted(set(server.gpus) - gpus):
+            yield f"{node.target} has no GPU {index}", "correct `gpus`"
+    yield from _without_room(node, facts, servers)
 
 
 @contextmanager

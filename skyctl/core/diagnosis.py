@@ -195,15 +195,7 @@ def judge(
         )
     back: Action = Action.RESTART if ours and weights.version is None else Action.PUSH
     if record is not None:
-        version = record.version or row.weight_version
-        # the fleet moved on without it; a server that a push has touched belongs to the fleet
-        if behind := _behind(version, row, weights, ours=True):
-            return Finding(name, Condition.WRONG_VERSION, behind, back)
-        # it was restarted since, not by skyctl; a label that the push owes it is not on it yet
-        restarted = not ours and not record.version and row.weight_version is not None
-        if restarted and (foreign := foreign_version(row.weight_version, seen.version)):
-            return Finding(name, Condition.WRONG_VERSION, foreign, back)
-        return Finding(name, Condition.FROZEN, record.reason, Action.RESUME)
+        return _judge_frozen(seen, row, record, weights, back, ours=ours)
     if row.quarantine:
         return Finding(
             name, Condition.QUARANTINED, row.quarantine, Action.RESTART if ours else Action.PUSH
@@ -223,6 +215,27 @@ def judge(
     if seen.paused and row.intended == "running":
         return Finding(name, Condition.HEALTHY, "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, Condition.HEALTHY, row.intended if row.intended != "running" else "")
+
+
+def _judge_frozen(
+    seen: Observed,
+    row: ServerRow,
+    record: InDoubt,
+    weights: FleetWeights,
+    back: Action,
+    *,
+    ours: bool,
+) -> Finding:
+    """A server that a push froze, whose weights are whole; `back` brings it to the fleet's."""
+    version = record.version or row.weight_version
+    # the fleet moved on without it; a server that a push has touched belongs to the fleet
+    if behind := _behind(version, row, weights, ours=True):
+        return Finding(seen.server, Condition.WRONG_VERSION, behind, back)
+    # it was restarted since, not by skyctl; a label that the push owes it is not on it yet
+    restarted = not ours and not record.version and row.weight_version is not None
+    if restarted and (foreign := foreign_version(row.weight_version, seen.version)):
+        return Finding(seen.server, Condition.WRONG_VERSION, foreign, back)
+    return Finding(seen.server, Condition.FROZEN, record.reason, Action.RESUME)
 
 
 def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from skyctl.core.check import check_plan, model_advice
 from skyctl.core.pinning import Pins, moved, pin
 from skyctl.core.placement import expand_replicas, master_of
-from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.core.plan import FleetPlan
+from skyctl.core.planner import plan_fleet
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import RouterSection

@@ -46,12 +46,11 @@ async def run(
             have to wake them.
         StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
     """
-    if isinstance(request, Resume | Wake):
-        state.require_read()
     timeout_s = request.timeout_s or timeout_s
     recorded = {row.name: row for row in state.servers()}
     rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
     if isinstance(request, Resume | Wake):
+        state.require_read()
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
     if isinstance(request, Wake):
         _refuse_discarded(rows.values(), request.tags, device)
@@ -88,10 +87,8 @@ async def run(
             state.add_event(*_event(request, [_held_back(outcome, behind) for outcome in outcomes]))
     if meanwhile:
         outcomes = await _taken_last(request, outcomes, state, called, client, number)
-    # read again: another terminal may have resumed it meanwhile
-    still_paused = {row.name for row in state.servers() if row.paused} if woken else ()
-    if pause := [target for target in woken if target.name in still_paused]:
-        await actions.pause(client, pause, mode="keep", timeout_s=timeout_s)
+    if woken:
+        await _pause_again(woken, state, client, timeout_s)
     reported = {
         o.server: _held_back(_with_context(request, o, rows[o.server]), behind) for o in outcomes
     }
@@ -186,6 +183,15 @@ async def _put_sleep_on_record(
     outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
     asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
     return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
+
+
+async def _pause_again(
+    woken: Sequence[ServerTarget], state: FleetState, client: ControlClient, timeout_s: float
+) -> None:
+    """Pause servers that slept while they were paused, unless they were resumed meanwhile."""
+    paused = {row.name for row in state.servers() if row.paused}
+    if pause := [target for target in woken if target.name in paused]:
+        await actions.pause(client, pause, mode="keep", timeout_s=timeout_s)
 
 
 async def _quarantined_behind(

@@ -5,11 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES

@@ -191,15 +191,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         )
         for replica in replicas
     )
-    router = tinker = None
-    if running.router is not None:
-        router = RouterStatus(
-            **_front_row(running.router),
-            metrics_port=running.router.spec.metrics_port,
-            workers=len(running.router.workers),
-        )
-    if running.tinker is not None:
-        tinker = FrontStatus(**_front_row(running.tinker))
+    router, tinker = _front_statuses(running)
     health, reasons = assess(
         rows,
         router,
@@ -229,6 +221,20 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         adapters=tuple(adapter.served_as for adapter in served(running.state).values()),
         tinker=tinker,
     )
+
+
+def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, FrontStatus | None]:
+    """Of the router and of the Tinker API; None where there is none."""
+    router = tinker = None
+    if running.router is not None:
+        router = RouterStatus(
+            **_front_row(running.router),
+            metrics_port=running.router.spec.metrics_port,
+            workers=len(running.router.workers),
+        )
+    if running.tinker is not None:
+        tinker = FrontStatus(**_front_row(running.tinker))
+    return router, tinker
 
 
 def _rollout(running: RunningFleet) -> str | None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from skyctl.core.plan import FrontSpec, ServerSpec
@@ -231,6 +231,21 @@ class KeptRunning(ABC):
         self.started_at = recorded.started_at
         self._event(f"adopted (pid {process.pid})")
         return process
+
+    async def _unless_dead(self, process: ChildProcess, work: Awaitable[object]) -> str:
+        """Await `work` unless the process dies first; returns why it died, or ""."""
+        working = asyncio.ensure_future(work)
+        dying = asyncio.create_task(process.exited.wait())
+        try:
+            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                return self._death(process)
+            await working
+            return ""
+        finally:
+            for task in (working, dying):
+                task.cancel()
+            await asyncio.gather(working, dying, return_exceptions=True)
 
     def _death(self, process: ChildProcess) -> str:
         """How its process ended, and the error that it wrote."""

@@ -303,21 +303,6 @@ class Replica(KeptRunning):
         self._save(replace(self._record, **where))
         return True
 
-    async def _unless_dead(self, process: ChildProcess, work: Awaitable[object]) -> str:
-        """Await `work` unless the process dies first; returns why it died, or ""."""
-        working = asyncio.ensure_future(work)
-        dying = asyncio.create_task(process.exited.wait())
-        try:
-            await asyncio.wait({working, dying}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                return self._death(process)
-            await working
-            return ""
-        finally:
-            for task in (working, dying):
-                task.cancel()
-            await asyncio.gather(working, dying, return_exceptions=True)
-
     async def _watch(self, process: ChildProcess) -> str:
         """Probe until the server dies or stops answering; returns why."""
         policy = self.config.health

@@ -13,7 +13,8 @@ import pytest
 from skyctl import __version__
 from skyctl.core.check import check_plan
 from skyctl.core.check_machines import check_machines, refuse_unseen
-from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.core.plan import FleetPlan
+from skyctl.core.planner import plan_fleet
 from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu, Machine, Node

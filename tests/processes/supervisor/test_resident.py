@@ -801,9 +801,7 @@ class FakeCheckpoint:
 
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
-    monkeypatch.setattr(
-        "skyctl.core.recovery.read_checkpoint", lambda path: FakeCheckpoint
-    )
+    monkeypatch.setattr("skyctl.core.recovery.read_checkpoint", lambda path: FakeCheckpoint)
     return FakeCheckpoint
 
 

@@ -16,7 +16,8 @@ import yaml
 from skyctl.checkpoints.checkpoint import INDEX_NAME
 from skyctl.core import check
 from skyctl.core.check import check_plan, model_advice
-from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.core.plan import FleetPlan
+from skyctl.core.planner import plan_fleet
 from skyctl.engines.vllm import arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu

@@ -12,7 +12,8 @@ import pytest
 from skyctl.checkpoints.checkpoint import absolute, locate
 from skyctl.core.expectations import arguments_of
 from skyctl.core.pinning import moved, pin
-from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.core.plan import FleetPlan
+from skyctl.core.planner import plan_fleet
 from skyctl.errors import NotFoundError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.supervisor.wire import spec_hash

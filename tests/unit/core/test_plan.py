@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
+from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.planner import plan_fleet
 from skyctl.core.planning import planned, scaled
 from skyctl.core.tinker import TinkerSettings
 from skyctl.engines import routing

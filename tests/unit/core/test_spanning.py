@@ -13,7 +13,8 @@ import pytest
 
 from skyctl.core import check_machines as checking
 from skyctl.core.check import check_plan
-from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
+from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.planner import plan_fleet
 from skyctl.core.planning import living, ports_of, servers_of
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyctl.core.check import Problem
-from skyctl.core.plan import plan_fleet
+from skyctl.core.planner import plan_fleet
 from skyctl.doctor.finding import Finding
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import GpuFacts, MachineFacts
