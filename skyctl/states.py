@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What becomes of the requests that run when a server is paused."""
+
+UNLABELLED = "default"
+"""The weight version that a server reports which was never given one."""
 
 
 class Phase(StrEnum):

@@ -25,11 +25,11 @@ from skyctl.core.service import (
 )
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
-from skyctl.engines.base import PauseMode
 from skyctl.errors import UsageError
 from skyctl.service import bring_up
 from skyctl.service.bring_down import take_down
 from skyctl.service.ended import operation_error
+from skyctl.states import PauseMode
 
 
 class Fleet(WeightsFleet, GeneratingFleet):

@@ -25,7 +25,7 @@ from skyctl.generate.requests import (
 from skyctl.service import FleetService, connect
 from skyctl.service.endpoint import find_endpoint
 
-CALL_TIMEOUT_S = 60.0
+GENERATE_TIMEOUT_S = 60.0
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with the keys of a prompts file's line (`prompt`, `messages` or
@@ -217,7 +217,7 @@ class GeneratingFleet(SessionHolder):
         return await self._ask(COMPLETIONS, {"prompt": text, **parameters}, session_id, timeout_s)
 
     async def tokenize(
-        self, prompt: str | Messages, *, timeout_s: float = CALL_TIMEOUT_S, **parameters: Any
+        self, prompt: str | Messages, *, timeout_s: float = GENERATE_TIMEOUT_S, **parameters: Any
     ) -> list[int]:
         """Token ids of a text, or of messages under the model's chat template.
 
@@ -230,7 +230,9 @@ class GeneratingFleet(SessionHolder):
         except (KeyError, TypeError, ValueError) as error:
             raise ServerError(f"{TOKENIZE} answered without tokens") from error
 
-    async def detokenize(self, tokens: Sequence[int], *, timeout_s: float = CALL_TIMEOUT_S) -> str:
+    async def detokenize(
+        self, tokens: Sequence[int], *, timeout_s: float = GENERATE_TIMEOUT_S
+    ) -> str:
         """The text of token ids."""
         answer = await self._ask(DETOKENIZE, {"tokens": list(tokens)}, None, timeout_s)
         if not isinstance(answer.get("prompt"), str):

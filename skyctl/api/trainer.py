@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.api.live import FleetSide
-from skyctl.engines.base import PauseMode
 from skyctl.errors import PreflightError, UsageError
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
@@ -24,6 +23,7 @@ from skyctl.live.outline import Outline
 from skyctl.live.ranks import PATIENCE_S, Body, Hub, Link, Ranks, Step, failure_body
 from skyctl.push.canary import canary_content
 from skyctl.push.request import PushRequest, PushResult, usual_mode
+from skyctl.states import PauseMode
 from skyctl.store.journal import JobEvent
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from skyctl.core.results import KeptVersion, WeightsState
 from skyctl.core.service import (
     Forget,
 )
-from skyctl.engines.base import PauseMode
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
 from skyctl.live.ranks import PATIENCE_S
@@ -28,6 +27,7 @@ from skyctl.push.canary import canary_content
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
+from skyctl.states import PauseMode
 from skyctl.store.journal import JobEvent
 from skyctl.store.state import TRAINER
 

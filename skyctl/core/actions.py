@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from skyctl import engines
-from skyctl.engines.base import Feature, PauseMode, Server
+from skyctl.engines.base import Feature, Server
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.states import PauseMode
 
 T = TypeVar("T")
 

@@ -78,7 +78,7 @@ class RemoteRef:
         return self.url
 
 
-TOKEN_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
+TOKEN_FILE_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
 """Files for a RemoteRef, as --token-file and --ca."""
 _URL_HINT = "as in https://gpu7:7420"
 
@@ -108,7 +108,7 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
             f"--fleet {name}: the token would cross the network unencrypted",
             hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
         )
-    files = (os.environ.get(variable) for variable in (TOKEN_VARIABLE, CA_VARIABLE))
+    files = (os.environ.get(variable) for variable in (TOKEN_FILE_VARIABLE, CA_VARIABLE))
     token, ca = (expanded(path) if path else None for path in files)
     return RemoteRef(name.rstrip("/"), token, ca)
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyctl.http.fanout import Outcome
-from skyctl.push.request import PauseMode, PushRequest
+from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous, SendTarget
+from skyctl.states import PauseMode
 from skyctl.store.identity import ProcessIdentity
 
 if TYPE_CHECKING:

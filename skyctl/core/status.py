@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from skyctl.errors import ExitCode, SkyctlError
-from skyctl.states import ReplicaState
+from skyctl.states import UNLABELLED, ReplicaState
 
 
 class Health(StrEnum):
@@ -342,10 +342,6 @@ def _on_the_way(process: ReplicaStatus | FrontStatus, operation: OperationKind |
         return bool(operation)  # a restart stops it first
     requested = process.state in (ReplicaState.STARTING, ReplicaState.STOPPING)
     return requested and not process.restart_reason
-
-
-UNLABELLED = "default"
-"""What a server reports that was never given a version."""
 
 
 def foreign_version(recorded: str | None, reported: str | None) -> str:

@@ -16,7 +16,7 @@ from collections.abc import (
 )
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from skyctl.engines.dialect import Dialect
 from skyctl.engines.launches import (
@@ -28,13 +28,13 @@ from skyctl.engines.launches import (
     ServerLaunch,
     Sizes,
 )
+from skyctl.states import PauseMode
 
 if TYPE_CHECKING:
     from skyctl.errors import ServerError
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
 
-PauseMode = Literal["abort", "wait", "keep"]
 Arguments = Mapping[str, Any]
 """Arguments of a method of skyctl's worker extension, by name."""
 

@@ -10,7 +10,8 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.servers import PushedServer
-from skyctl.push.verify import UNLABELLED, arrangement_of, can_compare, comparable
+from skyctl.push.verify import arrangement_of, can_compare, comparable
+from skyctl.states import UNLABELLED
 from skyctl.store.expected import ExpectedDigest, by_files
 
 BY_BYTES = "bytes:"

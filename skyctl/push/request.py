@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
+from skyctl.states import PauseMode
 
 if TYPE_CHECKING:
     from skyctl.launch.base import Node
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 THIS_JOB = "ID"
 """Stands for the job in a hint of `skyctl jobs show`: a push does not know its number."""
-PauseMode = Literal["keep", "wait", "abort"]
 Layout = Literal["auto", "runtime", "checkpoint"]
 
 

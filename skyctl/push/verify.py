@@ -24,6 +24,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
+from skyctl.states import UNLABELLED
 from skyctl.wire.worker import WorkerMethod
 
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
@@ -31,8 +32,6 @@ HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with
 T = TypeVar("T")
 
 _SEPARATOR = ":"
-UNLABELLED = "default"
-"""The version that servers report as long as nobody has pushed to them."""
 
 
 class CannotDigest(ServerError):

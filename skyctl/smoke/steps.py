@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PROMPT = "The fleet is up and"
 TOKENS = 24
-ASK_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
 _IN_FLIGHT_S = 0.3  # tokens still in flight when the pause is answered
 _FROZEN_S = 0.7  # a running server makes many tokens in this time
@@ -80,7 +80,7 @@ class FleetUnderTest:
         async with ControlClient() as client:
             for name, url in urls.servers.items():
                 target = ServerTarget(name, url, key, self.ref.config.engine)
-                server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
+                server = engines.server(client, target, timeout_s=PROBE_TIMEOUT_S)
                 models = await server.models()
                 if not models:
                     raise ServerError(f"{name} serves no model")

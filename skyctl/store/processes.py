@@ -13,7 +13,7 @@ from typing import Literal
 
 from skyctl.store.identity import ProcessIdentity, environment, identify, own_processes
 
-TOKEN_VARIABLE = "SKYCTL_TOKEN"
+SPAWN_VARIABLE = "SKYCTL_TOKEN"
 """Identifies one spawn; everything below it inherits it."""
 
 LOG_VARIABLE = "SKYCTL_LOG"
@@ -67,9 +67,9 @@ def live_processes(directory: Path) -> list[ProcessRow]:
     for process in own_processes():
         environ = environment(process.pid)
         log = Path(environ.get(LOG_VARIABLE, ""))
-        ours = log.parent.parent == directory and TOKEN_VARIABLE in environ
+        ours = log.parent.parent == directory and SPAWN_VARIABLE in environ
         if ours and (identity := identify(process.pid)) is not None and identity.alive():
-            key = (log.stem, environ[TOKEN_VARIABLE])
+            key = (log.stem, environ[SPAWN_VARIABLE])
             trees.setdefault(key, []).append(identity)
     running = []
     for (name, token), members in trees.items():

@@ -43,7 +43,7 @@ from skyctl.units import count_of
 
 T = TypeVar("T")
 
-ASK_TIMEOUT_S = 2.0
+STATUS_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may span this many
 
 
@@ -173,7 +173,7 @@ def _runs(child: Replica | Front | None) -> str | None:
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     """The fleet as its supervisor sees it now. Servers that are up are asked at once, for at most
-    `ASK_TIMEOUT_S` seconds.
+    `STATUS_TIMEOUT_S` seconds.
 
     Unless `fresh`, a pause by another client shows only with the next health probe.
     """
@@ -183,7 +183,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     metrics, versions, failed = await asyncio.gather(
         _answers(running, up, lambda server: server.metrics()),
         _answers(running, polled, lambda server: server.weight_version()),
-        refresh_all(polled, running.client, ASK_TIMEOUT_S),
+        refresh_all(polled, running.client, STATUS_TIMEOUT_S),
     )
     rows = tuple(
         _replica_row(
@@ -253,7 +253,7 @@ async def _answers(
     """What these servers answer, by name; those that do not are left out."""
 
     async def ask(replica: Replica) -> None:
-        server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+        server = engines.server(running.client, replica.target, timeout_s=STATUS_TIMEOUT_S)
         with contextlib.suppress(SkyctlError):
             answers[replica.name] = await question(server)
 

@@ -20,7 +20,7 @@ from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
 READY_TIMEOUT_S = 60.0
-CALL_TIMEOUT_S = 10.0
+FRONT_TIMEOUT_S = 10.0
 ASK_INTERVAL_S = 5.0
 
 
@@ -138,7 +138,7 @@ class TinkerChild(Front):
 
     async def _first_answer(self) -> None:
         target = ServerTarget(self.name, self.spec.url)
-        await self._context.client.call(target, "GET", "/api/v1/healthz", timeout_s=CALL_TIMEOUT_S)
+        await self._context.client.call(target, "GET", "/api/v1/healthz", timeout_s=FRONT_TIMEOUT_S)
 
     async def _tend(self) -> None:
         await self._first_answer()

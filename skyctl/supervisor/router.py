@@ -17,7 +17,7 @@ from skyctl.core.plan import RouterSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.sections import ServerRole
 from skyctl.states import Phase
-from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
+from skyctl.supervisor.front import FRONT_TIMEOUT_S, Front, FrontContext
 
 _POLL_S = 0.05
 
@@ -32,7 +32,7 @@ class RouterChild(Front):
         super().__init__(spec, context)
         self.workers: frozenset[str] = frozenset()  # URLs it routes to, by its last answer
         self._routing = engines.routing(self.config.engine)
-        self._client = self._routing.client(context.client, spec.url, CALL_TIMEOUT_S)
+        self._client = self._routing.client(context.client, spec.url, FRONT_TIMEOUT_S)
         self._syncing = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
         self._pairs = self.config.pairs  # of its plan: another one has another router

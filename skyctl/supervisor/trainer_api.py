@@ -47,7 +47,7 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.http.fanout import fan_out, require_all
-from skyctl.push.request import PauseMode
+from skyctl.states import PauseMode
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.supervisor.passing import Passing
 from skyctl.supervisor.resident import Supervisor

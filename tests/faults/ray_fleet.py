@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from skyctl.launch.local.host import free_port
-from skyctl.store.processes import TOKEN_VARIABLE
+from skyctl.store.processes import SPAWN_VARIABLE
 from tests.faults.remote_fleet import (
     ADDRESSES,
     RemoteFleet,
@@ -242,7 +242,7 @@ class RayFleet(RemoteFleet):
     def _chosen_for(self, connection: psutil.Process) -> str:
         """The node that a connection has gone on to, by the record of the tether that holds it."""
         with contextlib.suppress(psutil.Error, OSError):
-            token = environ_of(connection.parent()).get(TOKEN_VARIABLE)
+            token = environ_of(connection.parent()).get(SPAWN_VARIABLE)
             record = json.loads((self.directory / f"home/remote/{token}.json").read_text())
             return str(record["node"]["target"])
         return ""

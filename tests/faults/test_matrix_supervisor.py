@@ -352,7 +352,7 @@ async def test_a_verb_while_a_push_runs_is_refused_with_the_jobs_name(tmp_path: 
 async def test_a_hung_server_costs_a_status_no_more_than_its_own_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyctl.supervisor.fleet.ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("skyctl.supervisor.fleet.STATUS_TIMEOUT_S", 0.3)
     async with supervising(tmp_path) as supervisor:
         health = {"interval_s": 60, "timeout_s": 1, "startup_timeout_s": 15}
         await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], health=health))
@@ -379,7 +379,7 @@ async def test_a_half_dead_server_is_restarted_though_its_api_answers(tmp_path: 
 async def test_a_hung_router_does_not_hold_up_control_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyctl.supervisor.router.CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("skyctl.supervisor.router.FRONT_TIMEOUT_S", 0.3)
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         assert supervisor.router is not None and supervisor.router.process is not None
@@ -398,7 +398,7 @@ async def test_a_hung_router_does_not_hold_up_control_calls(
 async def test_a_router_that_hangs_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyctl.supervisor.router.CALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("skyctl.supervisor.router.FRONT_TIMEOUT_S", 0.3)
     monkeypatch.setattr("skyctl.supervisor.front.ASK_INTERVAL_S", 0.1)
     async with supervising(tmp_path) as supervisor:
         plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router(), stop_timeout_s=0.5)

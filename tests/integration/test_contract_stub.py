@@ -23,13 +23,14 @@ from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.inside.gate import Gate
 from skyctl.engines.inside.guard import SHORTEST_TOKEN, TOKEN_VARIABLE, Guard
-from skyctl.engines.vllm.server import PauseMode, VLLMServer, read_start
+from skyctl.engines.vllm.server import VLLMServer, read_start
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.verify import weights_digest
+from skyctl.states import PauseMode
 from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 from tests.simulation.alone import Alone
 from tests.stub.app import StubServer

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.engines.base import Engine, PauseMode, ServerMetrics
+from skyctl.engines.base import Engine, ServerMetrics
 from skyctl.engines.launches import Command, ServerLaunch
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.states import PauseMode
 
 
 class ToyServer:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from skyctl.engines.base import (
     Arguments,
-    PauseMode,
     Refusal,
     ServedAdapter,
     ServerMetrics,
@@ -28,6 +27,7 @@ from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.state import POLL_S, SGLangState
 from skyctl.errors import DeadlineExceeded, ServerError
+from skyctl.states import PauseMode
 
 _COUNTS = {
     "running": "sglang:num_running_reqs",

@@ -9,7 +9,6 @@ from typing import Any
 
 from skyctl.engines.base import (
     Arguments,
-    PauseMode,
     Refusal,
     ServedAdapter,
     ServerMetrics,
@@ -21,6 +20,7 @@ from skyctl.engines.prometheus import samples, server_metrics
 from skyctl.engines.vllm.command import drafting
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.errors import ServerError
+from skyctl.states import PauseMode
 from skyctl.wire.worker import WorkerMethod
 
 _REFUSALS = {

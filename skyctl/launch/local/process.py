@@ -31,7 +31,7 @@ from skyctl.store.identity import (
     own_processes,
 )
 from skyctl.store.paths import FleetPaths, create_private_file
-from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
+from skyctl.store.processes import LOG_VARIABLE, SPAWN_VARIABLE
 
 KILL_TIMEOUT_S = 30.0
 """A killed process exists until its memory is freed: seconds for several GB."""
@@ -91,7 +91,7 @@ class ManagedProcess:
         try:
             popen = subprocess.Popen(
                 list(argv),
-                env=child_environment({**env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)}),
+                env=child_environment({**env, SPAWN_VARIABLE: token, LOG_VARIABLE: str(log)}),
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
@@ -242,7 +242,7 @@ class ManagedProcess:
         return created is not None and created >= self.identity.create_time - 0.05
 
     def _tagged(self, process: psutil.Process) -> bool:
-        return environment(process.pid).get(TOKEN_VARIABLE) == self.token
+        return environment(process.pid).get(SPAWN_VARIABLE) == self.token
 
     def _watch(self) -> None:
         """Set `exited` when the leader ends, without polling if the kernel supports it."""

@@ -23,7 +23,7 @@ from skyctl.launch.ray import worker
 from skyctl.launch.ray.connection import LOOK, refuse_open
 from skyctl.launch.remote.session import explained
 
-ASK_TIMEOUT_S = 25.0
+WORKER_TIMEOUT_S = 25.0
 _PINNED_S = 5.0
 _THERE_S = 0.5
 _CALLS = 128  # at once: one for each process that runs there, and a few
@@ -197,7 +197,7 @@ class Cluster:
         answer: dict[str, Any] = {"gently": True}
         if target and (node := self.node_at(target)) is not None:
             request = {"do": "stop", "token": hosted, "timeout_s": timeout_s}
-            answer = self._answer(node, self._ask(node, request), timeout_s + ASK_TIMEOUT_S)
+            answer = self._answer(node, self._ask(node, request), timeout_s + WORKER_TIMEOUT_S)
         if "error" in answer:
             raise HostUnreachable(answer["error"], hint=LOOK)
         self._release(token)
@@ -290,7 +290,7 @@ class Cluster:
         return self.workers.on(node).ask.remote(self.command, node["NodeManagerAddress"], line)
 
     def _answer(
-        self, node: Mapping[str, Any], reference: Any, timeout_s: float = ASK_TIMEOUT_S
+        self, node: Mapping[str, Any], reference: Any, timeout_s: float = WORKER_TIMEOUT_S
     ) -> dict[str, Any]:
         """An agent's answer, or its `error`."""
         address = node["NodeManagerAddress"]
@@ -305,7 +305,7 @@ class Cluster:
         return {"skyctl": messages[0]["skyctl"], **messages[1]}
 
     def _got(
-        self, node: Mapping[str, Any], reference: Any, timeout_s: float = ASK_TIMEOUT_S
+        self, node: Mapping[str, Any], reference: Any, timeout_s: float = WORKER_TIMEOUT_S
     ) -> Any:
         """What a worker returns. Raises SkyctlError."""
         try:

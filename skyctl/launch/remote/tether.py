@@ -27,7 +27,7 @@ from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, PORT_AT_SPAWN
 from skyctl.launch.remote import record
 from skyctl.launch.remote.session import Session
-from skyctl.store.processes import TOKEN_VARIABLE
+from skyctl.store.processes import SPAWN_VARIABLE
 
 VARIABLE = "SKYCTL_TETHER"
 """A `Task` as JSON: what it starts, with its secrets. Readable by this user only, as theirs is."""
@@ -192,7 +192,7 @@ async def _run(token: str, task: Task) -> None:
 def main() -> None:
     """Be the tether that the environment asks for."""
     task = Task(**json.loads(os.environ.pop(VARIABLE)))
-    asyncio.run(_run(os.environ[TOKEN_VARIABLE], task))
+    asyncio.run(_run(os.environ[SPAWN_VARIABLE], task))
 
 
 if __name__ == "__main__":

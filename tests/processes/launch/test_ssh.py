@@ -22,7 +22,7 @@ from skyctl.launch.remote.host import RemoteProcess, adopt
 from skyctl.launch.remote.machines import read_machines
 from skyctl.launch.remote.session import PROTOCOL, ask
 from skyctl.launch.remote.tether import VARIABLE, Task
-from skyctl.store.processes import TOKEN_VARIABLE
+from skyctl.store.processes import SPAWN_VARIABLE
 
 HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 FACTS = {"address": "10.0.0.7", "gpus": [], "cpus": [{"id": 0, "core": 0}], "ports": [20001]}
@@ -187,7 +187,7 @@ def test_a_tether_that_can_put_nothing_on_record_says_in_the_log_why_it_ended(
     monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
     record.write("t", record.Record(node(f"echo '{HELLO}'; cat"), str(tmp_path / "held")))
     monkeypatch.setenv(VARIABLE, json.dumps(asdict(Task(["server"], {}, ()))))
-    monkeypatch.setenv(TOKEN_VARIABLE, "t")
+    monkeypatch.setenv(SPAWN_VARIABLE, "t")
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (10, 10))  # bytes of any file
     tether = [sys.executable, "-B", "-m", "skyctl.launch.remote.tether"]
     done = subprocess.run(tether, capture_output=True, text=True, timeout=60, preexec_fn=full)

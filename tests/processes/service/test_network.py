@@ -16,7 +16,7 @@ import uvicorn
 from pydantic import ValidationError
 
 from skyctl.adapters.requests import LoadAdapter
-from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
+from skyctl.core.registry import CA_VARIABLE, TOKEN_FILE_VARIABLE, RemoteRef, find, select
 from skyctl.core.service import OpenUpdate, Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
 from skyctl.fleetfile.sections import SupervisorSection
@@ -236,7 +236,7 @@ def test_what_the_fleet_file_must_not_say(section: dict[str, Any], match: str) -
 def test_a_url_names_a_fleet_of_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, str(tmp_path / "token"))
+    monkeypatch.setenv(TOKEN_FILE_VARIABLE, str(tmp_path / "token"))
     monkeypatch.delenv(CA_VARIABLE, raising=False)
     assert find(None, "https://gpu7:7420/") == RemoteRef("https://gpu7:7420", tmp_path / "token")
     assert find(None, "http://127.0.0.1:7420").name == "http://127.0.0.1:7420"

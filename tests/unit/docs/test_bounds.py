@@ -89,10 +89,6 @@ def test_a_fixed_deadline_is_that_of_the_code(row: list[str]) -> None:
 @pytest.mark.parametrize("row", worst(), ids=lambda row: row[0])
 def test_a_worst_case_follows_from_the_deadlines(row: list[str]) -> None:
     known = names()
-    if row[0] == "status":
-        known["CALL_TIMEOUT_S"] = constant("skyctl.supervisor.client.CALL_TIMEOUT_S")
-    if row[0].startswith("the router"):
-        known["CALL_TIMEOUT_S"] = constant("skyctl.supervisor.front.CALL_TIMEOUT_S")
     assert evaluated(row[2], known) == float(row[3])
 
 
