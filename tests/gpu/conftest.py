@@ -13,7 +13,8 @@ import pytest
 from benchmarks.checkpoints import write_checkpoint
 from tests.gpu.devices import available
 from tests.gpu.faulty import FaultyFleet
-from tests.gpu.special import CASES, Case, SpecialFleet
+from tests.gpu.quantized import quantize
+from tests.gpu.special import CASES, QUANTIZED, Case, SpecialFleet
 
 SHAPE = "qwen3-0.5b"
 
@@ -33,10 +34,17 @@ def need_gpus(count: int, engine: str = "vllm") -> None:
 
 
 def make_checkpoints(directory: Path, shape: str) -> dict[str, Path]:
-    """Two checkpoints of about 1 GB, "a" and "b"."""
+    """Two checkpoints of about 1 GB, "a" and "b"; quantized if the shape's name says so."""
     made = {name: directory / shape / name for name in ("a", "b")}
+    plain = shape.removesuffix(QUANTIZED)
     for seed, path in enumerate(made.values(), 1):
-        write_checkpoint(path, shape, seed)
+        if plain == shape:
+            write_checkpoint(path, shape, seed)
+            continue
+        source = directory / f"plain-{seed}"
+        write_checkpoint(source, plain, seed)
+        quantize(source, path)
+        shutil.rmtree(source)
     return made
 
 

@@ -37,6 +37,13 @@ class Case:
     checkpoints: tuple[str, str]
 
     @property
+    def copied(self) -> bool:
+        """Whether a push copies every parameter: no layer is quantized, or held in ranks' parts."""
+        others = {"quantization", "data_parallel_size"}
+        keys = {key for group in self.groups for key in (*group, *group.get("args", {}))}
+        return not others & keys and not self.shape.endswith(QUANTIZED)
+
+    @property
     def name(self) -> str:
         kinds = [group["name"] for group in self.groups]
         return "-".join([self.transport, self.model, *kinds])
@@ -56,7 +63,13 @@ _NCCL = (_group("whole", 0), _group("split", 1, 2))
 # two data-parallel ranks that hold half of the experts each
 _RANKS = _group("ranks", 0, 1, tensor_parallel_size=1, data_parallel_size=2, **_EP)
 
+QUANTIZED = "-block-fp8"
+_SHARED = _group("shared", 0)
 CASES = (
+    Case("ipc", "single", "qwen3-0.5b", (_IPC[0], _group("fp8", 0, **_FP8)), 1, ("a", "b")),
+    Case("ipc", "single", "qwen3-0.5b", (_IPC[0], _SHARED), 1, ("b", "a")),
+    Case("ipc", "block", f"qwen3-0.5b{QUANTIZED}", (_IPC[0],), 1, ("a", "b")),
+    Case("ipc", "block", f"qwen3-0.5b{QUANTIZED}", (_IPC[0], _SHARED), 1, ("b", "a")),
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
     Case("ipc", "exact", "qwen3-0.5b", (_EXACT,), 1, ("a", "b")),
     Case("ipc", "moe", "qwen3-moe-0.6b", (*_IPC, _group("spread", 0, 1, **_EP)), 2, ("a", "b")),
