@@ -107,6 +107,12 @@ class Wheel:
                     names.add(node.target.id.replace("_", "-"))
         return names
 
+    def metrics(self, prefix: str) -> set[str]:
+        """Names of metrics; a counter's without `_total`."""
+        pattern = re.compile(rf"[\"']({re.escape(prefix)}[a-z0-9_]+)[\"']")
+        found = {name for file in self.files for name in pattern.findall(self.text(file))}
+        return {name.removesuffix("_total") for name in found}
+
     def mentions(self, text: str) -> set[str]:
         """Files that have the text."""
         return {file for file in self.files if text in self.text(file)}

@@ -79,7 +79,7 @@ OLD = {
     "base.py": "class Source:\n    def metadata(self): ...\n    def other(self): ...\n",
     "core.py": "class Core:\n    def pause(self, mode):\n        return mode\n",
     "routes.py": "@app.post('/pause')\ndef pause(): ...\n",
-    "metrics.py": "running = Gauge('vllm:running')\nrunning = Gauge(\"vllm:running\")\n",
+    "metrics.py": "running = Gauge('vllm:running')\n",
     "errors.py": "raise Error('no update '\n    'is open')\nX = 'VLLM_TOKEN'\n",
     "arguments.py": "parser.add_argument('--max-len')\n",
     "transfer/m2n.py": "",
