@@ -29,7 +29,6 @@ from typing import Any
 
 from benchmarks.simulation_workers import Order, play_all, scratch
 from tests.simulation import reinserted, seams
-from tests.simulation.people import UNMENDED
 from tests.simulation.world import KINDS, Ended, Schedule, play
 
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
@@ -226,9 +225,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--replay", type=int, metavar="SEED")
     parser.add_argument("--without", default="", help="faults to leave out, separated by commas")
-    parser.add_argument(
-        "--unmended", action="store_true", help=f"also with {', '.join(sorted(UNMENDED))}"
-    )
     parser.add_argument("--reinserted", nargs="*", metavar="DEFECT", help="these, or all")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     return parser.parse_args()
@@ -245,7 +241,7 @@ def main() -> int:
     first = chosen.seed if chosen.replay is None else chosen.replay
     without = frozenset(chosen.without.split(",")) - {""}
     kinds = chosen.kind or list(KINDS)
-    likes = [Schedule(first, kind, without, unmended=chosen.unmended) for kind in kinds]
+    likes = [Schedule(first, kind, without) for kind in kinds]
     if chosen.replay is not None:
         return replay(likes[0])
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

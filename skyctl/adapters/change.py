@@ -16,7 +16,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,16 +144,17 @@ async def restore(fleet: AdapterFleet, lost: AdapterVersion) -> None:
 
 @asynccontextmanager
 async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
-    """Hold the adapters lock, in a fleet without interrupted changes.
+    """Hold the adapters lock, and those of its servers, in a fleet without interrupted changes.
 
     Raises:
-        ConflictError: another process held it for all of the fleet's `timeout_s` seconds.
+        ConflictError: another process, or another fleet that lists one of the servers, held it for
+            all of the fleet's `timeout_s` seconds.
     """
     purpose = f"a change of adapter {name}" if name else "a look at adapters"
     deadline = time.monotonic() + fleet.timeout_s
     while True:
         try:
-            lock = fleet.state.locks.take(store.LOCK, purpose)
+            release = _locked(fleet, purpose)
             break
         except ConflictError:
             if time.monotonic() >= deadline:
@@ -165,7 +166,18 @@ async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
             await undo(fleet, adapter_name, fleet.targets()[0])
         yield
     finally:
-        lock.release()
+        release()
+
+
+def _locked(fleet: AdapterFleet, purpose: str) -> Callable[[], None]:
+    """Take the locks of a change; returns what releases them. Raises ConflictError."""
+    with ExitStack() as locks:
+        locks.callback(fleet.state.locks.take(store.LOCK, purpose).release)
+        if fleet.locks is not None:
+            urls = {target.name: target.url for target in fleet.targets()[0]}
+            claim = fleet.locks.take_all(urls, purpose, shared=False, kind=f".{store.LOCK}")
+            locks.callback(claim.release)
+        return locks.pop_all().close
 
 
 class Step(NamedTuple):

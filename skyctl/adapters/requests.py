@@ -12,6 +12,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
 from skyctl.http.target import ServerTarget
 from skyctl.store.adapters import AdapterVersion
+from skyctl.store.server_locks import ServerLocks
 from skyctl.store.state import FleetState
 
 
@@ -75,6 +76,8 @@ class AdapterFleet:
     """Where the fleet's own copies of adapters are."""
     timeout_s: float
     """For each call to a server, and for the wait for the lock."""
+    locks: ServerLocks | None = None
+    """The locks of servers that other fleets list as well; None takes none."""
     in_memory: bool = True
     """Whether copies go to /dev/shm where they fit."""
     model: str | None = None

@@ -14,8 +14,9 @@ pass. The admission of a restarted server is outside the rule: no other act conc
 is not up yet. `down` ends whatever is going on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
-(`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
-share it.
+(`store/locks.py`), taken by the process that acts. Fleets that list the same servers share the
+servers' locks (`store/server_locks.py`), which are taken with it, by the same table. Two machines
+that attach the same servers share neither.
 
 vLLM has no fencing token: a server carries out whatever reaches it. After a holder died with the
 lock (a verb's, too), the next one therefore waits for `LATE_S` before it acts.
@@ -28,13 +29,17 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store.locks import ASKED, Holder, Lock, Locks
+from skyctl.store.server_locks import ServerClaim, ServerLocks, Unrepaired
+
+T = TypeVar("T")
 
 LOCK = "turn"
 PATIENCE_S = 2.0
@@ -73,22 +78,35 @@ class Turn:
 
     def __init__(self, lock: Lock | None) -> None:
         self._lock = lock
+        self._claim: ServerClaim | None = None
 
     def rename(self, activity: str) -> None:
         """Describe the act more precisely."""
-        if self._lock is not None:
-            self._lock.rename(_with_caller(activity))
+        for lock in self._locks():
+            lock.rename(_with_caller(activity))
+
+    def add(self, claim: ServerClaim) -> None:
+        """The locks of the servers that are acted on, which are released with the turn."""
+        self._claim = claim
 
     async def after_late_requests(self) -> None:
         """Wait until no request of a holder that died can reach a server any more."""
-        if self._lock is not None and self._lock.after_death:
+        after_death = [lock for lock in self._locks() if lock.after_death]
+        if any(lock.may_be_late for lock in after_death):
             await asyncio.sleep(LATE_S)
-            self._lock.forget_dead()
+        for lock in after_death:
+            lock.forget_dead()
 
     def release(self) -> None:
         """Let others act. A second call does nothing."""
+        if self._claim is not None:
+            self._claim.release()
         if self._lock is not None:
             self._lock.release()
+
+    def _locks(self) -> list[Lock]:
+        servers = self._claim.locks.values() if self._claim is not None else ()
+        return [lock for lock in (self._lock, *servers) if lock is not None]
 
     def __enter__(self) -> Turn:
         return self
@@ -98,10 +116,13 @@ class Turn:
 
 
 class Arbiter:
-    """The rule, for one process that acts on one fleet."""
+    """The rule, for one process that acts on one fleet. Without `servers`, the locks of servers,
+    nothing is claimed.
+    """
 
-    def __init__(self, locks: Locks) -> None:
+    def __init__(self, locks: Locks, servers: ServerLocks | None = None) -> None:
         self._locks = locks
+        self._servers = servers
 
     def take(self, act: Act, activity: str) -> Turn:
         """Take the turn, now.
@@ -119,33 +140,88 @@ class Arbiter:
                 raise
             return Turn(None)
 
-    async def turn(self, act: Act, activity: str, *, wait_s: float | None = None) -> Turn:
+    async def turn(
+        self,
+        act: Act,
+        activity: str,
+        *,
+        servers: Mapping[str, str] | None = None,
+        wait_s: float | None = None,
+    ) -> Turn:
         """Take the turn, once every act that excludes it has ended. Only a recovery waits for a
         push: verbs and other pushes are refused. It also ends commands of skyctl that are stopped
-        and go on holding the turn after `PATIENCE_S`.
+        and go on holding the turn after `PATIENCE_S`. `servers` are claimed as well, as by `claim`.
 
         Raises:
             ConflictError: a push or a recovery is under way, or another act is after `wait_s`.
+        """
+
+        def busy() -> bool:
+            return self._locks.taken(LOCK)
+
+        turn = await self._until_free(
+            act, lambda: self.take(act, activity), busy, wait_s, self._end_stopped
+        )
+        try:
+            await self.claim(turn, act, activity, servers or {}, wait_s=wait_s)
+        except BaseException:
+            turn.release()
+            raise
+        return turn
+
+    async def claim(
+        self,
+        turn: Turn,
+        act: Act,
+        activity: str,
+        servers: Mapping[str, str],
+        *,
+        wait_s: float | None = None,
+    ) -> None:
+        """Lock the servers that a turn acts on, URLs by name, against other fleets. The turn
+        releases them. Requests of an earlier holder that died have arrived by then.
+
+        Raises:
+            ConflictError: another fleet acts on one of them, or its push left one of them.
+        """
+        if self._servers is not None and servers:
+            locks = self._servers
+            shared, pushes = act is Act.VERB, act in (Act.PUSH, Act.RECOVER)
+
+            def take() -> ServerClaim:
+                return locks.take_all(servers, _with_caller(activity), shared=shared, pushes=pushes)
+
+            def busy() -> bool:
+                return locks.taken_by_push(servers)
+
+            turn.add(await self._until_free(act, take, busy, wait_s))
+        await turn.after_late_requests()
+
+    async def _until_free(
+        self,
+        act: Act,
+        take: Callable[[], T],
+        busy: Callable[[], bool],
+        wait_s: float | None,
+        end_stopped: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Take a turn, or what it needs as well, as soon as it is free. `busy`: those who have it
+        exclude everybody.
         """
         began = time.monotonic()
         deadline = began + (PATIENCE_S if wait_s is None else wait_s)
         while True:
             try:
-                turn = self.take(act, activity)
-                break
+                return take()
+            except Unrepaired:
+                raise
             except ConflictError:
-                refused = act is not Act.RECOVER and self._locks.taken(LOCK)
+                refused = act is not Act.RECOVER and busy()
                 if refused or time.monotonic() >= deadline:
                     raise
                 if act is Act.RECOVER and time.monotonic() >= began + PATIENCE_S:
-                    self._end_stopped()
+                    end_stopped()
             await asyncio.sleep(_POLL_S)
-        try:
-            await turn.after_late_requests()
-        except BaseException:
-            turn.release()
-            raise
-        return turn
 
     def holders(self) -> list[Holder]:
         """All who act on the fleet now."""

@@ -25,6 +25,7 @@ from skyctl.store.adapters import AdapterVersion, served
 from skyctl.store.journal import Job
 from skyctl.store.kept_weights import forget, kept_weights
 from skyctl.store.paths import FleetPaths
+from skyctl.store.server_locks import ServerLocks
 from skyctl.store.state import Event, FleetState
 
 
@@ -46,7 +47,12 @@ class RecordedFleet(FleetService):
     @property
     def arbiter(self) -> Arbiter:
         """The arbiter of who may act on this fleet."""
-        return Arbiter(self.state.locks)
+        return Arbiter(self.state.locks, self.server_locks)
+
+    @property
+    def server_locks(self) -> ServerLocks:
+        """The locks of the servers that this fleet shares with other fleets."""
+        return ServerLocks(self.paths)
 
     async def jobs(self) -> tuple[Job, ...]:
         return tuple(self.state.journal.jobs())

@@ -41,7 +41,8 @@ from skyctl.service.attached_servers import AttachedServers
 from skyctl.states import ReplicaState
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
-from skyctl.store.in_doubt import close_orphans, close_sender, refuse_held
+from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
+from skyctl.store.server_locks import ServerLocks
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
@@ -72,6 +73,11 @@ class AttachedFleet(RecordedFleet):
         self._client = client or ControlClient()
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self._trainers: dict[str, Trainer] = {}
+
+    @property
+    def server_locks(self) -> ServerLocks:
+        # what a push left in servers without skyctl's guard, no other fleet may thaw
+        return ServerLocks(self.paths, lambda: in_doubt(self.state))
 
     @property
     def targets(self) -> tuple[ServerTarget, ...]:
@@ -155,7 +161,8 @@ class AttachedFleet(RecordedFleet):
     async def control(self, request: Control) -> Outcomes:
         thaws = isinstance(request, Resume | Wake)
         act = Act.of_verb(request.verb)
-        with await self._turn(act, f"skyctl {request.verb}", or_frozen=thaws):
+        activity = f"skyctl {request.verb}"
+        with await self._turn(act, activity, or_frozen=thaws, servers=request.servers):
             outcomes = await verbs.run(
                 request,
                 self._named(request.servers),
@@ -271,6 +278,7 @@ class AttachedFleet(RecordedFleet):
             client=self._client,
             targets=targets,
             directory=self.paths.adapters,
+            locks=self.server_locks,
             timeout_s=config.control_timeout_s,
             model=model,
             bases=[model_name for model_name in (model, config.served_model_name) if model_name],
@@ -291,7 +299,12 @@ class AttachedFleet(RecordedFleet):
         from skyctl.service.attached_recovery import recover
 
         return await recover(
-            self.ref, self._servers, self._client, self.state, wait_s=request.timeout_s
+            self.ref,
+            self._servers,
+            self._client,
+            self.state,
+            arbiter=self.arbiter,
+            wait_s=request.timeout_s,
         )
 
     async def urls(self) -> FleetUrls:
@@ -312,21 +325,25 @@ class AttachedFleet(RecordedFleet):
             hint="their logs are where they were started",
         )
 
-    async def _turn(self, act: Act, activity: str, *, or_frozen: bool = False) -> Turn:
-        """The right to act on a fleet whose dead pushes have all been noticed, and whose servers
-        have their own records.
+    async def _turn(
+        self, act: Act, activity: str, *, or_frozen: bool = False, servers: Sequence[str] = ()
+    ) -> Turn:
+        """The right to act on these servers, or all, of a fleet whose dead pushes have all been
+        noticed, and whose servers have their own records.
         """
         turn = await self.arbiter.turn(act, activity)
         try:
             close_orphans(self.state, in_turn=True)  # by the names that servers had then
             await self._servers.locate(or_frozen=or_frozen)
             if await self._servers.adopt(alone=act is not Act.VERB):
+                claimed = {target.name: target.url for target in self._named(servers)}
+                await self.arbiter.claim(turn, act, activity, claimed)
                 return turn
         except BaseException:
             turn.release()
             raise
         turn.release()  # others that share it use the names on record
-        return await self._turn(Act.SLEEP, activity, or_frozen=or_frozen)
+        return await self._turn(Act.SLEEP, activity, or_frozen=or_frozen, servers=servers)
 
     def _named(self, servers: Sequence[str]) -> tuple[ServerTarget, ...]:
         if not servers:

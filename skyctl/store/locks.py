@@ -1,9 +1,10 @@
-"""Named locks of a fleet, kept by the kernel: they need no room on the disk and die with their
-holder.
+"""Named locks of a fleet, or of servers, kept by the kernel: they need no room on the disk and die
+with their holder.
 
-A lock is an flock on a file in the fleet's directory. Its holder is read from /proc/locks, so it is
-known even where nothing can be written; what the holder is doing is in the file if there was room
-for it. A process that the holder forks does not have the lock (`owned.py`).
+A lock is an flock on a file in the fleet's directory, or in that of all servers' locks. Its holder
+is read from /proc/locks, so it is known even where nothing can be written; what the holder is doing
+is in the file if there was room for it. A process that the holder forks does not have the lock
+(`owned.py`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ class Holder:
     """When its process was created (`identity.create_time`); 0 if that is not on record."""
     is_command: bool = False
     """A command or a supervisor of skyctl, which may be killed; not a program that uses it."""
+    fleet: str = ""
+    """The fleet that it acts for."""
+    repairs: bool = False
+    """Whether its fleet has to repair what it left: it died in a push, or its push failed."""
+    ended: bool = False
+    """Whether it has released the lock, and no request of it is on its way."""
 
     @property
     def subject(self) -> str:
@@ -72,6 +79,11 @@ class Holder:
     def hint(self, otherwise: str) -> str:
         """What to type while it keeps others out: `otherwise`, unless it is stopped."""
         return stopped_hint(self.pid) if self.stopped else otherwise
+
+    def wait_hint(self, more: str = "") -> tuple[str, str]:
+        """Its push job, "" if it has none, and how to wait for it; `more` goes into the command."""
+        job = self.subject if self.subject.startswith("push-") else ""
+        return job, f"wait for it: skyctl jobs wait {job}{more}" if job else "wait for it to end"
 
     def end_stopped(self) -> bool:
         """Kill its process, if it is a stopped command of skyctl; returns whether it was."""
@@ -112,13 +124,15 @@ class Lock:
     """
 
     def __init__(
-        self, locks: Locks, name: str, file: FileLock, shared: bool, activity: str
+        self, locks: Locks, name: str, file: FileLock, shared: bool, activity: str, repairs: bool
     ) -> None:
         self.name = name
         self.shared = shared
         pid = os.getpid()
         created = create_time(pid) or 0.0
-        self.holder = Holder(activity, pid, time.time(), created, is_command())
+        self.holder = Holder(
+            activity, pid, time.time(), created, is_command(), locks.fleet, repairs=repairs
+        )
         self._locks = locks
         self._file = file
         self.after_death = _has_record(file.fileno()) and not (shared and locks.lives(name))
@@ -131,16 +145,28 @@ class Lock:
         self._record()
         self._locks.news.notify()
 
-    def release(self) -> None:
-        """Release the lock. A second call does nothing."""
+    def release(self, *, repairs: bool = False) -> None:
+        """Release the lock. A second call does nothing. `repairs`: what it was taken for is not
+        repaired yet, and the file goes on to say so.
+        """
         if self not in self._locks.own:  # it is released, or belongs to the process that forked us
             return
+        if repairs and not self.after_death:
+            self.holder = replace(self.holder, repairs=True, ended=True)
+            self._record()
+            self.after_death = True
         self._locks.own.discard(self)
         if not self.after_death:
             with contextlib.suppress(OSError):
                 self._remove_record(self._file.fileno())
         self._file.close()
         self._locks.news.notify()
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether requests of an earlier holder that died may still be on their way."""
+        before = self._locks.recorded(self.name) if self.after_death else None
+        return self.after_death and not (before is not None and before.ended)
 
     def forget_dead(self) -> None:
         """Forget a holder that died: it can do no more harm."""
@@ -184,6 +210,8 @@ class Locks:
     """
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
+    directory_stands_in = True
+    """Whether the directory is locked instead of a file for which it has no room."""
 
     def __init__(
         self, directory: Path, news: News | None = None, on_taken: Callable[[], None] | None = None
@@ -194,8 +222,10 @@ class Locks:
         self._directory = directory
         self.own = self.own_of_directory.setdefault(directory, set())
 
-    def take(self, name: str, activity: str, *, shared: bool = False) -> Lock:
-        """Take a lock for this process, now.
+    def take(
+        self, name: str, activity: str, *, shared: bool = False, repairs: bool = False
+    ) -> Lock:
+        """Take a lock for this process, now. `repairs`: see `Holder`.
 
         Raises:
             ConflictError: it is taken; the message names the holders.
@@ -205,19 +235,22 @@ class Locks:
         try:
             file, by_file = FileLock(self._path(name), partial(self._open, name)), True
         except StateUnwritable as error:
+            if not self.directory_stands_in:
+                raise
             try:
                 file, by_file = self._directory_lock(), False
             except OSError:
                 raise error from None
         try:
-            free = file.take(shared=shared) and not (by_file and self._directory_taken(shared))
+            instead = by_file and self.directory_stands_in
+            free = file.take(shared=shared) and not (instead and self._directory_taken(shared))
         except BaseException:
             file.close()
             raise
         if not free:
             file.close()
             raise self.conflict(name)
-        lock = Lock(self, name, file, shared, activity)
+        lock = Lock(self, name, file, shared, activity, repairs)
         if self._on_taken is not None:
             self._on_taken()
         return lock
@@ -306,8 +339,7 @@ class Locks:
         if not holders:  # released meanwhile
             return ConflictError("another command acted on this fleet just now", hint="try again")
         first = holders[0]
-        job = first.subject if first.subject.startswith("push-") else ""
-        wait = f"wait for it: skyctl jobs wait {job}" if job else "wait for it to end"
+        job, wait = first.wait_hint()
         stopped = next((holder for holder in holders if holder.stopped), first)
         return ConflictError(
             f"fleet {self.fleet} is busy: {' and '.join(map(str, holders))}",
@@ -330,9 +362,10 @@ def _forget_inherited() -> None:
 after_fork_in_child(_forget_inherited)
 
 
-def stopped_hint(pid: int) -> str:
-    """What to type about a process that is stopped."""
-    return f"let it go on: kill -CONT {pid}; or end it: kill -KILL {pid}; then: skyctl recover"
+def stopped_hint(pid: int, more: str = "") -> str:
+    """What to type about a process that is stopped; `more` goes into the last command."""
+    first = f"let it go on: kill -CONT {pid}; or end it: kill -KILL {pid}"
+    return f"{first}; then: skyctl recover{more}"
 
 
 def _has_record(descriptor: int) -> bool:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 async def change_all(running: RunningFleet, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
     """Load or unload on every server, in a turn."""
     fleet = _fleet(running, running.require_plan())
-    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {request.name}"):
+    servers = running.urls_of(running.replicas.values())
+    activity = f"skyctl adapters, {request.name}"
+    with await running.arbiter.turn(Act.VERB, activity, servers=servers):
         return await change.change_all(fleet, request)
 
 
@@ -121,6 +123,7 @@ def _fleet(running: RunningFleet, plan: FleetPlan) -> AdapterFleet:
         client=running.client,
         targets=targets,
         directory=running.paths.adapters,
+        locks=running.server_locks,
         in_memory=running.paths.shared is None,
         timeout_s=plan.config.control_timeout_s,
         model=plan.base,

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from skyctl import engines
@@ -99,6 +99,11 @@ class RunningFleet(RecordedFleet):
             if name not in self.replicas:
                 raise no_server(self.paths.name, name, self.replicas)
         return [self.replicas[n] for n in names] if names else list(self.replicas.values())
+
+    @staticmethod
+    def urls_of(replicas: Iterable[Replica]) -> dict[str, str]:
+        """The URLs of replicas, by name."""
+        return {replica.name: replica.spec.url for replica in replicas}
 
     def unanswering(self, replica: Replica) -> str:
         """The server that is being replaced because it did not answer; "" if there is none: then

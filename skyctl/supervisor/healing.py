@@ -53,7 +53,9 @@ async def find(running: RunningFleet) -> list[Finding]:
 
 async def heal_in_turn(running: RunningFleet, pushes: Pushes) -> None:
     """`heal`, once the current turn on the fleet has ended."""
-    with await running.arbiter.turn(Act.RECOVER, "recovery", wait_s=_TURN_WAIT_S):
+    servers = running.urls_of(running.replicas.values())
+    turn = running.arbiter.turn(Act.RECOVER, "recovery", servers=servers, wait_s=_TURN_WAIT_S)
+    with await turn:
         await heal(running, pushes)
 
 

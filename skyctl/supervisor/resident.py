@@ -286,7 +286,8 @@ class Supervisor(RunningFleet, SupervisorService):
         return TakenDown(names, supervised=True)
 
     async def control(self, request: Control) -> Outcomes:
-        with await self.arbiter.turn(Act.of_verb(request.verb), f"skyctl {request.verb}"):
+        act, servers = Act.of_verb(request.verb), self.urls_of(self.named(request.servers))
+        with await self.arbiter.turn(act, f"skyctl {request.verb}", servers=servers):
             return await self._control_in_turn(request)
 
     async def _control_in_turn(self, request: Control) -> Outcomes:
@@ -373,7 +374,8 @@ class Supervisor(RunningFleet, SupervisorService):
         request = await asyncio.to_thread(jobs.resolved, request)
         if request.checkpoint and any(spec.node for spec in self.require_plan().servers):
             await asyncio.to_thread(refuse_unseen, self.require_plan(), request, self.paths)
-        turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
+        servers = self.urls_of(self.replicas.values())
+        turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting", servers=servers)
         try:
             if await hung_up.get()():  # its directory may hold another version by now
                 raise ConflictError("the client of the push has gone meanwhile")

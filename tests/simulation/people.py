@@ -47,8 +47,6 @@ FAULTS = (
     "stop",
     "stranger",
 )
-UNMENDED = frozenset({"other-fleet"})
-"""Of these: what the product is known not to withstand."""
 ATTACHED_FAULTS = ("edited-list", "other-fleet")
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
 

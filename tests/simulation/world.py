@@ -43,14 +43,12 @@ _FREEZING, _THAWING = ("/pause", "/sleep"), ("/resume", "/wake_up")
 
 @dataclass
 class Schedule:
-    """What a seed comes to. `without`: faults that shrinking took out again. `unmended`: also with
-    those that the product is known not to withstand."""
+    """What a seed comes to. `without`: faults that shrinking took out again."""
 
     seed: int
     kind: str = "attached"
     without: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
-    unmended: bool = False
 
 
 @dataclass
@@ -117,8 +115,6 @@ class World:
         chosen = {fault for fault in self.faults_known if self.dice.random() < share}
         if self.schedule.only is not None:
             chosen &= self.schedule.only
-        elif not self.schedule.unmended:
-            chosen -= people.UNMENDED
         return frozenset(chosen - self.schedule.without)
 
     def _make_engines(self, count: int, ranks: int) -> list[Engine]:
@@ -152,6 +148,7 @@ class World:
         kept = (*paths.directory.glob("*.lock"), *self.home.glob("servers/*.lock"))
         for file in (*kept, *paths.directory.glob("turn.number")):
             file.unlink()  # with what a schedule before left
+        paths.database.touch()  # its content is the disk's
         return FleetRef(name, paths, self._config(name), self.home, None)
 
     def _config(self, name: str) -> FleetConfig:
@@ -424,8 +421,10 @@ class World:
         self.loop.run_until(self.loop.now + _QUIET_S)
         self._until_quiet("guardians")
         self.tell("the operator recovers")
-        if self.other is not None:  # each thaws what it has frozen
-            self._operate("recover", lambda: self._recover(self.other))
+        if self.other is not None:  # each repairs, and thaws, what is its own
+            repairs = self._operate("recover", lambda: self._recover(self.other)).result or ()
+            if any(not repair.ok for repair in repairs):
+                self._push_whole("elsewhere", self.other)
             self._operate("wake", lambda: self._verb(Wake(), self.other))
             self._operate("resume", lambda: self._verb(Resume(), self.other))
         last = self._operate("last recover", self._recover)
@@ -441,12 +440,15 @@ class World:
         asleep = tuple(self.name_of(engine) for engine in self.engines if engine.asleep)
         if asleep:  # a push takes none that sleeps
             self._operate("wake", lambda: self._verb(Wake(servers=asleep, tags=("weights",))))
-        number = self.checkpoints.next_number()
-        request = PushRequest(checkpoint=self.checkpoints.write("last", number))
-        self._operate("last push", lambda: self._sync(request, number))
+        self._push_whole("last")
         self._operate("wake", lambda: self._verb(Wake()))
         self._operate("resume", lambda: self._verb(Resume()))
         checks.after_all(self)
+
+    def _push_whole(self, name: str, ref: FleetRef | None = None) -> None:
+        number = self.checkpoints.next_number()
+        request = PushRequest(checkpoint=self.checkpoints.write(name, number))
+        self._operate(f"push of {name}", lambda: self._sync(request, number, ref))
 
     def _operate(self, label: str, main: Callable[[], Coroutine[Any, Any, Any]]) -> Process:
         process = self._command(label, main)

@@ -1,0 +1,150 @@
+"""Locks of servers, below the state root: fleets that list the same server exclude each other.
+
+A lock is named by the server's normalized URL (`server_names.py`). Whatever may touch a server's
+weights or its pause takes the fleet's turn first and then these, in the order of their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from urllib.parse import quote
+
+from skyctl.errors import ConflictError, StateUnwritable
+from skyctl.store.in_doubt import in_doubt, left_behind
+from skyctl.store.locks import Lock, Locks, stopped_hint
+from skyctl.store.paths import FleetPaths, private_directory
+from skyctl.store.server_names import normalized
+from skyctl.store.state import FleetState
+
+_LONGEST_NAME = 200
+
+
+class Unrepaired(ConflictError):
+    """Another fleet's push left this server, and that fleet has not repaired it: no wait helps."""
+
+
+class ServerLocks(Locks):
+    """The locks of servers, as one fleet takes them. `doubts` names the servers that this fleet
+    has to repair: the file of their locks says so until it has.
+    """
+
+    directory_stands_in = False
+
+    def __init__(
+        self, paths: FleetPaths, doubts: Callable[[], Collection[str]] | None = None
+    ) -> None:
+        super().__init__(paths.root / "servers")
+        self.fleet = paths.name
+        self._root = paths.root
+        self._doubts = doubts
+        self._urls: dict[str, str] = {}
+
+    def take_all(
+        self,
+        servers: Mapping[str, str],
+        activity: str,
+        *,
+        shared: bool,
+        pushes: bool = False,
+        kind: str = "",
+    ) -> ServerClaim:
+        """Lock these servers, URLs by name, now. `pushes`: it may write to their weights. Locks of
+        another `kind` are apart.
+
+        Raises:
+            ConflictError: another fleet has one of them, or has to repair it first (Unrepaired).
+            StateUnwritable: a push has no room for its lock.
+        """
+        if not servers:
+            return ServerClaim({}, tuple)
+        doubts = self._doubts() if self._doubts is not None else ()
+        names = {self._name(url, kind): name for name, url in servers.items()}
+        with ExitStack() as undo:
+            claim = ServerClaim({}, self._doubts or tuple)
+            undo.callback(claim.release)
+            for lock_name, name in sorted(names.items()):
+                repairs = self._doubts is not None and (pushes or name in doubts)
+                try:
+                    private_directory(self._directory)
+                    lock = self.take(lock_name, activity, shared=shared, repairs=repairs)
+                except StateUnwritable:
+                    if pushes:
+                        raise
+                    continue  # a push makes the file: without it none is under way
+                claim.locks[name] = lock
+                self._refuse_unrepaired(lock)
+            undo.pop_all()
+        return claim
+
+    def taken_by_push(self, servers: Mapping[str, str]) -> bool:
+        """Whether somebody has one of these exclusively."""
+        return any(self.taken(self._name(url)) for url in servers.values())
+
+    def conflict(self, name: str) -> ConflictError:
+        found = self.holders(name)
+        if not found:
+            return super().conflict(name)
+        holder = next((holder for holder in found if holder.stopped), found[0])
+        fleet = f"fleet {holder.fleet} has it: " if holder.fleet else ""
+        of_fleet = f" --fleet {holder.fleet}" if holder.fleet else ""
+        job, wait = holder.wait_hint(of_fleet)
+        return ConflictError(
+            f"{self._urls[name]} is busy: {fleet}{holder}",
+            hint=stopped_hint(holder.pid, of_fleet) if holder.stopped else wait,
+            details={
+                **({"job": job} if job else {}),
+                "fleet": holder.fleet,
+                "holder": holder.activity,
+                "pid": holder.pid,
+                "since": holder.since,
+            },
+        )
+
+    def _refuse_unrepaired(self, lock: Lock) -> None:
+        before = self.recorded(lock.name) if lock.after_death else None
+        if before is None or not before.repairs or before.fleet == self.fleet:
+            return
+        if not self._in_doubt_of(before.fleet, self._urls[lock.name]):
+            return
+        raise Unrepaired(
+            f"{self._urls[lock.name]} may hold parts of two checkpoints: {before.subject} of fleet "
+            f"{before.fleet} (pid {before.pid}) left it, and that fleet has not repaired it",
+            hint=f"first: skyctl recover --fleet {before.fleet}",
+        )
+
+    def _in_doubt_of(self, fleet: str, url: str) -> bool:
+        """Whether another fleet, by its record, has to repair the server at this URL."""
+        paths = FleetPaths(self._root, fleet)
+        if not paths.database.exists():
+            return False
+        with FleetState(paths.database) as state:
+            doubts = in_doubt(state)
+            for job in state.journal.orphans():
+                doubts |= left_behind(job, state.journal.events(job.id))
+            return any(normalized(state.server(name).url) == url for name in doubts)
+
+    def _name(self, url: str, kind: str = "") -> str:
+        url = normalized(url)
+        name = quote(url, safe="")
+        if len(name) > _LONGEST_NAME:
+            name = hashlib.sha256(url.encode()).hexdigest()
+        self._urls[f"{name}{kind}"] = url
+        return f"{name}{kind}"
+
+
+class ServerClaim:
+    """Locks of servers that were taken, by the servers' names."""
+
+    def __init__(self, locks: dict[str, Lock], doubts: Callable[[], Collection[str]]) -> None:
+        self.locks = locks
+        self._doubts = doubts
+
+    def release(self) -> None:
+        """Release all of them. A second call does nothing."""
+        if self.locks:
+            doubts = self._doubts()
+            for name, lock in self.locks.items():
+                lock.release(repairs=name in doubts)
+            self.locks = {}

@@ -1,0 +1,126 @@
+"""Two fleets that list the same servers: the second waits, or is refused, where its own commands
+would be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyctl.core.recovery import clear
+from skyctl.errors import ConflictError, StateUnwritable
+from skyctl.store import locks
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
+from skyctl.store.paths import FleetPaths
+from skyctl.store.server_locks import ServerLocks, Unrepaired
+from skyctl.store.server_names import name_servers, record_names
+from skyctl.store.state import FleetState
+from tests.faults.test_stopped_holders import attached, stop
+
+URL = "http://10.0.0.1:8000"
+
+
+async def test_no_verb_of_another_fleet_thaws_what_a_push_has_frozen(tmp_path: Path) -> None:
+    async with attached(tmp_path) as fleet:
+        file = (tmp_path / "fleet.yaml").read_text()
+        (tmp_path / "near.yaml").write_text(file.replace("name: far", "name: near"))
+        fleet.hang("/start_weight_update")
+        with fleet.started("sync-weights", "v1") as push:
+            await fleet.stubs[1].asgi.until("/start_weight_update")
+            for verb in ("resume", "pause", "sleep", "wake", "sync-weights v1"):
+                code, envelope = await fleet.skyctl(*verb.split(), "-f", "near.yaml")
+                assert code != 0 and "fleet far has it: push-1" in envelope["error"]["message"]
+                assert (
+                    envelope["error"]["hint"] == "wait for it: skyctl jobs wait push-1 --fleet far"
+                )
+            assert fleet.frozen == [True, True]
+            stop(push)
+            _, envelope = await fleet.skyctl("resume", "-f", "near.yaml")
+            assert f"kill -CONT {push.pid}" in envelope["error"]["hint"]
+            assert "skyctl recover --fleet far" in envelope["error"]["hint"]
+        fleet.mend()
+        code, _ = await fleet.skyctl("recover", "--yes")
+        assert code == 0 and fleet.frozen == [False, False]
+        code, _ = await fleet.skyctl("sync-weights", "v1", "-f", "near.yaml")
+        assert code == 0
+
+
+# A push of fleet far that holds the server's lock.
+_PUSH = """
+import sys
+from pathlib import Path
+from skyctl.store.paths import FleetPaths
+from skyctl.store.server_locks import ServerLocks
+claim = ServerLocks(FleetPaths(Path(sys.argv[1]), "far"), tuple).take_all(
+    {"far-0": sys.argv[2]}, "push-1", shared=False, pushes=True
+)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def fleet_state(home: Path, name: str) -> FleetState:
+    """The record of a fleet whose only server is at URL."""
+    paths = FleetPaths(home, name)
+    paths.prepare()
+    state = FleetState(paths.database)
+    record_names(state, name_servers(name, [("", URL)], {}))
+    return state
+
+
+@pytest.mark.parametrize("touched", [True, False])
+def test_what_a_dead_push_has_touched_is_for_its_own_fleet_to_repair(
+    touched: bool, tmp_path: Path
+) -> None:
+    near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
+    with fleet_state(tmp_path, "far") as state:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PUSH, str(tmp_path), URL],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(ConflictError, match="fleet far has it: push-1"):
+            near.take_all({"near-0": URL}, "skyctl resume", shared=True)
+        if touched:
+            doubt = InDoubt("far-0", "push-1", "update", half_updated=True, thaw=True)
+            put_in_doubt(state, {"far-0": doubt})
+        process.kill()
+        process.communicate()
+        for _ in range(2 if touched else 0):
+            with pytest.raises(Unrepaired) as caught:
+                near.take_all({"near-0": f"{URL}/"}, "skyctl resume", shared=True)
+            assert caught.value.hint == "first: skyctl recover --fleet far"
+        clear(state, "far-0")
+        near.take_all({"near-0": URL}, "skyctl resume", shared=True).release()
+
+
+def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path: Path) -> None:
+    with fleet_state(tmp_path, "far") as state:
+        far = ServerLocks(FleetPaths(tmp_path, "far"), lambda: in_doubt(state))
+        near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
+        claim = far.take_all({"far-0": URL}, "push-1", shared=False, pushes=True)
+        put_in_doubt(state, {"far-0": InDoubt("far-0", "push-1", "update", True, True)})
+        claim.release()
+        with pytest.raises(Unrepaired, match="push-1 of fleet far"):
+            near.take_all({"near-0": URL}, "skyctl wake", shared=False)
+        claim = far.take_all({"far-0": URL}, "skyctl recover", shared=False, pushes=True)
+        clear(state, "far-0")
+        claim.release()
+        near.take_all({"near-0": URL}, "skyctl wake", shared=False).release()
+
+
+def test_a_verb_needs_no_room_for_a_lock_that_no_push_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(path: Path, flags: int = 0) -> int:
+        raise StateUnwritable(f"cannot open {path}: No space left on device")
+
+    monkeypatch.setattr(locks, "create_private_file", no_room)
+    near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
+    assert near.take_all({"near-0": URL}, "skyctl resume", shared=True).locks == {}
+    with pytest.raises(StateUnwritable):
+        near.take_all({"near-0": URL}, "push-1", shared=False, pushes=True)
