@@ -197,8 +197,12 @@ async def _keep_frozen(case: _Case, actions: Actions) -> None:
         return
     server = engines.server(actions.client, target, timeout_s=actions.control_timeout_s)
     with suppress(ServerError):  # one that does not answer is replaced
-        if not await server.is_paused():
-            await server.pause("abort", clear_cache=False)
+        if await server.is_paused():
+            return
+        with suppress(StateUnwritable):
+            thaws = replace(record, thaw=not actions.state.server(case.name).paused)
+            put_in_doubt(actions.state, {case.name: thaws})  # the push is to thaw it again
+        await server.pause("abort", clear_cache=False)
 
 
 async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:

@@ -74,13 +74,13 @@ async def recover(
     """
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
     close_orphans(state)  # before any wait: followers of a job learn that its process is dead
-    act, what = Act.RECOVER, "skyctl recover"
-    with await arbiter.turn(act, what, wait_s=wait_s) as turn:
+    act, activity = Act.RECOVER, "skyctl recover"
+    with await arbiter.turn(act, activity, wait_s=wait_s) as turn:
         close_orphans(state, in_turn=True)
         await servers.locate()
         await servers.adopt(alone=True)
         urls = {target.name: target.url for target in servers.targets}
-        await arbiter.claim(turn, act, what, urls, wait_s=wait_s)
+        await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
         by_name = {target.name: target for target in servers.targets}
         actions = _Actions(ref, by_name, client, state)
         recovered = await carry_out(await find(servers, client, state), actions)

@@ -80,10 +80,12 @@ class Holder:
         """What to type while it keeps others out: `otherwise`, unless it is stopped."""
         return stopped_hint(self.pid) if self.stopped else otherwise
 
-    def wait_hint(self, more: str = "") -> tuple[str, str]:
-        """Its push job, "" if it has none, and how to wait for it; `more` goes into the command."""
+    def wait_hint(self, fleet: str = "") -> tuple[str, str]:
+        """Its push job, "" if it has none, and how to wait for it; `fleet` if it is of another."""
         job = self.subject if self.subject.startswith("push-") else ""
-        return job, f"wait for it: skyctl jobs wait {job}{more}" if job else "wait for it to end"
+        if not job:
+            return "", "wait for it to end"
+        return job, f"wait for it: skyctl jobs wait {job}" + (f" --fleet {fleet}" if fleet else "")
 
     def end_stopped(self) -> bool:
         """Kill its process, if it is a stopped command of skyctl; returns whether it was."""
@@ -178,16 +180,15 @@ class Lock:
 
     def _remove_record(self, descriptor: int) -> None:
         """Clear the file, or leave it to a process that still shares the lock."""
-        others: set[int] = set()
         if self.shared:
             recorded = self._locks.recorded(self.name)
             if recorded is None or recorded.pid != os.getpid():
                 return
-            others = _locking_pids(os.fstat(descriptor)) - {os.getpid()}
-        if others:
-            self._write(descriptor, _by_process(min(others)))
-        elif not any(lock.name == self.name for lock in self._locks.own):
-            os.ftruncate(descriptor, 0)
+            if not self._file.take(shared=False):  # others share it
+                if others := _locking_pids(os.fstat(descriptor)) - {os.getpid()}:
+                    self._write(descriptor, _by_process(min(others)))
+                return
+        os.ftruncate(descriptor, 0)
 
     def _record(self) -> None:
         if self.after_death or self not in self._locks.own:
@@ -362,10 +363,10 @@ def _forget_inherited() -> None:
 after_fork_in_child(_forget_inherited)
 
 
-def stopped_hint(pid: int, more: str = "") -> str:
-    """What to type about a process that is stopped; `more` goes into the last command."""
-    first = f"let it go on: kill -CONT {pid}; or end it: kill -KILL {pid}"
-    return f"{first}; then: skyctl recover{more}"
+def stopped_hint(pid: int, fleet: str = "") -> str:
+    """What to type about a process that is stopped; `fleet` if it acts for another."""
+    first = f"let it go on: kill -CONT {pid}; or end it: kill -KILL {pid}; then: skyctl recover"
+    return f"{first} --fleet {fleet}" if fleet else first
 
 
 def _has_record(descriptor: int) -> bool:

@@ -59,7 +59,7 @@ class ServerLocks(Locks):
         """
         if not servers:
             return ServerClaim({}, tuple)
-        doubts = self._doubts() if self._doubts is not None else ()
+        doubts = self._doubts() if self._doubts is not None and not pushes else ()
         names = {self._name(url, kind): name for name, url in servers.items()}
         with ExitStack() as undo:
             claim = ServerClaim({}, self._doubts or tuple)
@@ -83,16 +83,15 @@ class ServerLocks(Locks):
         return any(self.taken(self._name(url)) for url in servers.values())
 
     def conflict(self, name: str) -> ConflictError:
-        found = self.holders(name)
-        if not found:
+        holders = self.holders(name)
+        if not holders:
             return super().conflict(name)
-        holder = next((holder for holder in found if holder.stopped), found[0])
-        fleet = f"fleet {holder.fleet} has it: " if holder.fleet else ""
-        of_fleet = f" --fleet {holder.fleet}" if holder.fleet else ""
-        job, wait = holder.wait_hint(of_fleet)
+        holder = next((holder for holder in holders if holder.stopped), holders[0])
+        of_fleet = f"fleet {holder.fleet} has it: " if holder.fleet else ""
+        job, wait = holder.wait_hint(holder.fleet)
         return ConflictError(
-            f"{self._urls[name]} is busy: {fleet}{holder}",
-            hint=stopped_hint(holder.pid, of_fleet) if holder.stopped else wait,
+            f"{self._urls[name]} is busy: {of_fleet}{holder}",
+            hint=stopped_hint(holder.pid, holder.fleet) if holder.stopped else wait,
             details={
                 **({"job": job} if job else {}),
                 "fleet": holder.fleet,

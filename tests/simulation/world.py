@@ -203,6 +203,8 @@ class World:
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
         elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
+            if engine.serving and checks.thawed_by_stranger(engine):
+                engine.unseen = engine.looked_at < engine.thawed_at
             engine.loading_by = None
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:

@@ -204,10 +204,13 @@ async def test_a_server_that_must_not_serve_is_frozen_where_nothing_can_be_pushe
 ) -> None:
     findings = leave(actions, "stub-0", half=half)
     actions.state.update_server("stub-0", weights_digest="what it had")
+    record = in_doubt(actions.state)["stub-0"]
+    put_in_doubt(actions.state, {"stub-0": replace(record, thaw=False)})
     actions.push_error, actions.gone = "overwritten", True
     assert not actions.stubs[0].engine.paused  # another program has thawed it
     assert outcomes(await recover(findings, actions)) == [("push", False)]
     assert actions.stubs[0].engine.paused and not actions.stubs[1].engine.paused
+    assert in_doubt(actions.state)["stub-0"].thaw
 
 
 async def test_half_updated_servers_get_the_push_that_was_on_its_way(actions: Actions) -> None:

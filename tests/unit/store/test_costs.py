@@ -59,7 +59,7 @@ async def test_a_push_into_two_servers_takes_few_statements(
         assert set(job.servers) == {"far-0", "far-1"}
     # each state of a server is one; those that take and leave the lock are not counted
     counted = [one for one in statements if " locks " not in one]
-    assert len(counted) <= 42, "\n".join(counted)
+    assert len(counted) <= 43, "\n".join(counted)
 
 
 async def test_a_pause_of_two_servers_calls_few_functions(
@@ -89,8 +89,8 @@ async def test_a_pause_of_two_servers_calls_few_functions(
         finally:
             sys.setprofile(None)
     assert [outcome.ok for outcome in outcomes] == [True, True]
-    assert 0 < before_a_request <= 200
-    assert len(frames) <= 440, Counter(one.f_code.co_qualname for one in frames.values())
+    assert 0 < before_a_request <= 270
+    assert len(frames) <= 540, Counter(one.f_code.co_qualname for one in frames.values())
 
 
 def test_only_the_owner_reads_a_whole_file_for_corruption(tmp_path: Path) -> None:
