@@ -152,12 +152,14 @@ class OpenUpdate:
 @dataclass(frozen=True)
 class CloseUpdate:
     """The trainer's report: everything is sent, or why not. `version` is the label of the weights
-    of an update that was begun without one.
+    of an update that was begun without one. `passed_on`: the fleet itself has passed weights on to
+    every server, so that unchanged ones are the same once more.
     """
 
     job: str
     failure: str = ""
     version: str = ""
+    passed_on: bool = False
 
 
 @dataclass(frozen=True)

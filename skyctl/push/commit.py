@@ -84,8 +84,8 @@ def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_d
     names = () if source.checkpoint is None else names_of(source.checkpoint, content_digest)
     _enforce(run, checked, alive(loaded), names)
     _outvote(alive(loaded))
-    unseen = source.trainer is not None and source.checkpoint is None
-    if unseen and not run.request.weights_digest:
+    trainer = source.trainer if source.checkpoint is None else None
+    if trainer is not None and not (run.request.weights_digest or trainer.passed_on):
         _require_change(alive(loaded))
     if source.trainer is None:  # a trainer's are compared by rows only
         run.learned.digests += agreed(loaded, names)

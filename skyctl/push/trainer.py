@@ -90,6 +90,7 @@ class Trainer:
         seen = process is not None and process.boot_id == boot_id() and process.alive()
         self.process = process if seen else None
         self.version = ""  # the label that it gave at its end
+        self.passed_on = False  # the fleet itself has passed weights on to every server
         self._timeout_s = timeout_s
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[tuple[SendTarget, ...]] = loop.create_future()
@@ -109,12 +110,12 @@ class Trainer:
             return f"the trainer (pid {self.process.pid}) died"
         return ""
 
-    def report(self, failure: str = "", version: str = "") -> None:
+    def report(self, failure: str = "", version: str = "", *, passed_on: bool = False) -> None:
         """The trainer's report: everything is sent, or why not, and the `version` that the update
         was begun without. Only the first counts.
         """
         if not self._word.done():
-            self.version = version
+            self.version, self.passed_on = version, passed_on
             self._word.set_result(failure)
 
     async def targets(self, push: asyncio.Task[Any]) -> tuple[SendTarget, ...]:

@@ -192,7 +192,9 @@ class AttachedFleet(RecordedFleet):
     async def close_update(self, request: CloseUpdate) -> None:
         close_sender(self.state, request.job)
         if request.job in self._trainers:
-            self._trainers.pop(request.job).report(request.failure, request.version)
+            self._trainers.pop(request.job).report(
+                request.failure, request.version, passed_on=request.passed_on
+            )
 
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.senderless_delivery import ask_targets

@@ -357,7 +357,7 @@ class Supervisor(RunningFleet, SupervisorService):
         holder, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, request.job)
         if trainer is not None and self.push_job is not None and self.push_job.id == request.job:
-            trainer.report(request.failure, request.version)
+            trainer.report(request.failure, request.version, passed_on=request.passed_on)
         elif holder is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()

@@ -47,7 +47,7 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.http.fanout import fan_out, require_all
-from skyctl.states import PauseMode
+from skyctl.states import PauseMode, Phase
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.supervisor.passing import Passing
 from skyctl.supervisor.resident import Supervisor
@@ -230,7 +230,7 @@ class TrainerApi:
     # --- servers --------------------------------------------------------------------------------
 
     async def _health(self, _: Request) -> Response:
-        up = any(replica.phase == "up" for replica in self._fleet.replicas.values())
+        up = any(replica.phase is Phase.UP for replica in self._fleet.replicas.values())
         return Response(status_code=200 if up else 503)
 
     async def _whether(self, path: str, key: str) -> Response:
@@ -260,7 +260,7 @@ class TrainerApi:
     ) -> list[Any]:
         """The answers of all servers that are up, or of the first. Raises SkyctlError."""
         timeout_s = self._fleet.require_plan().config.control_timeout_s
-        targets = [r.target for r in self._fleet.replicas.values() if r.phase == "up"]
+        targets = [r.target for r in self._fleet.replicas.values() if r.phase is Phase.UP]
         if not targets:
             raise ConflictError("no server of this fleet is up", hint="look: skyctl status")
         outcomes = await fan_out(

@@ -53,6 +53,8 @@ class _Open:
     """The trainer's, if it is visible from this machine."""
     deadline: float
     """When the trainer must have sent everything, by `time.monotonic`."""
+    parts: int = 0
+    """How many parts of the weights every server has taken."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no call of the trainer is under way."""
     over: asyncio.Future[str] = field(
@@ -157,6 +159,7 @@ class TrainerUpdate:
             return server.update_weights(info)
 
         await self._call(update, send, gone)
+        update.parts += 1
 
     async def finish(self, version: str) -> PushResult:
         """Verify, label and resume the servers; returns the result. `version` "" takes the job's
@@ -166,8 +169,13 @@ class TrainerUpdate:
             ConflictError: no update is open. PushError: it failed; says how servers were left.
         """
         update = self._require_open()
+        if not update.parts:
+            await self._fail(update, "the trainer sent nothing")
+            raise ConflictError(f"{update.job} is undone: it brought no weights")
         self._end(update, "")
-        await self._fleet.close_update(CloseUpdate(update.job, "", version or update.job))
+        await self._fleet.close_update(
+            CloseUpdate(update.job, "", version or update.job, update.parts > 0)
+        )
         return await asyncio.shield(asyncio.ensure_future(self._result(update.job)))
 
     async def close(self) -> None:

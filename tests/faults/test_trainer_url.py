@@ -120,10 +120,16 @@ def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:
     assert {state["digest"] for state in states} != before
     version = fleet.get("v1/version", params={"wait": "step-1"}).json()
     assert version["version"] == "step-1" and len(version["servers"]) == 2
+    code, errors = fleet.trainer(version="step-1-again")  # as before a trainer's first step
+    assert code == 0, errors
+    assert {state["digest"] for state in fleet.whole()} == {state["digest"] for state in states}
+    fleet.call("start_weight_update")
+    assert "brought no weights" in fleet.post("finish_weight_update").text
+    fleet.until("ready")
     fleet.call("start_weight_update")
     fleet.call("update_weights", seed=2)
     unlabelled = fleet.post("finish_weight_update").json()
-    assert unlabelled["weight_version"] == "push-2"
+    assert unlabelled["weight_version"] == "push-4"
 
 
 @pytest.mark.parametrize("midway", [False, True])

@@ -1,8 +1,8 @@
 """The gate of every vLLM server: requests that arrive while it is paused wait here.
 
-vLLM up to 0.32 queues them in its engine, later versions refuse them with 503, which routers count
-as a failing server. Here they wait in every pause mode, until the server runs again or for
-`SKYCTL_HOLD_S` seconds. An ASGI middleware behind the guard; standard library only, as the guard.
+vLLM queues them in its engine without a bound, or refuses them with 503 (0.33, unless it is told to
+queue), which routers count as a failing server. Here they wait in every pause mode, until the
+server runs again or for `SKYCTL_HOLD_S` seconds. An ASGI middleware behind the guard; standard library only, as the guard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = MutableMapping[str, Any]
 
 HOLD_VARIABLE = "SKYCTL_HOLD_S"
 """For how many seconds a request waits at most."""
-HOLD_S = 300.0
+HOLD_S = 1800.0
 MOST_WAITING = 4096
 _ASK_INTERVAL_S = 1.0
 

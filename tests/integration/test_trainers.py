@@ -1,0 +1,209 @@
+"""Trainers' own clients, untouched, at the fleet URL of two real servers and the real router."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.launch.local.host import free_port
+from tests.integration.conftest import NEEDS
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy
+from tests.integration.test_skyrl import PROMPTS
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.real, pytest.mark.beside]
+REPOSITORY = Path(__file__).parents[2]
+_FLEET = """
+name: trained
+model: ./a
+device: cpu
+replicas: 2
+# vLLM compiles its sampler at the first request that draws: half a minute on a busy machine
+env: {{PYTHONPATH: {repository}, OMP_NUM_THREADS: "1", TORCHDYNAMO_DISABLE: "1"}}
+args:
+  max-model-len: 2048
+  enforce-eager: true
+  max-num-seqs: 16
+  enable-scale-out: true
+  max-logprobs: -1
+  worker-extension-cls: tests.integration.files_backend.FilesExtension
+router: {{policy: round_robin}}
+weight_transfer: {{backend: files}}
+trainer: {{port: {port}}}
+"""
+
+
+class Trained(FleetCli):
+    """Checkpoints `a`, which the servers are started with, and `b`."""
+
+    port: int
+
+    @property
+    def url(self) -> str:
+        """As `skyctl urls --format trainer` has it once a shell has read the token."""
+        line = self.run("urls", "--format", "trainer").stdout
+        assert line.startswith("export SKYCTL_FLEET_URL=")
+        return f"http://trainer:{self.control_token}@127.0.0.1:{self.port}"
+
+    def tokens(self) -> list[list[int]]:
+        """What each server generates."""
+        urls = self.data("urls")
+        return [
+            greedy(url, urls["model"], PROMPTS[0], key=self.key) for url in urls["servers"].values()
+        ]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"needs the cpu extra ({', '.join(missing)} not installed)")
+    root: Path = tmp_path_factory.mktemp("trained")
+    fleet = Trained(root / "trained", root / "home")
+    fleet.directory.mkdir()
+    fleet.port = free_port("127.0.0.1")
+    for name, seed in (("a", 1), ("b", 2)):
+        make_tiny_checkpoint(fleet.directory / name, seed=seed)
+    text = _FLEET.format(repository=REPOSITORY, port=fleet.port)
+    (fleet.directory / "fleet.yaml").write_text(text)
+    try:
+        fleet.run("up", timeout_s=UP_TIMEOUT_S)
+        yield fleet
+    finally:
+        fleet.run("down", expect=None)
+
+
+def test_vllms_own_client_and_engine_update_the_whole_fleet(fleet: Trained) -> None:
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    from tests.integration.files_backend import FilesTrainer, FilesTrainerInit
+
+    before = fleet.tokens()
+    client = HTTPVLLMWeightSyncClient(fleet.url)
+    trainer = FilesTrainer.trainer_init(FilesTrainerInit(rank=0), client=client)
+    trainer.send("step-1", fleet.directory / "b")
+    after = fleet.tokens()
+    assert after[0] == after[1] != before[0] == before[1]
+    weights = fleet.data("weights")
+    assert weights["version"] == "step-1"
+    assert fleet.data("weights", "verify")["agree"] is True
+    trainer.send("step-2", fleet.directory / "a")
+    assert fleet.tokens() == before, "those of a server that was started on it"
+    with pytest.raises(Exception, match="409"):
+        client.finish_weight_update("step-3")
+
+
+async def test_real_servers_answer_with_the_demanded_version_or_not_at_all(fleet: Trained) -> None:
+    """Over updates; compared with what each checkpoint generates."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    from tests.integration.files_backend import FilesTrainer, FilesTrainerInit
+
+    urls, key = fleet.data("urls"), fleet.key
+    trainer = FilesTrainer.trainer_init(
+        FilesTrainerInit(rank=0), client=HTTPVLLMWeightSyncClient(fleet.url)
+    )
+    made = {}
+    for label, name in (("x-b", "b"), ("x-a", "a")):
+        await asyncio.to_thread(trainer.send, label, fleet.directory / name)
+        made[label] = (await asyncio.to_thread(fleet.tokens))[0]
+    statuses: list[int] = []
+    done = asyncio.Event()
+
+    async def asks(client: httpx.AsyncClient, number: int) -> None:
+        while not done.is_set():
+            label = ("x-a", "x-b")[len(statuses) % 2]
+            demand = {"x-weight-version-exact": label} if number % 2 else {}
+            body = {"model": urls["model"], "prompt": PROMPTS[0], "max_tokens": 24,
+                    "temperature": 0, "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+            answer = await client.post(
+                f"{urls['router']}/v1/completions", json=body, headers={**bearer(key), **demand}
+            )
+            statuses.append(answer.status_code)
+            if answer.status_code == 409 and demand:
+                continue
+            assert answer.status_code == 200, answer.text
+            begin, end = (answer.headers[f"x-weight-version-{part}"] for part in ("begin", "end"))
+            assert not demand or begin == end == label
+            if begin == end:
+                assert answer.json()["choices"][0]["token_ids"] == made[end]
+
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=120) as client,
+        asyncio.TaskGroup() as tasks,
+    ):
+        for number in range(8):
+            tasks.create_task(asks(client, number))
+        for label, name in (("x-b", "b"), ("x-a", "a"), ("x-b", "b"), ("x-a", "a")):
+            await asyncio.sleep(2)
+            await asyncio.to_thread(trainer.send, label, fleet.directory / name)
+        done.set()
+    assert {200, 409} == set(statuses)
+    print(f"{len(statuses)} requests, {statuses.count(409)} refused")
+
+
+def test_trls_client_generates_and_its_control_calls_reach_the_fleet(fleet: Trained) -> None:
+    """Its weight sync needs a GPU: TRL refuses any other device by itself."""
+    pytest.importorskip("trl", reason="needs TRL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of versions of vLLM that it does not know
+        client_module = pytest.importorskip("trl.generation.vllm_client", exc_type=ImportError)
+        client = client_module.VLLMClient(base_url=fleet.url)
+    answers = client.generate(PROMPTS, n=2, max_tokens=8, temperature=1.0)
+    assert len(answers["completion_ids"]) == 2 * len(PROMPTS)
+    for ids, logprobs in zip(answers["completion_ids"], answers["logprobs"], strict=True):
+        assert 0 < len(ids) == len(logprobs) <= 8
+    assert client.get_world_size() == 2
+    assert client.get_server_info()["weight_transfer_config"]["backend"] == "files"
+    client.reset_prefix_cache()
+    with pytest.raises(NotImplementedError, match="CUDA device"):
+        client.init_communicator(device="cpu")
+    with pytest.raises(Exception, match="409"), client.weight_update():
+        assert all(row["state"] == "updating" for row in fleet.data("status")["replicas"])
+    assert fleet.run("wait", "--timeout", "60").returncode == 0
+
+
+async def test_skyrls_client_at_the_fleet_url(
+    fleet: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("skyrl") is None:
+        pytest.skip("needs SkyRL")
+    import typing
+
+    import typing_extensions
+
+    # its modules are written for Python 3.12; on 3.11 Pydantic wants this one
+    monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+        RemoteInferenceClient,
+    )
+    from transformers import AutoTokenizer
+
+    client: Any = RemoteInferenceClient(
+        proxy_url=fleet.url,
+        server_urls=[fleet.url],
+        model_name=fleet.data("urls")["model"],
+        data_parallel_size=1,
+        tokenizer=AutoTokenizer.from_pretrained(fleet.directory / "a"),
+    )
+    params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+    batch = {"prompt_token_ids": PROMPTS, "sampling_params": params, "session_ids": [*"abcd"]}
+    async with client as skyrl:
+        before = await skyrl.generate(batch)
+        assert [len(ids) for ids in before["response_ids"]] == [8] * len(PROMPTS)
+        await skyrl.pause("keep")
+        waiting = asyncio.create_task(skyrl.generate(batch))
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        assert {row["state"] for row in fleet.data("status")["replicas"]} == {"paused"}
+        await skyrl.resume()
+        assert (await waiting)["response_ids"] == before["response_ids"]
+        await skyrl.reset_prefix_cache()
+        total, _ = await skyrl.get_world_size()
+        assert total == 2
