@@ -2,7 +2,8 @@
 
 vLLM queues them in its engine without a bound, or refuses them with 503 (0.33, unless it is told to
 queue), which routers count as a failing server. Here they wait in every pause mode, until the
-server runs again or for `SKYCTL_HOLD_S` seconds. An ASGI middleware behind the guard; standard library only, as the guard.
+server runs again or for `SKYCTL_HOLD_S` seconds. An ASGI middleware behind the guard; standard
+library only, as the guard.
 """
 
 from __future__ import annotations
