@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,19 @@ def free_port() -> int:
 
 
 class EngineSender:
-    """0.28 and newer: a TrainerWeightTransferEngine over a WeightSource."""
+    """0.28 and newer: a TrainerWeightTransferEngine over a WeightSource. `memory` gives tensors by
+    name instead of a checkpoint's.
+    """
 
-    def __init__(self, backend: str, url: str, world_size: int, device: str, first: Path) -> None:
+    def __init__(
+        self,
+        backend: str,
+        url: str,
+        world_size: int,
+        device: str,
+        first: Path,
+        memory: Callable[[], Iterator[tuple[str, Any]]] | None = None,
+    ) -> None:
         import torch
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -91,7 +101,7 @@ class EngineSender:
             metadata = cached_property(_metadata) if reads else _metadata
 
             def iter_full(self) -> Iterator[tuple[str, Any]]:
-                return tensors(self.checkpoint, device)
+                return tensors(self.checkpoint, device) if memory is None else memory()
 
             __iter__ = iter_full  # up to 0.32
 
@@ -108,7 +118,7 @@ class EngineSender:
             info, client=HTTPVLLMWeightSyncClient(url), source=self._source
         )
 
-    def send(self, checkpoint: Path) -> None:
+    def send(self, checkpoint: Path = Path()) -> None:
         self._source.checkpoint = checkpoint
         self._engine.send_weights()
 

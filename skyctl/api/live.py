@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,18 @@ from skyctl.api.updates import swept
 from skyctl.checkpoints.live import TensorFile, running_model
 from skyctl.checkpoints.staging import StagedEntry, staged_entry
 from skyctl.core.job_result import push_result
-from skyctl.core.service import FleetService, Staging
-from skyctl.errors import ConflictError, PreflightError
+from skyctl.core.service import FleetService, PushLive, Staging, Withdraw
+from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlError
 from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
 from skyctl.live.file import lay_out, targets_of
-from skyctl.live.outline import Outline, shares_of
+from skyctl.live.offer import CHANGED, Offer, Offered, piece_row
+from skyctl.live.outline import Outline, RankShare, shares_of
+from skyctl.live.ranks import Body
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.store.journal import JobEvent
 from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, private_directory
+from skyctl.store.state import LIVE
 
 _LOCK = ".trainer"
 _FILES = 2
@@ -59,6 +62,9 @@ class FleetSide:
         self._targets: list[Target] = []
         self._chosen: list[list[Block]] = []
         self._ranks: list[list[Block]] = []
+        self._memories: list[Body] = []
+        self._offered: Offered | None = None
+        self._refused = ""
         self.running = running_model(None)
 
     async def open(self) -> list[Target]:
@@ -108,6 +114,88 @@ class FleetSide:
             shares,
         )
 
+    async def offer(self, memories: Sequence[Body]) -> Offered | None:
+        """What servers copy out of the ranks' memory, from how each rank describes its own; None
+        where they cannot, and `outline` says why. Call `plan` first if blocks have changed.
+        """
+        if self._offered is not None and all("same" in memory for memory in memories):
+            return self._offered
+        self._offered = None
+        before = self._memories or [{}] * len(memories)
+        self._memories = [
+            old if "same" in memory else memory
+            for old, memory in zip(before, memories, strict=True)
+        ]
+        for rank, memory in enumerate(self._memories):
+            if "exports" not in memory:
+                self._refused = f"rank {rank}: {memory.get('reason', 'it offers nothing')}"
+                return None
+        pieces = [
+            [piece_row(block, place) for block, place in zip(own, m["places"], strict=True)]
+            for own, m in zip(self._ranks, self._memories, strict=True)
+        ]
+        exports = [memory["exports"] for memory in self._memories]
+        try:
+            pids = tuple(memory["pid"] for memory in self._memories)
+            self._offered = await self._fleet.offer(Offer(tuple(pieces), tuple(exports), pids))
+        except PreflightError as error:
+            self._refused = error.message
+        return self._offered
+
+    def outline(self, planned: Outline) -> Outline:
+        """The plan by the way that was chosen."""
+        if self._offered is None:
+            return replace(planned, reason=f"{planned.reason} ({self._refused})")
+        sent = [
+            [row for layout in self._offered.sums for row in layout.rows[rank]]
+            for rank in range(len(self._ranks))
+        ]
+        shares = tuple(
+            RankShare(rank, len(rows), sum(row[2] * row[3] for row in rows))
+            for rank, rows in enumerate(sent)
+        )
+        reason = "servers copy out of the ranks' memory"
+        return replace(planned, way=LIVE, reason=reason, memory_bytes=0, ranks=shares)
+
+    def numbers(self, bodies: Sequence[Body]) -> dict[str, dict[str, int]]:
+        """What parameters must hold, by layout and name, from what the ranks have summed."""
+        from skyctl.live.sums import Partial, added
+
+        assert self._offered is not None
+        return {
+            layout.layout: added(
+                layout.parameters,
+                [Partial.from_wire(body["partials"][layout.layout]) for body in bodies],
+            )
+            for layout in self._offered.sums
+        }
+
+    async def push_live(
+        self,
+        numbers: dict[str, dict[str, int]],
+        request: PushRequest,
+        on_event: Callable[[JobEvent], None],
+        timeout_s: float | None,
+    ) -> PushResult | None:
+        """Push what was offered, all of whose parameters have these numbers. None: servers have
+        changed since, and it must be offered again.
+
+        Raises as `Fleet.sync_weights`.
+        """
+        assert self._offered is not None
+        push = PushLive(request, self._offered.key, numbers)
+        try:
+            job = await self._fleet.push_live(push)
+            return push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+        except NotFoundError:
+            self._offered = None
+            return None
+        except PreflightError as error:
+            if CHANGED not in error.message:
+                raise
+            self._offered = None
+            return None
+
     async def place(self) -> tuple[Path, list[Sent]]:
         """The file that ranks write next, and what each of them writes where.
 
@@ -143,7 +231,12 @@ class FleetSide:
             )
         return result
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Servers let go of the ranks' memory; others may be trainers. Never raises."""
+        offered, self._offered = self._offered, None
+        if offered is not None:
+            with suppress(SkyctlError):
+                await self._fleet.withdraw(Withdraw(offered.key))
         self._drop_files()
         self._stack.close()
 

@@ -1,7 +1,7 @@
 """`Fleet.trainer`: the ranks of a training job push their weights from where they lie.
 
-every rank     read the model ─┐         ┌─ write the blocks ─┐
-rank 0         gather, plan ◄──┘ answer ─┘    push, as of files ◄──┘ answer: the result
+every rank     read the model ─┐         ┌─ sum the blocks, or write them ─┐
+rank 0         gather, plan ◄──┘ answer ─┘                           push ◄──┘ answer: the result
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skyctl.api.live import FleetSide
 from skyctl.errors import PreflightError, UsageError
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
-from skyctl.live.model import MATCH, Names, Pair, Weights, dtype_name, read_pairs
+from skyctl.live.model import MATCH, Names, Pair, Weights, addresses, dtype_name, read_pairs
+from skyctl.live.offer import Offered
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import PATIENCE_S, Body, Hub, Link, Ranks, Step, failure_body
 from skyctl.push.canary import canary_content
 from skyctl.push.request import PushRequest, PushResult, usual_mode
 from skyctl.states import PauseMode
 from skyctl.store.journal import JobEvent
+from skyctl.store.state import LIVE
 
 if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder
     from skyctl.live.file import Window
+    from skyctl.live.memory import RankMemory
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class TrainerOptions:
     """The torch.distributed group of the ranks; None is the default group."""
     patience_s: float = PATIENCE_S
     """How long ranks wait for each other."""
+
+
+_ATTEMPTS = 3
+"""How often weights are offered again because servers have changed meanwhile."""
 
 
 class Trainer:
@@ -66,6 +73,8 @@ class Trainer:
         self._blocks: list[Block] | None = None
         self._sent: list[tuple[int, int]] = []
         self._windows: dict[str, Window] = {}
+        self._memory: RankMemory | None = None
+        self._addresses: list[tuple[int, int]] | None = None
         self._round = 0
         self._outline: Outline | None = None
 
@@ -95,20 +104,25 @@ class Trainer:
         rolling: int = 0,
         keep: bool = False,
         transport: str = "auto",
+        stage: Literal["auto", "gpu", "stream"] = "auto",
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
         """Push the weights as they are now, on every rank at once; returns the result on each.
 
-        The ranks read their parts again, which may have moved, and write them into a file in
-        memory, cast to the servers' dtype; then the fleet is frozen, reads the file, is compared
-        with it, and thawed. The weights may change again once this returns.
+        Where servers reach the ranks' GPUs, they copy out of them, cast to their own dtype, and
+        every byte is compared with what the ranks have; no file has the weights then. Elsewhere,
+        and with `keep`, the ranks write their parts into a file in memory, which servers read. The
+        fleet is frozen meanwhile, or for the end of it. The weights may change once this returns.
 
         Args:
             version: label of the new weights, the same on every rank.
             scan_nan: refuse NaN and infinity before anything is paused.
             keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these.
-            transport: how servers take the file; "auto" on CPU has each read it by itself.
+            transport: "live" has servers copy out of the ranks' GPUs; others are how they take the
+                file. "auto" takes the first that works; on CPU each server reads by itself.
+            stage: whether servers copy beside their parameters before they freeze ("gpu"), straight
+                into these ("stream"), or as fits.
             pause_mode, verify, canary, rolling, on_event, timeout_s: as of `Fleet.sync_weights`.
 
         Raises:
@@ -117,7 +131,6 @@ class Trainer:
             ConflictError: another push is in progress.
             PushError: it failed midway; `details["servers"]` says how each server was left.
         """
-        self._round += 1
         mode = pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0)
         request = PushRequest(
             checkpoint="",
@@ -129,26 +142,54 @@ class Trainer:
             canary=canary_content(canary),
             keep=keep,
             rolling=rolling,
+            stage=stage,
         )
-        subject = f"push {version}"
 
         async def send(bodies: list[Body]) -> list[Body]:
-            _refuse_not_finite(bodies)
-            result = await self._fleet_side.push(
-                Path(bodies[0]["path"]), request, on_event, timeout_s
-            )
-            return [{"result": result.to_json()}] * self.world_size
+            if scan_nan:
+                _refuse_not_finite(bodies)
+            side = self._fleet_side
+            if "partials" in bodies[0]:
+                numbers = await asyncio.to_thread(side.numbers, bodies)
+                result = await side.push_live(numbers, request, on_event, timeout_s)
+            else:
+                path = Path(bodies[0]["path"])
+                result = await side.push(path, request, on_event, timeout_s)
+            return [{"result": result and result.to_json()}] * self.world_size
 
+        allowed = transport in ("auto", LIVE) and not keep
+        for _ in range(_ATTEMPTS):
+            result = await self._attempt(version, send, live=allowed, scan=scan_nan)
+            if result is not None:
+                return PushResult.from_json(result)
+        raise PreflightError("the fleet's servers change as fast as they are offered weights")
+
+    async def _attempt(
+        self,
+        version: str,
+        send: Callable[[list[Body]], Awaitable[list[Body]]],
+        *,
+        live: bool,
+        scan: bool,
+    ) -> dict[str, Any] | None:
+        """One round; None if servers had changed, and it must be repeated."""
+        self._round += 1
+        subject = f"push {version}"
         pairs: list[Pair] = []
-        given = await self._body(lambda: {"version": version, **self._described(pairs)})
-        answer = await self._exchange("gather", subject, given, self._place)
-        self._blocks = [block for block, _ in pairs]
-        if "sent" in answer:
+
+        def send_own() -> Body:
+            if "key" in answer:
+                return self._summed(answer)
             self._sent = [(int(number), int(offset)) for number, offset in answer["sent"]]
+            return self._write(answer["path"], pairs or self._read(), scan=scan)
+
+        given = await self._body(lambda: {"version": version, **self._described(pairs, live=live)})
+        answer = await self._exchange("gather", subject, given, self._place)
+        if "plan" in answer:
             self._outline = Outline.from_json(answer["plan"])
-        written = await self._body(lambda: self._write(answer["path"], pairs, scan=scan_nan))
-        answer = await self._exchange("write", subject, written, send)
-        return PushResult.from_json(answer["result"])
+        made = await self._exchange("write", subject, await self._body(send_own), send)
+        result: dict[str, Any] | None = made["result"]
+        return result
 
     async def close(self) -> None:
         """Leave the fleet to other trainers. What it runs stays in memory for its servers, until it
@@ -164,24 +205,28 @@ class Trainer:
         await self.close()
 
     async def _open(self) -> None:
-        """The first round: what the servers run, what the ranks have, and the plan."""
+        """The first round: what the servers run, what the ranks have, and the plan. Where servers
+        copy out of GPUs, ranks sum once: kernels are compiled.
+        """
         subject = "the start of the trainer"
 
         async def look_up(_: list[Body]) -> list[Body]:
             fleet = await self._stack.enter_async_context(self._holder._connected())
             self._side = FleetSide(fleet, self._holder._ref.name)
-            self._stack.callback(self._side.close)
+            self._stack.push_async_callback(self._side.close)
             targets = [target.to_wire() for target in await self._side.open()]
             return [{"targets": targets}] * self.world_size
 
         async def plan(bodies: list[Body]) -> list[Body]:
-            return [{"plan": self._plan(bodies)}] * self.world_size
+            return (await self._offered(bodies))[0]
 
         answer = await self._exchange("gather", subject, {}, look_up)
         self._targets = [Target.from_wire(row) for row in answer["targets"]]
-        body = await self._body(lambda: self._described([]))
+        body = await self._body(lambda: self._described([], live=True))
         answer = await self._exchange("write", subject, body, plan)
         self._outline = Outline.from_json(answer["plan"])
+        if "key" in answer:
+            await asyncio.to_thread(self._summed, answer)
 
     @property
     def _fleet_side(self) -> FleetSide:
@@ -200,7 +245,10 @@ class Trainer:
         try:
             return await self._ranks.exchange(step, body, decide)
         except BaseException:
-            self._blocks = None  # rank 0 may know others: it is given all of them next time
+            # rank 0 may know others: it is given all of them next time
+            self._blocks = self._addresses = None
+            if self._memory is not None:
+                self._memory.forget()
             raise
 
     async def _body(self, make: Callable[[], Body]) -> Body:
@@ -210,14 +258,38 @@ class Trainer:
         except Exception as error:
             return failure_body(error)
 
-    def _described(self, pairs: list[Pair]) -> Body:
-        """The blocks of this rank, unless rank 0 knows them; fills `pairs`."""
+    def _read(self) -> list[Pair]:
         options = self._options
-        pairs += read_pairs(options.weights, self._targets, names=options.names, dtype=self._dtype)
+        return read_pairs(options.weights, self._targets, names=options.names, dtype=self._dtype)
+
+    def _described(self, pairs: list[Pair], *, live: bool) -> Body:
+        """The blocks of this rank, unless rank 0 knows them, and with `live` what it offers out of
+        its memory. Fills `pairs`, unless these are where they were when they were offered.
+        """
+        now = addresses(self._options.weights) if live else None
+        if now is not None and now == self._addresses and self._memory is not None:
+            return {"blocks": None, "memory": self._memory.unchanged()}
+        pairs += self._read()
         blocks = [block for block, _ in pairs]
-        if blocks == self._blocks:
-            return {"blocks": None}
-        return {"blocks": [block.to_wire() for block in blocks]}
+        body: Body = {"blocks": None}
+        if blocks != self._blocks:
+            body["blocks"] = [block.to_wire() for block in blocks]
+        self._blocks, self._addresses = blocks, None
+        if live and any(local.is_cuda for _, local in pairs):
+            from skyctl.live.memory import RankMemory
+
+            self._memory = self._memory or RankMemory()
+            body["memory"] = self._memory.describe(pairs)
+            if "reason" not in body["memory"]:
+                self._addresses = now
+        return body
+
+    def _summed(self, answer: Body) -> Body:
+        """What this rank contributes to the numbers that servers must have."""
+        assert self._memory is not None
+        if "sums" in answer:
+            self._memory.prepare(answer["key"], answer["sums"])
+        return self._memory.sum()
 
     def _write(self, path: str, pairs: list[Pair], *, scan: bool) -> Body:
         """Write what this rank sends, where it goes in the file."""
@@ -241,13 +313,33 @@ class Trainer:
         for rank, version in enumerate(versions):
             if version != versions[0]:
                 raise UsageError(f"rank {rank} pushes {version}, and rank 0 {versions[0]}")
+        answers, offered = await self._offered(bodies)
+        if offered is None:
+            path, sent = await self._fleet_side.place()
+            for answer, rows in zip(answers, sent, strict=True):
+                answer.update(path=str(path), sent=rows)
+        return answers
+
+    async def _offered(self, bodies: list[Body]) -> tuple[list[Body], Offered | None]:
+        """The plan for each rank, with what it is to sum if servers copy out of its memory. On rank
+        0 only.
+        """
+        side = self._fleet_side
         changed = any(body["blocks"] is not None for body in bodies)
-        plan = self._plan(bodies) if changed else None
-        path, sent = await self._fleet_side.place()
-        return [
-            {"path": str(path), **({"sent": rows, "plan": plan} if changed else {})}
-            for rows in sent
-        ]
+        plan = self._plan(bodies) if changed else self.plan().to_json()
+        offered = None
+        if all("memory" in body for body in bodies):
+            offered = await side.offer([body["memory"] for body in bodies])
+            plan = side.outline(Outline.from_json(plan)).to_json()
+        answers: list[Body] = []
+        for rank, body in enumerate(bodies):
+            if offered is None:
+                answers.append({"plan": plan})
+            elif body["memory"].get("key") == offered.key:
+                answers.append({"key": offered.key})
+            else:
+                answers.append({"key": offered.key, "sums": offered.rows(rank), "plan": plan})
+        return answers, offered
 
 
 def _refuse_not_finite(bodies: list[Body]) -> None:

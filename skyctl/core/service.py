@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyctl.http.fanout import Outcome
+from skyctl.live.offer import Offer, Offered
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous, SendTarget
 from skyctl.states import PauseMode
@@ -160,6 +161,24 @@ class CloseUpdate:
     failure: str = ""
     version: str = ""
     passed_on: bool = False
+
+
+@dataclass(frozen=True)
+class PushLive:
+    """A push of what a trainer offered under `key`, with the numbers that parameters must have
+    afterwards: by layout and name.
+    """
+
+    push: PushRequest
+    key: str
+    numbers: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """An offer whose trainer pushes no more."""
+
+    key: str
 
 
 @dataclass(frozen=True)
@@ -319,6 +338,40 @@ class FleetService:
     async def close_update(self, request: CloseUpdate) -> None:
         """Report that an update is sent, or will not be; a no-op once it is over."""
         return await self._ask("close_update", request, type(None))
+
+    async def offer(self, request: Offer) -> Offered:
+        """Plan how servers copy out of a trainer's memory, and remember it for its pushes; an
+        earlier offer is forgotten. Nothing is copied.
+
+        Raises:
+            PreflightError: they cannot; says why.
+            ConflictError: another command acts on the fleet.
+        """
+        return await self._ask("offer", request, Offered, patience_s=_ASK_S)
+
+    async def push_live(self, request: PushLive) -> str:
+        """Begin a push of what was offered, and return its job's id. Raises as `start_push`.
+
+        Raises:
+            NotFoundError: nothing was offered under this key, or another offer came.
+        """
+        from skyctl.push.tracing import current_traceparent
+
+        traced = replace(request.push, traceparent=current_traceparent())
+        return await self._ask(
+            "push_live",
+            replace(request, push=traced),
+            str,
+            patience_s=SETTLE_WAIT_S + CALL_TIMEOUT_S,
+        )
+
+    async def withdraw(self, request: Withdraw) -> None:
+        """Have the servers let go of the memory of a trainer that ends; a no-op if they have.
+
+        Raises:
+            ConflictError: another command acts on the fleet; its end does the same.
+        """
+        return await self._ask("withdraw", request, type(None))
 
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         """What a trainer must know of each server to send to it. Changes nothing.

@@ -112,6 +112,25 @@ def dtype_name(dtype: object) -> str | None:
     return name
 
 
+def addresses(weights: Weights) -> list[tuple[int, int]] | None:
+    """Which tensors these weights are, and where they lie: while that is the same, nothing has
+    moved. None for a function, which must be called to know.
+    """
+    if hasattr(weights, "state_dict"):
+        tensors = [
+            tensor
+            for module in weights.modules()
+            for named in (module._parameters, module._buffers)
+            for tensor in named.values()
+        ]
+    elif isinstance(weights, Mapping):
+        tensors = list(weights.values())
+    else:
+        return None
+    local = ((tensor, getattr(tensor, "_local_tensor", tensor)) for tensor in tensors)
+    return [(id(tensor), part.data_ptr()) for tensor, part in local if hasattr(part, "data_ptr")]
+
+
 def _named(weights: Weights) -> Iterator[tuple[str, Any]]:
     """The named tensors of a module or a mapping. Raises UsageError, PreflightError."""
     if hasattr(weights, "state_dict"):

@@ -96,6 +96,7 @@ class WorkerPlan:
         rows.sort(key=itemgetter(0))  # stable: within an export in the model's order
         return rows
 
+    @cached_property
     def program(self) -> Program:
         """The copies as a worker takes them."""
         return Program(self.layout, self.parameters, tuple(Copy(*row) for row in self.rows))

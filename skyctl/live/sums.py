@@ -83,7 +83,8 @@ def _signed(value: int) -> int:
 
 
 class Summer:
-    """Sums what one rank has of the parameters of one layout, again and again where it lies.
+    """Sums what one rank has of the parameters of one layout, again and again where it lies. Keeps
+    no tensor alive.
 
     Whole words of the right dtype are summed in place by one kernel. What must be cast, or begins
     within a word of the source, is first copied to spare memory, part by part. What is not whole
@@ -104,7 +105,9 @@ class Summer:
         *,
         by_kernel: bool | None = None,
     ) -> None:
-        self._exports = exports
+        self._addresses = [export.data_ptr() for export in exports]
+        self._sources = [export.dtype for export in exports]
+        self._exports: Sequence[torch.Tensor] = ()
         self._count = len(parameters)
         self._dtypes = [getattr(torch, dtype) for _, dtype, _ in parameters]
         self._exponents = [_EXPONENTS.get(dtype, 0) for _, dtype, _ in parameters]
@@ -124,8 +127,18 @@ class Summer:
         self._table = self._entries(in_place)
         self._batches = list(self._batched(moved))
 
-    def sum(self) -> Partial:
-        """Returns once the device has read everything."""
+    def sum(self, exports: Sequence[torch.Tensor]) -> Partial:
+        """What the exports, which are where they were, hold now. Returns once the device has read
+        everything.
+        """
+        assert [export.data_ptr() for export in exports] == self._addresses
+        self._exports = exports
+        try:
+            return self._sum()
+        finally:
+            self._exports = ()
+
+    def _sum(self) -> Partial:
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         broken = torch.zeros(self._count, dtype=torch.int32, device=self._device)
         if self._device.type == "cuda":
@@ -143,7 +156,7 @@ class Summer:
         )
 
     def _same_dtype(self, copy: Copy) -> bool:
-        return bool(self._exports[copy.chunk].dtype == self._dtypes[copy.parameter])
+        return bool(self._sources[copy.chunk] == self._dtypes[copy.parameter])
 
     def _in_words(self, copy: Copy) -> bool:
         """Whether it is whole words of the parameter, for the kernel."""

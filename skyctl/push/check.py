@@ -13,6 +13,7 @@ from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.expected import refuse_broken
 from skyctl.push.fit import check_fit
+from skyctl.push.live_way import LiveWay
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_way import refuse_readers, refuse_stage, refuse_stage_rate, sender_way
 from skyctl.push.senderless_delivery import DiskWay, TrainerWay
@@ -57,12 +58,12 @@ class Checked:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `--dry-run` shows it. Sizes in bytes."""
-        files = self.source.files
+        files, whole = self.source.checkpoint, self.source.whole
         return {
-            "checkpoint": str(files.path),
-            "total_bytes": files.total_bytes,
-            "tensors": len(files.tensors),
-            "shards": len(files.shards),
+            "checkpoint": self.source.path,
+            "total_bytes": whole.bytes,
+            "tensors": whole.tensors,
+            "shards": 0 if files is None else len(files.shards),
             "transport": self.way.name,
             "reason": self.way.reason,
             "chunks": self.plan.chunks,
@@ -94,7 +95,7 @@ async def check(
     colocated = request.colocated and source.trainer is None
     may_sleep = [s.name for s in fleet.servers if s.weights_awake or colocated]
     notes = check_servers(facts, may_sleep if source.trainer is None else ())
-    if source.trainer is None:
+    if source.trainer is None and source.checkpoint is not None:
         refuse_broken(request, fleet, source.files, facts[0].vllm_version)
     refuse_update_problems(facts)
     question = Question(request, fleet, source, facts, idle)
@@ -102,7 +103,7 @@ async def check(
     notes += hints
     # what skyctl does not read on its way, it looks through before
     unread = not way.reads_every_byte and request.scan_nan is None and not request.dry_run
-    if source.trainer is None and (request.scan_nan or unread):
+    if source.trainer is None and source.live is None and (request.scan_nan or unread):
         await asyncio.to_thread(refuse_not_finite, source.files)
     servers = _records(fleet, facts, client, colocated=colocated)
     if source.checkpoint is not None:
@@ -138,6 +139,9 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
     if source.trainer is not None:
         _refuse_spanning("a trainer's sender", fleet)
         return TrainerWay(source.trainer, question.facts, fleet), []
+    if source.live is not None:
+        _refuse_spanning("a trainer's memory", fleet)
+        return LiveWay(source.live, fleet), []
     _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
     if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):

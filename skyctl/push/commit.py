@@ -72,7 +72,7 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
             f"{server.name} does not hold what was announced (digest {server.proof.digest}, "
             f"announced {run.request.weights_digest})"
         )
-    if source.checkpoint is not None:
+    if source.checkpoint is not None or source.live is not None:
         _require_comparison(server)
 
 

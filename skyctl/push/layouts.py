@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor, remembered
@@ -112,7 +113,9 @@ async def choose_layout(
     if requested == "checkpoint" or (requested == "auto" and not could):
         return LayoutChoice()
     try:
-        workers = await _ask(transport, servers)
+        if transport not in _TRANSPORTS:
+            raise NotInLayout(f"transport {transport} has no such way")
+        workers = await ask_layouts(servers)
         reports = [report for of_server in workers.values() for report in of_server]
         await asyncio.to_thread(_check, reports, checkpoint)
         if transport != "ipc" and (processed := _processed(reports)):
@@ -156,19 +159,23 @@ def _refused(requested: Layout, choice: LayoutChoice, reason: str) -> LayoutChoi
     return replace(choice, note=f"by vLLM's loader, not in the runtime's layout: {reason}")
 
 
-async def _ask(
-    transport: str, servers: Sequence[PushedServer]
+async def ask_layouts(
+    servers: Sequence[PushedServer], *, key: str = "", or_half_updated: bool = False
 ) -> dict[str, tuple[LayoutReport, ...]]:
-    """Every worker's report, by server and rank."""
-    if transport not in _TRANSPORTS:
-        raise NotInLayout(f"transport {transport} has no such way")
+    """Every worker's report, by server and rank. What they have mapped stays mapped if it is a
+    trainer's of this `key`.
+
+    Raises:
+        NotInLayout: one sleeps, does not answer, or an earlier push broke off there.
+    """
     for server in servers:
         if server.before.asleep or server.given.weights_awake:
             raise NotInLayout(f"{server.name} sleeps")
     # ask them even after a push that broke off: a worker that is asked releases what the old sender
     # had shown it
-    answers = await asyncio.gather(*map(_ask_one, servers), return_exceptions=True)
-    for server in servers:
+    asking = (_ask_one(server, key) for server in servers)
+    answers = await asyncio.gather(*asking, return_exceptions=True)
+    for server in () if or_half_updated else servers:
         if server.holds is not Holds.OLD:
             raise NotInLayout(f"an earlier push broke off in {server.name}")
     for answer in answers:
@@ -178,11 +185,13 @@ async def _ask(
     return dict(zip([server.name for server in servers], reports, strict=True))
 
 
-async def _ask_one(server: PushedServer) -> tuple[LayoutReport, ...]:
+async def _ask_one(server: PushedServer, key: str) -> tuple[LayoutReport, ...]:
     spelt_out = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
-        described = {"described": list(spelt_out)}
-        answers = await server.control.ask_workers(WorkerMethod.LAYOUT, described)
+        arguments: dict[str, Any] = {"described": list(spelt_out)}
+        if key:
+            arguments["key"] = key
+        answers = await server.control.ask_workers(WorkerMethod.LAYOUT, arguments)
         reports = tuple(_spelled(LayoutReport.from_wire(answer), spelt_out) for answer in answers)
     except ServerError as error:
         if lacks_method(error):

@@ -12,6 +12,7 @@ from skyctl.states import PauseMode
 
 if TYPE_CHECKING:
     from skyctl.launch.base import Node
+    from skyctl.live.offer import Live
     from skyctl.push.trainer import Trainer
     from skyctl.store.expected import Expectations
     from skyctl.store.journal import PushRecord
@@ -195,6 +196,8 @@ class PushFleet:
     """Sends the weights of a push for which skyctl has no sender."""
     versions: tuple[str, ...] = ()
     """The versions that the fleet has had, oldest first."""
+    live: Live | None = None
+    """Weights in a trainer's memory, that servers copy from."""
 
 
 class PushObserver:

@@ -92,7 +92,7 @@ def _compared(checked: Checked) -> dict[str, int] | None:
         for server in checked.servers
         if server.proof.compared and server.holds is Holds.VERIFIED
     ]
-    if not (seen and checked.source.path):
+    if not (seen and checked.source.whole.tensors):
         return None
     least = min(seen, key=lambda compared: compared.bytes)
     return {

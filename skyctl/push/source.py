@@ -1,4 +1,6 @@
-"""Where the weights of a push come from: files that skyctl reads, or a trainer that sends them."""
+"""Where the weights of a push come from: files that skyctl reads, a trainer that sends them, or one
+in whose memory they are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from functools import cached_property
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.errors import PreflightError
+from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, read_rows
 from skyctl.push.trainer import Trainer
@@ -25,6 +28,8 @@ class Source:
     """The files; None for weights that are in no file."""
     trainer: Trainer | None = None
     """Sends the weights by itself: skyctl sees none of their bytes."""
+    live: Live | None = None
+    """In a trainer's memory, with the numbers that servers must hold."""
     compares_rows: bool = True
     """Whether rows of the files are compared with what servers hold afterwards."""
 
@@ -46,7 +51,9 @@ class Source:
 
     @property
     def whole(self) -> Compared:
-        """All tensors and all bytes of the files."""
+        """All tensors and all bytes, as far as skyctl sees them."""
+        if self.live is not None:
+            return Compared(self.live.tensors, self.live.total_bytes)
         if self.checkpoint is None:
             return Compared()
         return Compared(len(self.checkpoint.tensors), self.checkpoint.total_bytes)
@@ -75,8 +82,12 @@ async def read_source(request: PushRequest, fleet: PushFleet) -> Source:
     """
     if not request.checkpoint and fleet.trainer is not None:
         return Source(secrets.token_hex(16), trainer=fleet.trainer)
+    if fleet.live is not None:
+        return Source(secrets.token_hex(16), live=fleet.live)
     checkpoint = await asyncio.to_thread(_read, request)
-    return Source(checkpoint.identity_digest, checkpoint, fleet.trainer, request.verify)
+    return Source(
+        checkpoint.identity_digest, checkpoint, fleet.trainer, compares_rows=request.verify
+    )
 
 
 def _read(request: PushRequest) -> Checkpoint:

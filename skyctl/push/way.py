@@ -8,6 +8,7 @@ module                          ways                 weights come from
 push/sender_way.py              shm ipc gloo nccl    a sender process that reads files
 push/senderless_delivery.py     disk                 files that each server reads
 push/senderless_delivery.py     a trainer's own      its engine: skyctl sees no byte
+push/live_way.py                live                 a trainer's memory, which servers map
 """
 
 from __future__ import annotations

@@ -22,17 +22,26 @@ from skyctl.core.service import (
     OpenedUpdate,
     OpenUpdate,
     Outcomes,
+    PushLive,
     Recover,
     Resume,
     Staging,
     StatusQuery,
     T,
     Wake,
+    Withdraw,
 )
 from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus, assess
 from skyctl.core.urls import FleetUrls, access
 from skyctl.engines.base import ServerMetrics
-from skyctl.errors import ConflictError, SkyctlError, StateUnwritable, UsageError, no_server
+from skyctl.errors import (
+    ConflictError,
+    NotFoundError,
+    SkyctlError,
+    StateUnwritable,
+    UsageError,
+    no_server,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
@@ -50,6 +59,7 @@ if TYPE_CHECKING:
     from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
+    from skyctl.live.offer import Live, Offer, Offered
     from skyctl.push.request import PushRequest
     from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
     from skyctl.push.verify import Verification
@@ -73,6 +83,7 @@ class AttachedFleet(RecordedFleet):
         self._client = client or ControlClient()
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self._trainers: dict[str, Trainer] = {}
+        self._offers: dict[str, Live] = {}
 
     @property
     def server_locks(self) -> ServerLocks:
@@ -196,6 +207,34 @@ class AttachedFleet(RecordedFleet):
                 request.failure, request.version, passed_on=request.passed_on
             )
 
+    async def offer(self, request: Offer) -> Offered:
+        from skyctl.push.live_way import take_offer
+        from skyctl.push.request import PushRequest
+        from skyctl.service.attached_push import push_fleet
+
+        with await self._turn(Act.PUSH, "a trainer's offer"):
+            fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
+            live = await take_offer(request, fleet, self._client)
+            self._offers = {live.key: live}
+        return live.offered()
+
+    async def push_live(self, request: PushLive) -> str:
+        live = self._offers.get(request.key)
+        if live is None:
+            raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
+        return await self._begin(request.push, live=replace(live, numbers=request.numbers))
+
+    async def withdraw(self, request: Withdraw) -> None:
+        from skyctl.push.live_way import release_all
+        from skyctl.push.request import PushRequest
+        from skyctl.service.attached_push import push_fleet
+
+        if self._offers.pop(request.key, None) is not None:
+            with await self._turn(Act.PUSH, "the end of a trainer"):
+                servers = await self._servers.locate()
+                fleet = push_fleet(self.ref, servers, PushRequest(""), self.state)
+                await release_all(fleet, self._client)
+
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.senderless_delivery import ask_targets
         from skyctl.service.attached_push import push_fleet
@@ -203,7 +242,9 @@ class AttachedFleet(RecordedFleet):
         fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
         return await ask_targets(fleet, request, self._client)
 
-    async def _begin(self, request: PushRequest, trainer: Trainer | None = None) -> str:
+    async def _begin(
+        self, request: PushRequest, trainer: Trainer | None = None, live: Live | None = None
+    ) -> str:
         from skyctl.core.jobs import resolved
         from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
@@ -215,7 +256,7 @@ class AttachedFleet(RecordedFleet):
             refuse_held(self.state, trainer.process if trainer else None)
             self._servers.forget_gone()
             job, task = begin(
-                self.ref, self.targets, request, self._client, self.state, turn, trainer
+                self.ref, self.targets, request, self._client, self.state, turn, trainer, live
             )
         except BaseException:
             turn.release()

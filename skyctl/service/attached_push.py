@@ -15,6 +15,7 @@ from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.trainer import Trainer
 from skyctl.store.in_doubt import NO_DOUBT, in_doubt
@@ -30,13 +31,15 @@ def begin(
     state: FleetState,
     turn: Turn,
     trainer: Trainer | None = None,
+    live: Live | None = None,
 ) -> tuple[Job, asyncio.Task[None]]:
-    """Open a push job and start its task, which releases the turn. A `trainer` sends its weights.
+    """Open a push job and start its task, which releases the turn. A `trainer` sends its weights,
+    or they are `live` in its memory.
 
     Raises:
         StateUnwritable: it cannot be put on record; nothing was touched.
     """
-    fleet = replace(push_fleet(ref, targets, request, state), trainer=trainer)
+    fleet = replace(push_fleet(ref, targets, request, state), trainer=trainer, live=live)
     job = jobs.open_push(state.journal, turn, request)
 
     async def run() -> None:

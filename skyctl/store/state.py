@@ -38,6 +38,7 @@ BASE_KEY = "base"
 """Where the fleet's base weights are on record (`store/base_weights.py`)."""
 
 TRAINER = "trainer"
+LIVE = "live"
 """Transport of weights that a trainer sends itself."""
 
 
@@ -100,7 +101,7 @@ class FleetWeights:
         """The weights of a finished push, from its result as JSON: bringing them to a server again
         needs no trainer.
         """
-        again = "auto" if push["transport"] == TRAINER else push["transport"]
+        again = "auto" if push["transport"] in (TRAINER, LIVE) else push["transport"]
         return cls(
             push["version"],
             push["checkpoint"] or None,

@@ -18,6 +18,7 @@ from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
+from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import SendTarget, Trainer
 from skyctl.states import Phase, PushState, ReplicaState
@@ -39,12 +40,15 @@ _ASK_TIMEOUT_S = 5.0
 
 class Pushes:
     """`over` is set while no push is under way (`RunningFleet.push_job`). `trainer` sends the
-    push's weights if skyctl does not. `heal_after` is called with each push that ended and its
-    turn, and returns whether it takes over releasing the turn.
+    push's weights if skyctl does not. `offers` has what a trainer offered last. `heal_after` is
+    called with each push that ended and its turn, and returns whether it takes over releasing the
+    turn.
     """
 
     def __init__(self, running: RunningFleet, heal_after: Callable[[Job, Turn], bool]) -> None:
         self.trainer: Trainer | None = None
+        self.offers: dict[str, Live] = {}
+        self._live: Live | None = None
         self.over = asyncio.Event()
         self.over.set()
         self._running = running
@@ -53,9 +57,15 @@ class Pushes:
         self.senders = SenderPool()
         self.warming = Warming(running, self.senders)
 
-    def start(self, request: PushRequest, turn: Turn, trainer: Trainer | None = None) -> Job:
+    def start(
+        self,
+        request: PushRequest,
+        turn: Turn,
+        trainer: Trainer | None = None,
+        live: Live | None = None,
+    ) -> Job:
         """Begin a push into every server that is up; returns the job, which releases the turn at
-        its end. A `trainer` sends its weights.
+        its end. A `trainer` sends its weights, or they are `live` in its memory.
 
         Raises:
             ConflictError: no server can take one, or another trainer may still send to some.
@@ -63,11 +73,11 @@ class Pushes:
         """
         up = self._able()
         refuse_held(self._running.state, trainer.process if trainer else None)
-        self.trainer = trainer
+        self.trainer, self._live = trainer, live
         try:
             return self._open(request, up, turn, heals=True)
         except BaseException:
-            self.trainer = None
+            self.trainer = self._live = None
             raise
 
     async def opened(self, trainer: Trainer) -> tuple[SendTarget, ...]:
@@ -177,7 +187,7 @@ class Pushes:
             await self._push(job, request, plan, up)
             await admission.refresh_all(up, running.client, 5.0)
         finally:
-            running.push_job = self.trainer = None
+            running.push_job = self.trainer = self._live = None
             self.over.set()
             if not (heals and self._heal_after(job, turn)):
                 turn.release()
@@ -195,7 +205,11 @@ class Pushes:
             await jobs.run_push(
                 job,
                 request,
-                replace(self._fleet(plan, up, dry_run=request.dry_run), trainer=self.trainer),
+                replace(
+                    self._fleet(plan, up, dry_run=request.dry_run),
+                    trainer=self.trainer,
+                    live=self._live,
+                ),
                 client=client,
                 state=state,
                 senders=self.senders,

@@ -40,6 +40,7 @@ from skyctl.core.service import (
     OpenUpdate,
     Outcomes,
     Pause,
+    PushLive,
     Recover,
     Restart,
     Resume,
@@ -47,6 +48,7 @@ from skyctl.core.service import (
     Sleep,
     StatusQuery,
     TakenDown,
+    Withdraw,
 )
 from skyctl.core.status import (
     BY_DOWN,
@@ -57,11 +59,19 @@ from skyctl.core.status import (
     ended_by_others,
 )
 from skyctl.core.urls import FleetUrls, access
-from skyctl.errors import ConflictError, DeadlineExceeded, FleetDownError, ServerError, SkyctlError
+from skyctl.errors import (
+    ConflictError,
+    DeadlineExceeded,
+    FleetDownError,
+    NotFoundError,
+    ServerError,
+    SkyctlError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
+from skyctl.live.offer import Live, Offer, Offered
 from skyctl.push.request import PushRequest
 from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
@@ -362,10 +372,38 @@ class Supervisor(RunningFleet, SupervisorService):
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
 
+    async def offer(self, request: Offer) -> Offered:
+        from skyctl.push.live_way import take_offer
+
+        self.require_plan()
+        self._refuse_beside_operation()
+        with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
+            await self.pushes.warming.stop()  # workers that are asked release what it mapped
+            live = await take_offer(request, self.pushes.would_take(), self.client)
+            self.pushes.offers = {live.key: live}
+        return live.offered()
+
+    async def push_live(self, request: PushLive) -> str:
+        live = self.pushes.offers.get(request.key)
+        if live is None:
+            raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
+        live = replace(live, numbers=request.numbers)
+        return (await self._begin_push(request.push, live=live)).id
+
+    async def withdraw(self, request: Withdraw) -> None:
+        from skyctl.push.live_way import release_all
+
+        if self.pushes.offers.pop(request.key, None) is not None:
+            with await self.arbiter.turn(Act.PUSH, "the end of a trainer"):
+                await self.pushes.warming.stop()
+                await release_all(self.pushes.would_take(), self.client)
+
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         return await ask_targets(self.pushes.would_take(), request, self.client)
 
-    async def _begin_push(self, request: PushRequest, trainer: Trainer | None = None) -> Job:
+    async def _begin_push(
+        self, request: PushRequest, trainer: Trainer | None = None, live: Live | None = None
+    ) -> Job:
         self.require_plan()
         until = time.monotonic() + SETTLE_WAIT_S
         while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
@@ -381,7 +419,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 raise ConflictError("the client of the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
-            return self.pushes.start(request, turn, trainer)
+            return self.pushes.start(request, turn, trainer, live)
         except BaseException:
             turn.release()
             raise

@@ -71,9 +71,8 @@ class Exporter:
         exports: list[Export] = []
         places = []
         for position, tensor in enumerate(tensors):
-            if tensor.device.type != "cuda" or not tensor.is_contiguous():
-                reason = "not contiguous" if tensor.device.type == "cuda" else "not on a GPU"
-                raise ValueError(f"tensor {position} is {reason}")
+            if problem := self._problem(tensor):
+                raise ValueError(f"tensor {position} {problem}")
             storage = tensor.untyped_storage()
             key = (storage.data_ptr(), storage.nbytes(), tensor.dtype)
             if key not in numbers:
@@ -81,6 +80,12 @@ class Exporter:
                 exports.append(self._export(storage, tensor.dtype))
             places.append((numbers[key], tensor.storage_offset()))
         return exports, places
+
+    def _problem(self, tensor: torch.Tensor) -> str:
+        """Why it cannot be exported; "" if it can."""
+        if tensor.device.type != "cuda":
+            return "is not on a GPU"
+        return "" if tensor.is_contiguous() else "is not contiguous"
 
     def _export(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> Export:
         key = (storage.data_ptr(), storage.nbytes())

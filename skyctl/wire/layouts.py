@@ -163,6 +163,8 @@ class LayoutReport:
     """Memory that it takes to process parameters beside the running ones."""
     opened: str = ""
     """The key of the trainer's exports that it has mapped, with a program that still fits."""
+    stages: bool = False
+    """Whether it copies these beside its parameters first."""
 
     def to_wire(self) -> dict[str, Any]:
         parameters = [parameter.to_wire() for parameter in self.parameters]
@@ -183,4 +185,5 @@ class LayoutReport:
             str(data["reason"]),
             int(data["spare_bytes"]),
             str(data["opened"]),
+            bool(data["stages"]),
         )

@@ -23,6 +23,7 @@ class WorkerMethod(StrEnum):
     LAYOUT_OPEN = "skyctl_layout_open"
     LAYOUT_MAP = "skyctl_layout_map"
     LAYOUT_STAGE = "skyctl_layout_stage"
+    LAYOUT_ARRIVED = "skyctl_layout_arrived"
     LAYOUT_LOAD = "skyctl_layout_load"
     LAYOUT_RECEIVE = "skyctl_layout_receive"
     LAYOUT_PROCESS = "skyctl_layout_process"

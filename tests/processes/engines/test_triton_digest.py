@@ -28,8 +28,8 @@ sums._RUN_WORDS, sums._BATCH_BYTES = 64, 1 << 12
 for dtype in ("bfloat16", "float32"):
     for broken in (False, True):
         weights = exports(dtype, broken=broken)
-        plain = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=False).sum()
-        kernel = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=True).sum()
+        plain = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=False).sum(weights)
+        kernel = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=True).sum(weights)
         for partial in (plain, kernel):
             partial.edges.sort()
         assert kernel == plain, (kernel, plain)

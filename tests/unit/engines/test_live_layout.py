@@ -43,7 +43,7 @@ class Trainer:
         return added(
             plan.parameters,
             [
-                Summer(plan.parameters, plan.rows_of(rank), exports).sum()
+                Summer(plan.parameters, plan.rows_of(rank), exports).sum(exports)
                 for rank, exports in enumerate(self.exports)
             ],
         )
@@ -94,7 +94,7 @@ def test_parameters_become_the_trainers(
         report = report_of(model)
         plan = plan_live(trainer.pieces, [report])[report.layout]
         loader = worker(model).loader
-        loader.map(plan.program(), trainer.rows(plan), "first", staged)
+        loader.map(plan.program, trainer.rows(plan), "first", staged)
         with pytest.raises(RuntimeError, match="has not been proven"):
             loader.stage()
         with pytest.raises(RuntimeError, match="has not been proven"):
@@ -123,7 +123,7 @@ def test_what_a_trainer_has_mapped_stays_until_it_no_longer_fits(
         loader = worker(model).loader
         loader._worker.device = SimpleNamespace(type="cuda")  # as its report asks
         loader._worker.vllm_config.parallel_config.data_parallel_size = 1
-        program, rows = plan.program(), trainer.rows(plan)
+        program, rows = plan.program, trainer.rows(plan)
 
         def mapped() -> None:
             loader._worker.device = SimpleNamespace(type="cpu")
@@ -165,7 +165,7 @@ def test_layers_that_process_their_weights_do_so_beside_serving(
         plan = plan_live(trainer.pieces, [report])[report.layout]
         loader = worker(model).loader
         loader.mark_proven(report.layout)
-        loader.map(plan.program(), trainer.rows(plan), "key", True)
+        loader.map(plan.program, trainer.rows(plan), "key", True)
         for _ in range(2):
             loader.stage()
             loader.load(None, last=True)

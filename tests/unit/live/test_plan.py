@@ -70,7 +70,7 @@ def carried_out(
     """The parameters that the plan's program fills; what nothing is copied into stays 0xEE."""
     np = pytest.importorskip("numpy")
     filled = [np.full(math.prod(shape) * items, 0xEE, np.uint8) for _, _, shape in plan.parameters]
-    for copy in plan.program().copies:
+    for copy in plan.program.copies:
         source, target = exports[plan.sources[copy.chunk]], filled[copy.parameter]
         for run in range(copy.rows):
             begin = copy.source + run * copy.source_pitch
@@ -173,7 +173,7 @@ def test_what_lies_side_by_side_is_one_copy() -> None:
     own = tuple(whole(f"experts.{n}", shape, at=n * 24) for n in range(count))
     worker = report(ParameterLayout("w13", "bfloat16", (count, *shape), own))
     plan = plan_live([pieces], [worker])[worker.layout]
-    assert plan.program().copies == (Copy(0, 0, 1, 240, 0, 240, 0, 240),)
+    assert plan.program.copies == (Copy(0, 0, 1, 240, 0, 240, 0, 240),)
 
 
 def test_each_rank_is_told_its_own_copies() -> None:

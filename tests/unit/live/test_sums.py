@@ -31,7 +31,7 @@ def filled(plan: WorkerPlan, exports: Exports) -> dict[str, Any]:
     }
     octets = {number: octets_of(parameter) for number, parameter in made.items()}
     dtypes = [getattr(torch, dtype) for _, dtype, _ in plan.parameters]
-    for copy in plan.program().copies:
+    for copy in plan.program.copies:
         for target, source in paired_runs(
             [copy], exports[plan.sources[copy.chunk]], octets, dtypes
         ):
@@ -44,7 +44,7 @@ def numbers(plan: WorkerPlan, exports: Exports) -> dict[str, int]:
     partials = []
     for rank in range(4):
         own = [exports[key] for key in sorted(exports) if key[0] == rank]
-        wire = json.dumps(Summer(plan.parameters, plan.rows_of(rank), own).sum().to_wire())
+        wire = json.dumps(Summer(plan.parameters, plan.rows_of(rank), own).sum(own).to_wire())
         partials.append(Partial.from_wire(json.loads(wire)))
     assert not any(partial.not_finite for partial in partials)
     return added(plan.parameters, partials)
@@ -84,6 +84,6 @@ def test_nan_and_infinity_are_seen(value: float, dtype: str) -> None:
     weight = torch.zeros(100, dtype=getattr(torch, dtype))
     rows = [(0, number, 1, 40, number * 40, 0, 8, 0) for number in range(2)]
     described = [(f"p{number}", dtype, (30,)) for number in range(2)]
-    assert Summer(described, rows, [weight]).sum().not_finite == []
+    assert Summer(described, rows, [weight]).sum([weight]).not_finite == []
     weight[40 // weight.itemsize + 3] = value
-    assert Summer(described, rows, [weight]).sum().not_finite == [1]
+    assert Summer(described, rows, [weight]).sum([weight]).not_finite == [1]

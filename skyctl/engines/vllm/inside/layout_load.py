@@ -9,8 +9,10 @@ model that was compared, byte for byte, with what vLLM's loader made of a checkp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +20,13 @@ import torch
 from skyctl.engines.vllm.inside import layout_process
 from skyctl.engines.vllm.inside.completeness import half_open
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
-from skyctl.engines.vllm.inside.layout_memory import memory_beside, sender_slots
+from skyctl.engines.vllm.inside.layout_memory import (
+    Beside,
+    copy_pairs,
+    require_free,
+    sender_slots,
+    suits_staging,
+)
 from skyctl.wire.copies import copy_runs, octets_of, paired_runs
 from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
 from skyctl.wire.exports import Export, opened
@@ -55,9 +63,12 @@ class LayoutLoader:
         self._buffers: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
         self._dtypes: list[torch.dtype] = []
-        self._key = ""
+        self.key = ""
+        """Of the trainer whose memory is mapped."""
         self._mapped: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._beside: Beside | None = None
+        self.lock = threading.RLock()
+        """For what maps memory, copies out of it, or lets go of it."""
         self._layers: dict[str, Any] = {}
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._made: dict[str, _Made] = {}
@@ -84,7 +95,7 @@ class LayoutLoader:
         or the sender's memory would stay on this GPU. What was mapped under this `key` stays, if
         it still fits.
         """
-        if not (key and key == self._key and self._in_place()):
+        if not (key and key == self.key and self._in_place()):
             self.close()
         self._made = {}
         model = self._model
@@ -104,7 +115,8 @@ class LayoutLoader:
             tuple(ignored_tensors(model)),
             whole_problem(model),
             layout_process.spare_bytes(model),
-            self._key,
+            self.key,
+            self._beside is not None,
         )
 
     def open(
@@ -140,15 +152,21 @@ class LayoutLoader:
             raise
 
     def map(
-        self, program: Program, exports: Sequence[Sequence[Any]], key: str, staged: bool
-    ) -> None:
+        self,
+        program: Program,
+        exports: Sequence[Sequence[Any]],
+        key: str,
+        staged: bool | None = None,
+    ) -> bool:
         """Get ready for the pushes of a trainer without touching a parameter: map its memory.
+        Returns whether a push must call `stage`.
 
         Args:
             program: all that each push copies.
             exports: the `Export` that is chunk k, as it travels.
             key: identifies these exports and the program; they stay mapped until `close`.
-            staged: a push is first copied beside the parameters, by `stage`.
+            staged: a push is first copied beside the parameters, by `stage`. None: if the trainer
+                is on another GPU, and there is room on this one.
 
         Raises:
             RuntimeError: as `open`; or memory is not there, or is too short.
@@ -158,31 +176,38 @@ class LayoutLoader:
         try:
             self._begin(program, slots=len(exports))
             for row in map(tuple, exports):
-                self._mapped[row] = before[row] if row in before else self._open(row)
+                self._mapped[row] = (
+                    before[row] if row in before else opened(Export.from_wire(row), self._device)
+                )
             self._slots = [self._mapped[tuple(row)] for row in exports]
             self._dtypes = [getattr(torch, dtype) for _, dtype, _ in program.parameters]
             targets = self._targets(program)
+            if staged is None:
+                staged = suits_staging(targets, exports, self._device)
             if staged:
-                beside = memory_beside(targets, self._device)
-                self._staged = [(targets[place], beside[place]) for place in targets]
-                targets = beside
+                self._beside = Beside(targets, self._device)
+                targets = self._beside.parameters
             self._pair(targets)
-            self._key = key
+            self.key = key
+            return bool(self._layers) or self._beside is not None
         except BaseException:
             self.close()
             raise
 
     def stage(self) -> None:
-        """Copy all that was mapped to beside the parameters, and process what layers process,
-        while the model serves.
+        """Begin to copy all that was mapped to beside the parameters, on a stream of its own; what
+        layers process is processed. The model serves meanwhile.
         """
         self._require_proven()
-        for pairs in self._pairs.values() if self._staged else ():
-            self._copy(pairs)
+        if self._beside is not None:
+            self._beside.fill(chain.from_iterable(self._pairs.values()))
         self._products = []
         for chunk in range(len(self._slots)) if self._layers else ():
             self.process(chunk, True)
-        torch.cuda.synchronize(self._device)
+
+    def has_arrived(self) -> bool:
+        """Whether all that `stage` copies is there."""
+        return self._beside is None or self._beside.is_filled
 
     def process(self, chunk: int, keep: bool) -> None:
         """Process the parameters that this chunk completes as their layers would. Chunks come in
@@ -221,11 +246,12 @@ class LayoutLoader:
         self._require_proven()
         if not (self._pairs and self._in_place()):
             raise RuntimeError("the model's parameters are not where they were")
-        # the last chunks may hold nothing of this worker's
-        for chunk in self._pairs if chunks is None else chunks:
-            self._copy(self._pairs.get(chunk, ()) if not self._staged else ())
-        self._copy(self._staged)
-        self._copy(self._products if last else ())
+        if self._beside is not None:
+            self._beside.move()
+        else:  # the last chunks may hold nothing of this worker's
+            for chunk in self._pairs if chunks is None else chunks:
+                copy_pairs(self._pairs.get(chunk, ()))
+        copy_pairs(self._products if last else ())
         torch.cuda.synchronize(self._device)
         if last:
             self._finish()
@@ -264,7 +290,7 @@ class LayoutLoader:
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []
-        self._key, self._mapped, self._staged, self._dtypes = "", {}, [], []
+        self.key, self._mapped, self._beside, self._dtypes = "", {}, None, []
 
     def running_names(self, names: Iterable[str]) -> list[str]:
         """The running parameters that show what these, of a program, hold."""
@@ -305,17 +331,10 @@ class LayoutLoader:
         with plain_tensors():
             return all(p.data_ptr() == at for p, at in self._addresses)
 
-    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-
-    def _open(self, row: tuple[Any, ...]) -> torch.Tensor:
-        return opened(Export.from_wire(row), self._device)
-
     def _finish(self) -> None:
         """Release a sender, and do what vLLM's own update does at its end."""
         self._products = []
-        if not self._key:
+        if not self.key:
             self.close()
         if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
             reset()
@@ -344,15 +363,7 @@ class LayoutLoader:
     def _require_room(self, *, slots: int) -> None:
         if slots <= max(self._copies, default=-1):
             raise RuntimeError("what is processed before a freeze must be staged as a whole")
-        if self._device.type == "cuda":
-            spare = layout_process.spare_bytes(self._model)
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            free = torch.cuda.mem_get_info(self._device)[0] + cached
-            if free < spare:
-                raise RuntimeError(
-                    f"parameters are processed in {spare >> 20} MiB of GPU memory, and "
-                    f"{free >> 20} MiB are free"
-                )
+        require_free(layout_process.spare_bytes(self._model), self._device)
 
     def _targets(self, program: Program) -> dict[int, torch.Tensor]:
         """Flat views of the parameters that are copied unprocessed, by their index."""

@@ -4,31 +4,95 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from skyctl.wire.exports import Export
+
 _ALIGNMENT = 256
+_SPARE_BYTES = 1 << 30
+"""What staging leaves free on a GPU that it may take memory of without being told to."""
 
 
-def memory_beside(
-    parameters: Mapping[int, torch.Tensor], device: torch.device
-) -> dict[int, torch.Tensor]:
-    """Memory of the sizes of these parameters, all zero: their padding is.
+def suits_staging(
+    parameters: Mapping[int, torch.Tensor], exports: Sequence[Sequence[Any]], device: torch.device
+) -> bool:
+    """Whether a trainer's weights are better copied beside these parameters first: it is on another
+    GPU, and there is room.
+    """
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    size = sum(octets.numel() for octets in parameters.values())
+    away = any(Export.from_wire(row).device != own for row in exports)
+    return away and torch.cuda.mem_get_info(device)[0] >= size + _SPARE_BYTES
+
+
+class Beside:
+    """Memory of the sizes of these parameters, where a push arrives while the model serves. Padding
+    is zero, as theirs is.
 
     Raises:
         RuntimeError: there is not so much on the device.
     """
-    places, total = {}, 0
-    for number, octets in parameters.items():
-        places[number] = total
-        total += -(-octets.numel() // _ALIGNMENT) * _ALIGNMENT
-    if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < total:
+
+    def __init__(self, parameters: Mapping[int, torch.Tensor], device: torch.device) -> None:
+        places, total = {}, 0
+        for number, octets in parameters.items():
+            places[number] = total
+            total += -(-octets.numel() // _ALIGNMENT) * _ALIGNMENT
+        if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < total:
+            raise RuntimeError(
+                f"{total >> 20} MiB are staged beside the model, and {free >> 20} MiB are free"
+            )
+        memory = torch.zeros(total, dtype=torch.uint8, device=device)
+        self.parameters = {
+            number: memory[at : at + parameters[number].numel()] for number, at in places.items()
+        }
+        self._pairs = [(parameters[number], self.parameters[number]) for number in parameters]
+        self._device = device
+        self._arrived: Any = None
+
+    def fill(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy into it, on a stream of its own."""
+        if self._device.type != "cuda":
+            copy_pairs(pairs)
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            copy_pairs(pairs)
+            self._arrived = stream.record_event()
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all that `fill` copies is there."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def move(self) -> None:
+        """Enqueue copies of all that arrives in it into the parameters."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+        copy_pairs(self._pairs)
+
+
+def require_free(size: int, device: torch.device) -> None:
+    """Raise RuntimeError if there is not so much memory to process parameters in."""
+    if device.type != "cuda":
+        return
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    if free < size:
         raise RuntimeError(
-            f"{total >> 20} MiB are staged beside the model, and {free >> 20} MiB are free"
+            f"parameters are processed in {size >> 20} MiB of GPU memory, and {free >> 20} MiB "
+            "are free"
         )
-    memory = torch.zeros(total, dtype=torch.uint8, device=device)
-    return {number: memory[at : at + parameters[number].numel()] for number, at in places.items()}
+
+
+def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Enqueue copies: destination, source."""
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 def sender_slots(payload: str, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from skyctl.engines.inside.ended import when_ended
 from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 from skyctl.engines.vllm.inside.experts import (
     pack_after_updates,
@@ -40,6 +41,7 @@ class SkyctlWorkerExtension:
     Names start with `skyctl_`: vLLM refuses an extension that shadows a worker's attribute.
     """
 
+    device: Any
     model_runner: Any
     vllm_config: Any
     weight_transfer_engine: Any
@@ -194,20 +196,34 @@ class SkyctlWorkerExtension:
         programs: Sequence[Mapping[str, Any]],
         exports: Sequence[Sequence[Sequence[Any]]],
         key: str,
-        staged: bool,
-    ) -> None:
-        """Get ready for a trainer's pushes: programs and exports by rank; see `layout_load.py`."""
+        pids: Sequence[int],
+        staged: bool | None,
+    ) -> bool:
+        """Get ready for a trainer's pushes: programs and exports by rank; see `layout_load.py`.
+        When one of the trainer's processes `pids` ends, its memory is released.
+        """
         loader = self._skyctl_loader()
         program = Program.from_wire(programs[loader.rank])
-        loader.map(program, exports[loader.rank], key, staged)
+        with loader.lock:
+            stages = loader.map(program, exports[loader.rank], key, staged)
+        when_ended(pids, lambda: self._skyctl_release(key))
+        return stages
 
     def skyctl_layout_stage(self) -> None:
-        """Copy what a trainer exports to beside the parameters."""
-        self._skyctl_loader().stage()
+        """Begin to copy what a trainer exports to beside the parameters."""
+        loader = self._skyctl_loader()
+        with loader.lock:
+            loader.stage()
+
+    def skyctl_layout_arrived(self) -> bool:
+        """Whether that has ended."""
+        return self._skyctl_loader().has_arrived()
 
     def skyctl_layout_load(self, chunks: Sequence[int] | None, last: bool) -> None:
         """Copy chunks from the sender's memory into the parameters; None: all."""
-        self._skyctl_loader().load(chunks, last)
+        loader = self._skyctl_loader()
+        with loader.lock:
+            loader.load(chunks, last)
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
@@ -221,6 +237,16 @@ class SkyctlWorkerExtension:
     def skyctl_layout_close(self) -> None:
         """Release the sender's memory."""
         self._skyctl_loader().close()
+
+    def _skyctl_release(self, key: str) -> None:
+        """Let go of the memory of a trainer that has ended, from another thread."""
+        import torch
+
+        loader = self._skyctl_loader()
+        with loader.lock:
+            if loader.key == key:
+                torch.cuda.synchronize(self.device)
+                loader.close()
 
     def _skyctl_loader(self) -> LayoutLoader:
         from skyctl.engines.vllm.inside.layout_load import LayoutLoader

@@ -1,0 +1,174 @@
+"""Ranks whose weights servers copy: what is offered, what is summed, when it is offered anew."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.api.live import FleetSide
+from skyctl.live.offer import Offer, Offered, planned
+from skyctl.push.request import PushResult
+from skyctl.service.attached import AttachedFleet
+from skyctl.wire.layouts import LayoutReport, ParameterLayout, Part, layout_digest
+from tests.unit.api.test_fleet import attached, state_dict, stubs
+from tests.unit.api.test_trainer import everywhere, home, trainers
+from tests.unit.push.checkpoints import write_checkpoint
+
+torch = pytest.importorskip("torch")
+
+from skyctl.wire import exports  # noqa: E402
+from skyctl.wire.device_digest import digest_on_device  # noqa: E402
+
+__all__ = ["home"]
+SHAPES = {name: tuple(tensor.shape) for name, tensor in state_dict(50).items()}
+
+
+class Copying:
+    """A fleet whose one worker has each tensor as a parameter of its own, and copies nothing."""
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
+        self.numbers: list[dict[str, int]] = []
+        self.forgets = 0
+
+    async def offer(self, fleet: Any, request: Offer) -> Offered:
+        self.offers.append(request)
+        parameters = tuple(
+            ParameterLayout(name, "float32", shape, (Part(name, shape, 1, n, 0, n, 0, n),))
+            for name, shape in SHAPES.items()
+            if (n := math.prod(shape))
+        )
+        return planned(request, [LayoutReport(0, layout_digest(parameters), parameters)]).offered()
+
+    async def push_live(
+        self, side: FleetSide, numbers: dict[str, dict[str, int]], request: Any, *_: Any
+    ) -> PushResult | None:
+        if self.forgets:
+            self.forgets -= 1
+            side._offered = None
+            return None
+        self.numbers += numbers.values()
+        version = request.weight_version
+        return PushResult(version, "", "", "live", 0, 1, 0.0, 0.0, 0.0, {}, [])
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
+    """Tensors on a CPU pass for those of a GPU."""
+    made = Copying()
+
+    def export(_: Any, storage: Any, dtype: Any) -> exports.Export:
+        name = str(dtype).removeprefix("torch.")
+        return exports.Export(name, "GPU", f"{storage.data_ptr()}", 0, 0, "", 0, "", False)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(exports.Exporter, "_problem", lambda *_: "")
+    monkeypatch.setattr(exports.Exporter, "_export", export)
+    monkeypatch.setattr(AttachedFleet, "offer", lambda *given: made.offer(*given))
+    monkeypatch.setattr(FleetSide, "push_live", lambda *given: made.push_live(*given))
+    return made
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path, weights: list[Any]) -> AsyncIterator[list[Any]]:
+    """A trainer per rank, over stub servers."""
+    servers = stubs(write_checkpoint(tmp_path / "base"))
+    async with (
+        attached(tmp_path, servers) as fleet,
+        fleet,
+        trainers(fleet, weights) as live,
+    ):
+        yield live
+
+
+def expected(parts: list[dict[str, Any]]) -> dict[str, int]:
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return dict(zip(whole, digest_on_device(list(whole.values())), strict=True))
+
+
+def halves() -> list[dict[str, Any]]:
+    """Two ranks' rows of each tensor, in memory of their own."""
+    return [{n: t.chunk(2)[rank].clone() for n, t in state_dict(50).items()} for rank in (0, 1)]
+
+
+def slices_of(parts: list[dict[str, Any]], rank: int) -> Any:
+    def slices(name: str, shape: tuple[int, ...]) -> Any:
+        begin = 0 if rank == 0 else len(parts[0][name])
+        yield (begin, *[0] * (len(shape) - 1)), parts[rank][name]
+
+    return slices
+
+
+async def push(live: list[Any], step: int) -> None:
+    results = await asyncio.gather(*(trainer.push(f"step-{step}") for trainer in live))
+    assert {result.version for result in results} == {f"step-{step}"}
+
+
+async def test_servers_must_hold_what_all_ranks_have_now(tmp_path: Path, copying: Copying) -> None:
+    parts = halves()
+    async with opened(tmp_path, [slices_of(parts, rank) for rank in (0, 1)]) as live:
+        outline = live[0].plan()
+        assert outline.way == "live" and outline.balance == 1.0
+        await push(live, 1)
+        assert copying.numbers == [expected(parts)]
+        parts[1]["model.norm.weight"] += 1
+        await push(live, 2)
+    assert copying.numbers[1] == expected(parts) != copying.numbers[0]
+    assert len(copying.offers) == 1 and len(copying.offers[0].pids) == 2
+
+
+async def test_weights_are_read_again_only_when_one_has_moved(
+    tmp_path: Path, copying: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = state_dict(50)
+    async with opened(tmp_path, [weights]) as live:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(live[0]), "_read", lambda self: pytest.fail("read again"))
+            weights["lm_head.weight"] += 1
+            await push(live, 1)
+        assert copying.numbers == [expected([weights])] and len(copying.offers) == 1
+        before = weights["lm_head.weight"]
+        weights["lm_head.weight"] = before + 1
+        await push(live, 2)
+    assert copying.numbers[1] == expected([weights]) and len(copying.offers) == 2
+
+
+@pytest.mark.parametrize("forgets", [1, 2])
+async def test_what_the_fleet_has_forgotten_is_offered_again(
+    tmp_path: Path, copying: Copying, forgets: int
+) -> None:
+    weights = state_dict(50)
+    async with opened(tmp_path, [weights]) as live:
+        copying.forgets = forgets
+        await push(live, 1)
+    assert copying.numbers == [expected([weights])] and len(copying.offers) == 1 + forgets
+
+
+async def test_nan_is_refused_before_the_push_begins(tmp_path: Path, copying: Copying) -> None:
+    parts = halves()
+    parts[1]["lm_head.weight"][3, 2] = torch.nan
+    async with opened(tmp_path, [slices_of(parts, rank) for rank in (0, 1)]) as live:
+        errors = await everywhere([trainer.push("step-1") for trainer in live])
+        assert {error.message for error in errors} == {
+            "rank 1: lm_head.weight holds NaN or infinity as it is sent"
+        }
+        assert not copying.numbers
+        parts[1]["lm_head.weight"][3, 2] = 0
+        await push(live, 2)
+    assert copying.numbers == [expected(parts)]
+
+
+async def test_servers_that_cannot_copy_take_a_file(tmp_path: Path) -> None:
+    async with opened(tmp_path, [state_dict(50)]) as live:
+        side = live[0]._side
+        memory = {"exports": [], "places": [[0, 0]] * len(SHAPES), "pid": 1}
+        assert await side.offer([memory]) is None
+        outline = side.outline(live[0].plan())
+        assert outline.way == "file"
+        assert "servers cannot copy out of the trainer's memory" in outline.reason
