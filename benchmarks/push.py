@@ -137,12 +137,12 @@ def control_token(fleet: Fleet) -> str:
     return Path(fleet.data("urls")["access"]["control_token_file"]).read_text().strip()
 
 
-def answer(url: str, token: str) -> list[int]:
+def answer(url: str, token: str, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[int]:
     """Greedy token ids of fixed prompts, one by one: the sums of a batch depend on its size."""
     import httpx
 
     found: list[int] = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         body = {
             "model": "bench",
             "prompt": prompt,

@@ -67,6 +67,16 @@ ADAPTERS = (
 fleet.
 """
 
+RANK = (
+    "rank.begun",
+    "rank.read",
+    "rank.placed",
+    "rank.written",
+    "rank.started",
+    "rank.answered",
+)
+"""Points of a trainer's ranks in a live push; `rank.started` is rank 0's alone."""
+
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (
     "server.intended",
@@ -95,7 +105,7 @@ COMMAND = (
     "sync.begun",
     "scale.asked",
 )
-POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *SENDER, *SUPERVISOR, *COMMAND)
+POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *RANK, *SENDER, *SUPERVISOR, *COMMAND)
 
 
 def _parsed(text: str) -> tuple[str, int, float]:

@@ -15,6 +15,7 @@ from skyctl.checkpoints.staging import StagedEntry, staged_entry
 from skyctl.core.job_result import push_result
 from skyctl.core.service import FleetService, PushLive, Staging, Withdraw
 from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlError
+from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
 from skyctl.live.file import lay_out, targets_of
 from skyctl.live.offer import CHANGED, Offer, Offered, piece_row
@@ -223,6 +224,7 @@ class FleetSide:
         await asyncio.to_thread(file.file.finish)
         request = replace(request, checkpoint=file.checkpoint, ranks=len(self._ranks))
         job = await self._fleet.start_push(request)
+        reached("rank.started")
         result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
         if result.checkpoint == request.checkpoint:
             result.notes.append(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skyctl.api.live import FleetSide
 from skyctl.errors import PreflightError, UsageError
+from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
 from skyctl.live.model import MATCH, Names, Pair, Weights, addresses, dtype_name, read_pairs
@@ -131,6 +132,7 @@ class Trainer:
             ConflictError: another push is in progress.
             PushError: it failed midway; `details["servers"]` says how each server was left.
         """
+        reached("rank.begun")
         mode = pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0)
         request = PushRequest(
             checkpoint="",
@@ -184,10 +186,15 @@ class Trainer:
             return self._write(answer["path"], pairs or self._read(), scan=scan)
 
         given = await self._body(lambda: {"version": version, **self._described(pairs, live=live)})
+        reached("rank.read")
         answer = await self._exchange("gather", subject, given, self._place)
         if "plan" in answer:
             self._outline = Outline.from_json(answer["plan"])
-        made = await self._exchange("write", subject, await self._body(send_own), send)
+        reached("rank.placed")
+        written = await self._body(send_own)
+        reached("rank.written")
+        made = await self._exchange("write", subject, written, send)
+        reached("rank.answered")
         result: dict[str, Any] | None = made["result"]
         return result
 

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from skyctl import output
 from skyctl.core.job_result import job_error
 from skyctl.output import LiveView
+from skyctl.push.request import live_source
 from skyctl.units import count_of, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ def job_views(job: Job) -> list[RenderableType]:
         views += ["", canary_view(details["canary"])]
     if result := job.result:
         chunks = f" in {count_of(result['chunks'], 'chunk')}" if result["chunks"] else ""
+        source = f"{live_source(result['ranks'])}, " if result.get("ranks") else ""
         views.append(
-            f"{result['version']}: {format_bytes(result['total_bytes'])}{chunks} by "
+            f"{result['version']}: {source}{format_bytes(result['total_bytes'])}{chunks} by "
             f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )

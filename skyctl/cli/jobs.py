@@ -11,6 +11,7 @@ from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import find
+from skyctl.push.request import live_source
 from skyctl.units import format_ago
 
 if TYPE_CHECKING:
@@ -48,7 +49,9 @@ def jobs(
             job.stage,
             _percent(job),
             format_ago(job.created_at),
-            job.request.get("checkpoint"),
+            live_source(ranks)
+            if (ranks := job.request.get("ranks"))
+            else job.request.get("checkpoint"),
         ]
         for job in listed_jobs
     ]

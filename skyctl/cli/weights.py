@@ -12,6 +12,7 @@ from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.errors import PartialFailure, SkyctlError
+from skyctl.push.request import live_source
 from skyctl.units import format_ago, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ def _history(pushes: Any) -> Any:
                 result.get("transport"),
                 format_bytes(size) if size else None,
                 format_seconds(frozen) if frozen else None,
-                push.checkpoint,
+                live_source(ranks) if (ranks := result.get("ranks")) else push.checkpoint,
             ]
         )
     columns = ["PUSH", ">WHEN", "RESULT", "VERSION", "TRANSPORT", ">SIZE", ">FROZEN", "~CHECKPOINT"]

@@ -20,7 +20,14 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.push.request import THIS_JOB, PushFleet, PushObserver, PushRequest, PushResult
+from skyctl.push.request import (
+    THIS_JOB,
+    PushFleet,
+    PushObserver,
+    PushRequest,
+    PushResult,
+    live_source,
+)
 from skyctl.push.verify import verify
 from skyctl.states import PushStage, PushState
 from skyctl.store.adapters import served
@@ -191,6 +198,8 @@ async def run_push(
             watch.enter_context(in_use(request.checkpoint))
             if request.written:
                 observer.note(f"{request.written} is {request.checkpoint}")
+            if request.ranks:
+                observer.note(f"the weights are {live_source(request.ranks)}")
             if request.keep and not request.dry_run:
                 observer.stage("keep")
             own = await watch.enter_async_context(keeping(request, kept, state))

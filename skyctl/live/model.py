@@ -136,7 +136,8 @@ def _named(weights: Weights) -> Iterator[tuple[str, Any]]:
     if hasattr(weights, "state_dict"):
         if type(weights).__name__ == "DistributedDataParallel":
             weights = weights.module
-        if any(type(module).__name__ == "FullyShardedDataParallel" for module in weights.modules()):
+        modules = weights.modules() if hasattr(weights, "modules") else ()
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
             raise PreflightError(
                 "the model is wrapped by FSDP 1, whose flat parameters have no names",
                 hint="shard it with torch.distributed.fsdp.fully_shard (FSDP 2)",

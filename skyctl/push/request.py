@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
 from skyctl.states import PauseMode
+from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.launch.base import Node
@@ -28,6 +29,11 @@ def usual_mode(*, leaves_router: bool) -> PauseMode:
     drained.
     """
     return "wait" if leaves_router else "keep"
+
+
+def live_source(ranks: int) -> str:
+    """What is shown in place of a checkpoint's path for a trainer's live push."""
+    return f"live, from {count_of(ranks, 'rank')} of a trainer"
 
 
 @dataclass(frozen=True)
@@ -338,6 +344,8 @@ class PushResult:
     layout_share: float = 0.0
     """The share of the weights, 0 to 1, that servers copied into their parameters; vLLM's
     loader took the others."""
+    ranks: int = 0
+    """How many ranks of a trainer the weights came from; 0 if they were a checkpoint."""
     learned: dict[str, Any] | None = None
     """What was found out for later pushes; not part of the JSON."""
     plan: dict[str, Any] | None = None

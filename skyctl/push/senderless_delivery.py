@@ -94,9 +94,11 @@ class DiskDelivery(Delivery):
 
         async def call(server: PushedServer) -> None:
             server.holds = Holds.UNKNOWN
+            reached("push.update.call")
             try:
                 with server.spans.loading():
                     await server.control.reload_weights(path, timeout_s=self._timeout_s)
+                reached("push.update.sent")
             except ServerError as error:
                 if error.refusal != Refusal.CANNOT_RELOAD:
                     raise
@@ -110,6 +112,7 @@ class DiskDelivery(Delivery):
             for server in alive(servers):
                 server.failure = error.message
         on_progress(self._checkpoint.total_bytes)
+        reached("push.update.done")
 
     async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
         for server in alive(servers):

@@ -187,26 +187,40 @@ def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
     return [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
 
 
-def _units(width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+@cache
+def _units(width: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Every unit vector, in batches of shape [at most _PROBE_ROWS, width]."""
+    batches = []
     for begin in range(0, width, _PROBE_ROWS):
         rows = torch.arange(min(_PROBE_ROWS, width - begin))
         probe = torch.zeros(len(rows), width, dtype=dtype)
         probe[rows, rows + begin] = 1
-        yield probe
+        batches.append(probe)
+    return batches
 
 
 def _products(layer: Any, width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Sums over spans of a wide layer, each in one or two parts of shape [1, height]."""
+    for probe in _spans(width, dtype):
+        product = layer.cpu_linear(probe, layer.weight, None)
+        yield product
+        if dtype.itemsize < 4:
+            yield layer.cpu_linear(probe, layer.weight, -product[0])
+
+
+@cache
+def _spans(width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The factors of each span, by each multiplier, in rows of shape [1, width]. They cost as much
+    as a product, and take a few MB for all widths of a model.
+    """
+    probes = []
     for begin in range(0, width, _SPAN):
         size = min(_SPAN, width - begin)
         for multiplier in _MULTIPLIERS:
             probe = torch.zeros(1, width, dtype=dtype)
             probe[0, begin : begin + size] = _factors(size, multiplier).to(dtype)
-            product = layer.cpu_linear(probe, layer.weight, None)
-            yield product
-            if dtype.itemsize < 4:
-                yield layer.cpu_linear(probe, layer.weight, -product[0])
+            probes.append(probe)
+    return probes
 
 
 def _factors(size: int, multiplier: int) -> torch.Tensor:

@@ -1,0 +1,173 @@
+"""Ranks of a trainer, and the supervisor, die at every step of a live push."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from skyctl.core.registry import supervisor_running
+from skyctl.kill_points import RANK
+from skyctl.store.paths import FleetPaths
+from skyctl.supervisor.client import listening
+from tests.faults.live_ranks import ROWS, Client, Ended, Job, forking_ranks
+from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.unit.push.checkpoints import filled, write_checkpoint
+
+pytest.importorskip("torch")
+REPEATED = int(os.environ.get("SKYCTL_TEST_DEATHS", "1"))
+"""How often each death is tried: 20 for a report."""
+SETTLE_S = 20.0
+DEATHS = [
+    (point, rank) for point in RANK for rank in (0, 1) if (point, rank) != ("rank.started", 1)
+]
+SUPERVISOR = (
+    *("push.begun", "push.prepared", "push.pause.call", "push.update.call"),
+    *("push.update.done", "push.verify.done", "push.published", "push.recorded"),
+)
+
+
+@dataclass
+class Deaths:
+    """A fleet of stubs under a supervisor, and jobs that push into it."""
+
+    stubs: StubFleet
+    ranks: Client
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    held: str = ""
+    """The version that the fleet has now."""
+
+    def version(self) -> str:
+        return f"step-{next(self.numbers)}"
+
+    def settled(self, allowed: set[str]) -> str:
+        """The one version of these that all servers come to, healthy."""
+        until = time.monotonic() + SETTLE_S
+        while True:
+            status = self.stubs.json("status")["data"]
+            rows = self.stubs.json("weights")["data"]["servers"]
+            versions = {row["version"] for row in rows}
+            whole = len(versions) == 1 and versions <= allowed
+            if status["health"] == "healthy" and whole and not any(r["quarantine"] for r in rows):
+                assert self.stubs.json("weights", "verify")["data"]["agree"] is True
+                return str(versions.pop())
+            assert time.monotonic() < until, (status, rows)
+            time.sleep(0.1)
+
+    def supervisor(self) -> int:
+        """Its pid; 0 without one."""
+        paths = FleetPaths(self.stubs.home or self.stubs.directory / "home", "stubs")
+        return listening(paths) if supervisor_running(paths) else 0
+
+    def revive_supervisor(self, *, kill_at: str) -> None:
+        """End the supervisor, and have a command start one that dies at this point."""
+        os.kill(self.supervisor(), signal.SIGKILL)
+        until = time.monotonic() + SETTLE_S
+        while self.supervisor():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        self.stubs.environ["SKYCTL_KILL_AT"] = kill_at
+        self.stubs.run("status")
+        del self.stubs.environ["SKYCTL_KILL_AT"]
+
+    def goes_on(self) -> None:
+        """The next job pushes as if nothing had been, and leaves a single version in memory."""
+        version = self.version()
+        ended = self.ranks.run(Job((version,)))
+        assert [(row.pushed, row.error) for row in ended] == [((version,), "")] * 3, ended
+        self.held = self.settled({version})
+        until = time.monotonic() + SETTLE_S
+        while len(entries := self.staged()) > 1:
+            assert time.monotonic() < until, entries
+            time.sleep(0.05)
+
+    def staged(self) -> list[str]:
+        """The weights from memory that are kept."""
+        home = self.stubs.home or self.stubs.directory / "home"
+        directory = home / "fleets" / "stubs" / "weights"
+        return sorted(entry.name for entry in directory.iterdir() if entry.is_dir())
+
+
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
+    directory = tmp_path_factory.mktemp("deaths")
+    stubs = StubFleet(directory)
+    stubs.write()
+    write_checkpoint(directory / "model", {"w": filled([ROWS, 4], 1)})
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+    env |= {"SKYCTL_HOME": str(directory / "home"), "PYTHONPATH": str(ROOT)}
+    stubs.run("up")
+    try:
+        with forking_ranks(directory / "fleet.yaml", env) as ranks:
+            fleet = Deaths(stubs, ranks)
+            fleet.goes_on()
+            yield fleet
+    finally:
+        stubs.run("down")
+
+
+def errors(ended: list[Ended], victim: int) -> list[str]:
+    assert all(not row.killed for row in ended if row.rank != victim), ended
+    return [row.error for row in ended if row.rank != victim]
+
+
+@pytest.mark.parametrize("_", range(REPEATED))
+@pytest.mark.parametrize(("point", "rank"), DEATHS)
+def test_a_rank_dies_and_the_others_name_it_and_the_fleet_is_whole(
+    deaths: Deaths, point: str, rank: int, _: int
+) -> None:
+    good, cut = deaths.version(), deaths.version()
+    ended = deaths.ranks.run(Job((good, cut), rank=rank, point=point))
+    assert ended[rank].killed, ended
+    over = point == "rank.answered"  # the others may have their answers already
+    for error in errors(ended, rank):
+        assert error.startswith(f"RankFailed: rank {rank} (pid ") or (over and not error), ended
+    # once rank 0 has begun it, the supervisor carries it out
+    allowed = {cut} if over else {good, cut} if point == "rank.started" else {good}
+    deaths.held = deaths.settled(allowed)
+    deaths.goes_on()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_named_after_a_while(deaths: Deaths, rank: int) -> None:
+    good, cut = deaths.version(), deaths.version()
+    job = Job((good, cut), rank=rank, point="rank.begun", stops=True, patience_s=2.0)
+    for error in errors(deaths.ranks.run(job), rank):
+        named = f"rank {rank} has not come to push {cut} within 2.0 s"
+        assert error == f"RankFailed: {named}", error
+    assert deaths.settled({good}) == good
+    deaths.goes_on()
+
+
+@pytest.mark.parametrize("_", range(REPEATED))
+@pytest.mark.parametrize("point", SUPERVISOR)
+def test_the_supervisor_dies_and_every_rank_learns_of_it(
+    deaths: Deaths, point: str, _: int
+) -> None:
+    cut, before = deaths.version(), deaths.held
+    deaths.revive_supervisor(kill_at=point)
+    doomed = deaths.supervisor()
+    ended = deaths.ranks.run(Job((cut,)))
+    assert deaths.supervisor() != doomed, "it has not died"
+    told = {row.error for row in ended}
+    assert len(told) == 1, "every rank is told the same"
+    assert not any(row.killed for row in ended), ended
+    deaths.held = deaths.settled({before, cut})
+    if not told.pop():
+        assert deaths.held == cut
+    deaths.goes_on()
+
+
+def test_ranks_that_are_not_there_any_more_leave_the_fleet_to_others(deaths: Deaths) -> None:
+    """A trainer that is killed as a whole keeps neither the fleet's lock nor its files."""
+    job = Job((deaths.version(), deaths.version()), ranks=1, rank=0, point="rank.placed")
+    assert deaths.ranks.run(job)[0].killed
+    deaths.goes_on()
+    before: Any = deaths.staged()
+    assert len(before) == 1

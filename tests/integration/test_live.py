@@ -1,0 +1,53 @@
+"""A sharded trainer pushes out of its ranks' memory into real vLLM servers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.fleet_cli import FleetCli
+from tests.integration.reference import answered
+
+pytestmark = pytest.mark.real
+FSDP_RL = Path(__file__).parents[2] / "examples" / "fsdp_rl.py"
+STEPS = 4
+PROMPT = "The fleet came up"
+
+
+def test_two_ranks_train_and_the_servers_have_what_they_would_save(
+    real_fleet: FleetCli, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    real_fleet.run("sync-weights", "checkpoints/a")
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(FSDP_RL)]
+    arguments = ["-f", str(real_fleet.directory / "fleet.yaml"), "--steps", str(STEPS)]
+    arguments += ["--samples", "8", "--learning-rate", "0.01", "--save", "saved"]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=tmp_path,
+        env=real_fleet.env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    history = json.loads((tmp_path / "fsdp_rl.json").read_text())
+    assert [step["version"] for step in history] == [f"fsdp-{n + 1}" for n in range(STEPS)]
+    assert history[-1]["reward"] > history[0]["reward"], done.stdout
+    # without the tokenizer, which training does not change, a directory is not a whole checkpoint
+    saved = tmp_path / "saved"
+    for file in (real_fleet.directory / "checkpoints" / "a").glob("tokenizer*"):
+        (saved / file.name).write_bytes(file.read_bytes())
+    pushed = real_fleet.answers(PROMPT)
+    assert len({tuple(tokens) for tokens in pushed}) == 1, "servers disagree"
+    assert pushed[0] == answered(saved, PROMPT, len(pushed[0]))
+    digests = {row["weights_digest"] for row in real_fleet.data("weights")["servers"]}
+    assert real_fleet.data("weights", "verify")["agree"] is True
+    real_fleet.run("sync-weights", str(saved))
+    assert {row["weights_digest"] for row in real_fleet.data("weights")["servers"]} == digests
+    assert real_fleet.answers(PROMPT) == pushed
