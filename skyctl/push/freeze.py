@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from skyctl import engines
-from skyctl.engines.base import PauseMode, Refusal
+from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.http.target import FreezeOrder
@@ -28,7 +28,7 @@ from skyctl.push.servers import (
     responsive,
 )
 from skyctl.push.verify import weights_digest
-from skyctl.states import PushStage, PushState
+from skyctl.states import PauseMode, PushStage, PushState
 
 _DRAIN_POLL_S = 0.25
 # a request that the router has already assigned may arrive after the server left it

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.live.offer import Live, Offer, Offered
-    from skyctl.push.request import PushRequest
     from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
     from skyctl.push.verify import Verification
 
@@ -209,7 +208,6 @@ class AttachedFleet(RecordedFleet):
 
     async def offer(self, request: Offer) -> Offered:
         from skyctl.push.live_way import take_offer
-        from skyctl.push.request import PushRequest
         from skyctl.service.attached_push import push_fleet
 
         with await self._turn(Act.PUSH, "a trainer's offer"):
@@ -226,7 +224,6 @@ class AttachedFleet(RecordedFleet):
 
     async def withdraw(self, request: Withdraw) -> None:
         from skyctl.push.live_way import release_all
-        from skyctl.push.request import PushRequest
         from skyctl.service.attached_push import push_fleet
 
         if self._offers.pop(request.key, None) is not None:

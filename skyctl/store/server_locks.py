@@ -12,11 +12,9 @@ from contextlib import ExitStack
 from urllib.parse import quote
 
 from skyctl.errors import ConflictError, StateUnwritable
-from skyctl.store.in_doubt import in_doubt, left_behind
 from skyctl.store.locks import Lock, Locks, stopped_hint
 from skyctl.store.paths import FleetPaths, private_directory
 from skyctl.store.server_names import normalized
-from skyctl.store.state import FleetState
 
 _LONGEST_NAME = 200
 
@@ -115,6 +113,9 @@ class ServerLocks(Locks):
 
     def _in_doubt_of(self, fleet: str, url: str) -> bool:
         """Whether another fleet, by its record, has to repair the server at this URL."""
+        from skyctl.store.in_doubt import in_doubt, left_behind
+        from skyctl.store.state import FleetState
+
         paths = FleetPaths(self._root, fleet)
         if not paths.database.exists():
             return False

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from skyctl.wire.exports import Export
 
@@ -97,7 +98,6 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def sender_slots(payload: str, device: torch.device) -> torch.Tensor:
     """The sender's slots in this GPU's memory, as flat bytes; not a copy."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
     from vllm import envs
 
     if not envs.VLLM_ALLOW_INSECURE_SERIALIZATION:
