@@ -70,7 +70,7 @@ def free_port() -> int:
 
 class EngineSender:
     """0.28 and newer: a TrainerWeightTransferEngine over a WeightSource. `memory` gives tensors by
-    name instead of a checkpoint's.
+    name instead of a checkpoint's; by IPC each `rank` of a trainer has a sender.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class EngineSender:
         device: str,
         first: Path,
         memory: Callable[[], Iterator[tuple[str, Any]]] | None = None,
+        rank: int = 0,
     ) -> None:
         import torch
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -109,7 +110,7 @@ class EngineSender:
         if backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
-            info = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=2 << 30)
+            info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=2 << 30)
         else:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -118,8 +119,8 @@ class EngineSender:
             info, client=HTTPVLLMWeightSyncClient(url), source=self._source
         )
 
-    def send(self, checkpoint: Path = Path()) -> None:
-        self._source.checkpoint = checkpoint
+    def send(self, checkpoint: Path | None = None) -> None:
+        self._source.checkpoint = checkpoint or self._source.checkpoint
         self._engine.send_weights()
 
 
