@@ -26,7 +26,8 @@ def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
     file = tmp_path / "it's" / "api.key"
     file.parent.mkdir()
     file.write_text("s3cret\n")
-    own = replace(URLS, access=Access(api_key_file=str(file)))
+    access = Access(api_key_file=str(file), control_token_file=str(file))
+    own = replace(URLS, access=access, trainer="http://gpu7:8001")
     texts = {name: form(own) + "\n".join(notes(name, own)) for name, form in FORMATS.items()}
     assert not any("s3cret" in text for text in texts.values())
     script = f"{FORMATS['env'](own)}\nprintenv OPENAI_API_KEY"
