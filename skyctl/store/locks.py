@@ -17,7 +17,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -200,7 +200,7 @@ class Lock:
             self._write(descriptor, self.holder)
 
     def _write(self, descriptor: int, holder: Holder) -> None:
-        text = json.dumps(asdict(holder)).encode()
+        text = json.dumps(vars(holder)).encode()
         os.pwrite(descriptor, text, 0)
         os.ftruncate(descriptor, len(text))
 

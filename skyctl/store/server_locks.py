@@ -65,7 +65,8 @@ class ServerLocks(Locks):
             for lock_name, name in sorted(names.items()):
                 repairs = self._doubts is not None and (pushes or name in doubts)
                 try:
-                    private_directory(self._directory)
+                    if not claim.locks:
+                        private_directory(self._directory)
                     lock = self.take(lock_name, activity, shared=shared, repairs=repairs)
                 except StateUnwritable:
                     if pushes:
