@@ -146,6 +146,7 @@ async def test_so_does_that_of_a_supervisor(tmp_path: Path) -> None:
         supervisor._take(replace(fleet_plan(specs[:1]), servers=tuple(specs)))
         for spec in specs:
             supervisor.new_replica(spec).phase = Phase.UP
+        await supervisor.control(Resume(timeout_s=1.0))  # the first makes the files of locks
         for verb, shown in ((Pause, "paused"), (Resume, "ready")):
             began = time.process_time()
             outcomes = await supervisor.control(verb(timeout_s=1.0))
