@@ -87,7 +87,7 @@ def known_arguments(
     if python == sys.executable:
         installation = _installed()
     else:
-        script = f"{inspect.getsource(_installed)}\nprint(_installed())"
+        script = f"import os\n{inspect.getsource(_installed)}\nprint(_installed())"
         installation = _run(python, script, _FIND_TIMEOUT_S)
     if not installation:
         return {}
