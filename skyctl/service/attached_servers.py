@@ -178,7 +178,10 @@ class AttachedServers:
         self._recorded = self._state.servers()
         recorded = {row.name: row.url for row in self._recorded}
         self._naming = name_servers(self._ref.name, self._located, recorded)
-        engine, holder = self._ref.config.engine, self._state.holder
+        engine = self._ref.config.engine
+        # a token that is not the API key is that of a guard, which knows whose freeze it is
+        guarded = self._token != self._key
+        holder = self._state.holder if guarded else ""
         self.targets = tuple(
             ServerTarget(name, url, self._token, engine, self._key, holder)
             for name, url in self._naming.servers

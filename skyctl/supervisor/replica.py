@@ -93,7 +93,7 @@ class Replica(KeptRunning):
         # an adopted server may ask for a token that the fleet file no longer sets
         key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
         spec = self.spec
-        holder = self._context.state.holder
+        holder = self._context.state.holder if env.get(CONTROL_TOKEN) else ""  # its guard's
         return ServerTarget(self.name, spec.url, key, spec.engine, holder=holder, role=spec.role)
 
     @property

@@ -90,7 +90,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("imported", "expect"), [("skyctl.cli.app", 130), ("typer", 130), ("skyctl.output", 2)]
+    ("imported", "expect"), [("skyctl.cli.app", 130), ("typer", 130), ("skyctl.cli.mistyped", 2)]
 )
 def test_ctrl_c_amid_imports_shows_no_traceback(tmp_path: Path, imported: str, expect: int) -> None:
     """The last is imported to report an error, which this one does not hide."""
