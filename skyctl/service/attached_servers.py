@@ -179,8 +179,8 @@ class AttachedServers:
         recorded = {row.name: row.url for row in self._recorded}
         self._naming = name_servers(self._ref.name, self._located, recorded)
         engine = self._ref.config.engine
-        # a token that is not the API key is that of a guard, which knows whose freeze it is
-        guarded = self._token != self._key
+        # a control token is that of a guard, which knows whose freeze it is
+        guarded = self._ref.config.control_token_env is not None
         holder = self._state.holder if guarded else ""
         self.targets = tuple(
             ServerTarget(name, url, self._token, engine, self._key, holder)
