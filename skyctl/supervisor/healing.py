@@ -102,7 +102,7 @@ class _Actions:
         replica = self._running.replicas[name]
         self.state.add_event(name, f"restarted: {reason}")
         try:
-            await rollout.restart(self._running, replica, replica.planned)
+            await rollout.restart(self._running, replica, self._running.require_plan())
         except SkyctlError as error:
             return error.message
         if replica.phase is not Phase.UP:
@@ -137,11 +137,12 @@ async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> N
     rollout.raise_for_failures(running)
 
 
-async def adopt(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
-    """Adopt what fits a plan, before the others are brought to it."""
+async def adopt_and_apply(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
+    """Adopt what fits a plan and bring the rest to it. Raises SkyctlError as `apply_plan`."""
     await _adopt(running, plan)
     with contextlib.suppress(SkyctlError):  # each server reports it itself
         await _heal_adopted(running, pushes)
+    await rollout.apply_plan(running, plan)
 
 
 async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:
