@@ -339,7 +339,7 @@ class _Freeze:
         succeeded = status < 400
         if path in routes.pauses:
             self._holder = self._after_pause(before, order) if succeeded else before
-        elif succeeded and path in routes.thaws and not _query(scope).get("tags"):
+        elif status and succeeded and path in routes.thaws and not _query(scope).get("tags"):
             self._holder = ""
 
     def _after_pause(self, before: str, order: str) -> str:
@@ -366,7 +366,7 @@ def _header(scope: Scope, name: str) -> str:
     """The first header of this name, in lower case; "" without one."""
     for key, value in scope.get("headers", ()):
         if bytes(key).lower() == name.encode():
-            return bytes(value).decode("latin-1").strip()
+            return bytes(value).strip().decode("latin-1")
     return ""
 
 
@@ -394,7 +394,7 @@ def _pattern(paths: frozenset[str]) -> re.Pattern[str]:
 def _bearer(scope: Scope) -> bytes:
     """The token of the first `Authorization` header; b"" without one, or with another scheme."""
     scheme, _, given = _header(scope, "authorization").partition(" ")
-    return given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    return given.encode("latin-1").strip() if scheme.lower() == "bearer" else b""
 
 
 def _hand_over(scope: Scope, key: bytes) -> None:
