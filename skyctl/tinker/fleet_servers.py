@@ -52,6 +52,7 @@ class FleetServers:
         self._unwanted: set[str] = set()  # on servers, perhaps only some of them: removed first
         self._changing = asyncio.Lock()
         self._freed = asyncio.Event()
+        self._draining: str | None = None  # it takes no new users: another adapter gets its place
 
     async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
         """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
@@ -68,8 +69,8 @@ class FleetServers:
     @asynccontextmanager
     async def using(self, name: str, directory: str) -> AsyncIterator[None]:
         """See `Servers`."""
-        if name not in self._loaded:
-            async with self._changing:
+        if name not in self._loaded or name == self._draining:
+            async with self._changing:  # in order of arrival
                 if name not in self._loaded:
                     # works without a supervisor, too: the next one takes the servers over
                     place = partial(self._place, name, directory)
@@ -87,13 +88,16 @@ class FleetServers:
 
     async def unload(self, name: str) -> None:
         """See `Servers`. An adapter in use stays until its place is needed: unloading it would end
-        running requests.
+        running requests. So does an idle one while others change: nobody waits for them here.
         """
+        if name not in self._loaded:
+            return
+        if self._loaded[name] or self._changing.locked():
+            self._unwanted.add(name)
+            return
         async with self._changing:
-            if self._loaded.get(name, 0):
-                self._unwanted.add(name)
-            elif self._loaded.pop(name, None) is not None:
-                await self._unload(name)
+            del self._loaded[name]
+            await self._unload(name)
 
     async def adopt(self) -> None:
         """Count what an earlier process has loaded: names are never used twice."""
@@ -124,19 +128,27 @@ class FleetServers:
             await asyncio.sleep(_LOOK_S)
 
     async def _make_room(self) -> None:
-        for name in self._unwanted - self._loaded.keys():
-            await self._unload(name)
-        while True:
-            others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
-            if len(self._loaded) < max(1, self.most - len(others)):
-                return
-            idle = [name for name, users in self._loaded.items() if users == 0]
-            if idle:
-                del self._loaded[idle[0]]
-                await self._unload(idle[0])
-                continue
-            self._freed.clear()
-            await self._freed.wait()
+        """Wait for a place. While none is idle, the adapter whose last request came first takes no
+        more, so that a newcomer waits for one answer at most.
+        """
+        try:
+            while True:
+                for name in self._unwanted - self._loaded.keys():
+                    await self._unload(name)
+                others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
+                if len(self._loaded) < max(1, self.most - len(others)):
+                    return
+                idle = [name for name, users in self._loaded.items() if users == 0]
+                if idle:
+                    name = next((name for name in idle if name in self._unwanted), idle[0])
+                    del self._loaded[name]
+                    await self._unload(name)
+                    continue
+                self._freed.clear()
+                self._draining = next(iter(self._loaded))
+                await self._freed.wait()
+        finally:
+            self._draining = None
 
     async def _place(self, name: str, directory: str) -> None:
         await self._make_room()

@@ -172,6 +172,44 @@ async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed
     assert fleet.loaded == []
 
 
+async def test_a_fifth_sampler_waits_for_one_answer_of_four_busy_ones_and_a_delete_for_none() -> (
+    None
+):
+    fleet, answer_s, waits = Fleet(), 0.05, list[float]()
+    servers = FleetServers(fleet, None, "served", 64, 4, None)  # type: ignore[arg-type]
+
+    async def sample(name: str) -> None:
+        began = time.monotonic()
+        async with servers.using(name, "/a"):
+            waits.append(time.monotonic() - began)
+            assert name in fleet.loaded
+            await asyncio.sleep(answer_s)
+
+    async def busy(name: str) -> None:
+        while True:
+            await sample(name)
+
+    tasks = []
+    for name in "abcd":
+        for _ in range(3):  # overlapping requests: its adapter is never idle
+            tasks.append(asyncio.create_task(busy(f"tinker-{name}")))
+            await asyncio.sleep(answer_s / 3)
+    waits.clear()
+    async with asyncio.timeout(20 * answer_s):
+        fifth = asyncio.create_task(sample("tinker-e"))
+        await asyncio.sleep(answer_s / 10)
+        began = time.monotonic()
+        await servers.unload("tinker-unrelated")
+        await servers.unload("tinker-b")
+        assert time.monotonic() - began < answer_s / 5
+        await fifth
+    await asyncio.sleep(3 * answer_s)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert max(waits) < 5 * answer_s  # those that give way get a place again
+
+
 async def test_a_sample_waits_while_the_fleet_has_no_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
