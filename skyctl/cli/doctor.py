@@ -52,7 +52,8 @@ def doctor(
       skyctl doctor -f fleets/production.yaml --strict
       skyctl doctor --json | jq -r '.data.findings[] | select(.severity != "ok") | .fix'
     """
-    from skyctl.doctor.finding import Severity, count
+    from skyctl.core.findings import Severity
+    from skyctl.doctor.finding import count
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None
@@ -80,8 +81,9 @@ def doctor(
 
 
 def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool) -> list[Finding]:
+    from skyctl.core.findings import Severity
     from skyctl.doctor import examine, examine_machine
-    from skyctl.doctor.finding import Finding, Severity
+    from skyctl.doctor.finding import Finding
 
     if ref is not None:
         return in_loop(examine(ref, verify=verify))

@@ -17,8 +17,8 @@ from skyctl.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from skyctl.core.findings import Finding
     from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus
-    from skyctl.service.drift import Drift
 
 _HEALTH = {
     Health.HEALTHY: "green",
@@ -68,11 +68,11 @@ def reason_lines(status: FleetStatus) -> list[Text]:
     ]
 
 
-def drift_lines(drift: Iterable[Drift]) -> list[Text]:
+def drift_lines(drift: Iterable[Finding]) -> list[Text]:
     """Differences from the fleet file and from the intended state, a line each."""
     lines = [
         _advised(
-            Text.assemble(("± ", "yellow"), (difference.subject, "bold"), f" {difference.message}"),
+            Text.assemble(("± ", "yellow"), (difference.server, "bold"), f" {difference.detail}"),
             difference.hint,
         )
         for difference in drift

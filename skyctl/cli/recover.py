@@ -14,7 +14,7 @@ from skyctl.errors import PartialFailure, SkyctlError, UsageError
 from skyctl.units import count_of, format_seconds
 
 if TYPE_CHECKING:
-    from skyctl.core.diagnosis import Finding
+    from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.errors import SkyctlError
     from skyctl.tables import Table
@@ -62,7 +62,7 @@ def recover(
     ref = find(file, fleet)
     findings = call_fleet(ref, lambda running: running.findings())
     wrong = [finding for finding in findings if finding.action.needed]
-    data = {"findings": [finding.to_json() for finding in findings], "recovered": []}
+    data = {"findings": [finding.as_diagnosis() for finding in findings], "recovered": []}
     if dry_run or not wrong:
         message = "nothing to do" if not wrong else f"{len(wrong)} to repair: skyctl recover"
         output.emit({**data, "dry_run": dry_run}, _findings_table(findings), message)
@@ -80,7 +80,12 @@ def recover(
 def _findings_table(findings: Sequence[Finding]) -> Table:
     """SERVER, FOUND, TO DO, DETAIL."""
     rows = [
-        [finding.server, output.styled(finding.condition), _PLANS[finding.action], finding.detail]
+        [
+            finding.server,
+            output.styled(finding.condition),
+            _PLANS[finding.action],
+            finding.explained,
+        ]
         for finding in findings
     ]
     return output.table(["SERVER", "FOUND", "TO DO", "~DETAIL"], rows)

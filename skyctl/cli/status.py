@@ -14,11 +14,11 @@ from skyctl.core.registry import find
 from skyctl.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from skyctl.core.findings import Finding
     from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
     from skyctl.errors import ExitCode
     from skyctl.service import FleetService
-    from skyctl.service.drift import Drift
 
 
 WatchOption = Annotated[bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.")]
@@ -60,14 +60,14 @@ def status(
         in_loop(_watch(ref, interval))
         return
 
-    async def read_status(running: FleetService) -> tuple[FleetStatus, list[Drift] | None]:
+    async def read_status(running: FleetService) -> tuple[FleetStatus, list[Finding] | None]:
         fleet_status = await running.status()
         return fleet_status, await find_drift(ref, running, fleet_status) if exit_code else None
 
     fleet_status, drift = call_fleet(ref, read_status)
     data = {
         **fleet_status.to_json(),
-        "drift": None if drift is None else [d.to_json() for d in drift],
+        "drift": None if drift is None else [d.as_drift() for d in drift],
     }
     output.emit(
         data,
@@ -92,7 +92,7 @@ async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
                 live.refresh()
 
 
-def _code(status: FleetStatus, drift: list[Drift] | None) -> ExitCode:
+def _code(status: FleetStatus, drift: list[Finding] | None) -> ExitCode:
     """`drift` None: no exit code was requested."""
     if drift is None:
         return ExitCode.OK

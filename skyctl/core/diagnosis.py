@@ -1,165 +1,278 @@
-"""What is wrong with each server, and what helps: observed now, judged by a pure function."""
+"""The judge of what is wrong with a fleet, for `status`, `doctor` and `recover`. Pure."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from enum import StrEnum
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from skyctl import engines
-from skyctl.core.health import sleep_level
-from skyctl.core.status import foreign_version
-from skyctl.errors import ServerError
-from skyctl.http.client import ControlClient
-from skyctl.http.fanout import fan_out
-from skyctl.http.target import ServerTarget
-from skyctl.push.servers import ENGINE_TIMEOUT_S
-from skyctl.states import ReplicaState
-from skyctl.store.in_doubt import InDoubt
-from skyctl.store.locks import Holder
-from skyctl.store.state import FleetWeights, ServerRow
+from skyctl.core.findings import Action, Condition, Finding, Severity
+from skyctl.core.status import (
+    FleetStatus,
+    FrontStatus,
+    Health,
+    OperationKind,
+    ReplicaStatus,
+    RouterStatus,
+)
+from skyctl.states import UNLABELLED, ReplicaState
 
-HTTP_TIMEOUT_S = 3.0
+if TYPE_CHECKING:
+    from skyctl.core.observation import Observed
+    from skyctl.store.in_doubt import InDoubt
+    from skyctl.store.locks import Holder
+    from skyctl.store.state import FleetWeights, ServerRow
 
-
-class Condition(StrEnum):
-    """What is the matter with a server, its supervisor, or a command that keeps others out."""
-
-    HEALTHY = "healthy"
-    BUSY = "busy"
-    """Another state follows by itself."""
-    FROZEN = "frozen"
-    """A push paused it, sent nothing, and did not resume it."""
-    WOKEN = "woken"
-    """A push woke its weights, and did not put them to sleep again."""
-    HALF_UPDATED = "half-updated"
-    WRONG_VERSION = "wrong-version"
-    QUARANTINED = "quarantined"
-    STUCK = "stuck"
-    """Its front end answers, its engine does not."""
-    UNREACHABLE = "unreachable"
-    FAILED = "failed"
-    UNSUPERVISED = "unsupervised"
-    ORPHANED = "orphaned"
-    """Its server is gone and left processes behind."""
-    STALE = "stale"
-    """Its record is of an earlier boot of the machine."""
-    HALF_DOWN = "half-down"
-    """A `skyctl down` was cut short."""
-    OTHER_VERSION = "other-version"
-    """Its supervisor is of another version of skyctl."""
-    STOPPED = "stopped"
-    """A process that others wait for is stopped (SIGSTOP)."""
+_CONDITIONS = {
+    ReplicaState.QUARANTINED: Condition.QUARANTINED,
+    ReplicaState.UNREACHABLE: Condition.UNREACHABLE,
+    ReplicaState.UNSUPERVISED: Condition.UNSUPERVISED,
+    ReplicaState.DEAD: Condition.FAILED,
+    ReplicaState.FAILED: Condition.FAILED,
+    ReplicaState.STOPPED: Condition.NOT_RUNNING,
+}
+"""What is the matter with a process in this state; in any other, it is busy."""
 
 
-class Action(StrEnum):
-    """What recovery does about a condition."""
+def assess(
+    replicas: Sequence[ReplicaStatus],
+    router: RouterStatus | None,
+    tinker: FrontStatus | None = None,
+    *,
+    pushing: bool = False,
+    operation: OperationKind | None = None,
+) -> tuple[Health, tuple[Finding, ...]]:
+    """The verdict over a fleet, and the reasons if it is not healthy.
 
-    NOTHING = "nothing"
-    RESUME = "resume"
-    SLEEP = "sleep"
-    PUSH = "push"
-    RESTART = "restart"
-    QUARANTINE = "quarantine"
-    ADOPT = "adopt"
-    END = "end"
-    DOWN = "down"
-    REPLACE = "replace"
-
-    @property
-    def needed(self) -> bool:
-        """Whether there is anything to do."""
-        return self is not Action.NOTHING
-
-    @property
-    def releases(self) -> bool:
-        """Whether it gives a server back that has its weights whole."""
-        return self in (Action.RESUME, Action.SLEEP)
-
-    @property
-    def replaces(self) -> bool:
-        """Whether it ends the process, or takes it from its users until it is ended."""
-        return self in (Action.RESTART, Action.QUARANTINE)
-
-
-@dataclass(frozen=True)
-class Observed:
-    """One server as it answers now."""
-
-    server: str
-    """Its name."""
-    state: ReplicaState | None = None
-    """What its supervisor shows; None without one."""
-    http: bool = True
-    """Its front end answers."""
-    engine: bool = True
-    """Its engine core answers."""
-    paused: bool = False
-    """It says that it is paused."""
-    sleep_level: int = 0
-    """By its metrics, 0 awake: a sleeping server reports that it is paused as well."""
-    version: str | None = None
-    """The label it carries; None if it has none."""
-    problem: str = ""
-    """What did not answer."""
-    version_problem: str = ""
-    """Why the label is not known."""
+    `operation`: one of this kind is under way. `pushing`: a push is, and two versions are
+    fine meanwhile; without one, a server that is updating is still being admitted.
+    """
+    reasons = [*_processes(replicas, router, tinker, operation)]
+    versions = {r.weight_version for r in replicas if r.state.as_intended}
+    if len(versions) > 1 and not pushing:
+        listed = ", ".join(sorted(str(v or "base") for v in versions))
+        mixed = f"weights are mixed, servers hold: {listed}"
+        reasons.append(Finding("", Condition.MIXED, mixed, hint="skyctl recover"))
+    # one that does not answer may still have a process of ours
+    if not any(
+        r.state.lives or (r.state is ReplicaState.UNREACHABLE and r.pid is not None)
+        for r in replicas
+    ):
+        return Health.DOWN, tuple(reasons)
+    processes: list[ReplicaStatus | FrontStatus] = [*replicas]
+    processes += [front for front in (router, tinker) if front is not None]
+    answering = [r for r in replicas if r.state is ReplicaState.READY and r.routed is not False]
+    # a fleet of prefill and decode servers needs both
+    answers = {r.role for r in answering} == {r.role for r in replicas}
+    answers = answers and (router is None or router.state is ReplicaState.READY)
+    if any(reason.fault for reason in reasons):
+        return Health.DEGRADED if answers else Health.UNAVAILABLE, tuple(reasons)
+    if answers:
+        complete = all(process.state is ReplicaState.READY for process in processes)
+        health = Health.HEALTHY if complete else Health.PARTIAL
+    else:
+        health = _without_answers({process.state for process in processes}, pushing, operation)
+        if health is Health.UNAVAILABLE:
+            unrouted = "the router sends requests to no server"
+            reasons.append(Finding("", Condition.NOT_ROUTED, unrouted, hint="skyctl doctor"))
+    return health, (*reasons, *_requests(health, replicas))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong with one server, and what recovery does about it."""
+def _without_answers(
+    states: set[ReplicaState], pushing: bool, operation: OperationKind | None
+) -> Health:
+    """The health of a sound fleet that answers no user."""
+    if operation is OperationKind.DOWN:
+        return Health.STOPPING
+    if pushing and ReplicaState.UPDATING in states:
+        return Health.UPDATING
+    if any(state.busy or state is ReplicaState.STOPPED for state in states):
+        return Health.STARTING
+    if ReplicaState.PAUSED in states:
+        return Health.PAUSED
+    return Health.ASLEEP if ReplicaState.ASLEEP in states else Health.UNAVAILABLE
 
-    server: str
-    condition: Condition
-    detail: str = ""
-    action: Action = Action.NOTHING
 
-    def to_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        return {"server": fields.pop("server"), "found": fields.pop("condition"), **fields}
+def _requests(health: Health, replicas: Sequence[ReplicaStatus]) -> Iterator[Finding]:
+    """What was requested and keeps users from servers, and what ends it ("": it ends by itself)."""
+    for state, effect, end in (
+        (ReplicaState.PAUSED, "requests wait", "skyctl resume"),
+        (ReplicaState.ASLEEP, "requests are refused", "skyctl wake"),
+        (ReplicaState.UPDATING, "requests wait or are refused", ""),
+    ):
+        names = [replica.name for replica in replicas if replica.state is state]
+        if health is Health(state):
+            yield _requested("", f"the fleet is {state}: {effect}", end)
+        elif names:
+            message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}"
+            yield _requested("", message, end and f"{end} {' '.join(names)}")
+
+
+def _requested(name: str, detail: str, hint: str = "") -> Finding:
+    return Finding(name, Condition.REQUESTED, detail, hint=hint, severity=Severity.OK)
+
+
+def _processes(
+    replicas: Sequence[ReplicaStatus],
+    router: RouterStatus | None,
+    tinker: FrontStatus | None,
+    operation: OperationKind | None,
+) -> Iterator[Finding]:
+    """What keeps each server and front from being ready."""
+    for replica in replicas:
+        if not replica.state.as_intended:
+            death = replica.restart_reason if replica.state is ReplicaState.STARTING else ""
+            hint = _hint(replica)
+            yield _not_ready(replica.name, replica, replica.reason or death, hint, operation)
+        elif replica.state is not ReplicaState.UPDATING and (
+            foreign := foreign_version(replica.weight_version, replica.reported_version)
+        ):
+            detail = f"{foreign}: a program other than skyctl pushed to it"
+            hint = "compare: skyctl weights verify; or put it right: skyctl recover"
+            yield Finding(replica.name, Condition.OTHER_LABEL, detail, hint=hint)
+    for name, front in (("router", router), ("tinker", tinker)):
+        if front is not None and front.state is not ReplicaState.READY:
+            unreachable = front.state is ReplicaState.UNREACHABLE
+            hint = "skyctl doctor" if unreachable else f"skyctl logs {name}"
+            hint = "" if front.state.in_transition else hint
+            yield _not_ready(name, front, front.reason, hint, operation)
+
+
+def _not_ready(
+    name: str,
+    process: ReplicaStatus | FrontStatus,
+    reason: str,
+    hint: str,
+    operation: OperationKind | None,
+) -> Finding:
+    """About a process that does not serve; it is as requested unless it died."""
+    state = process.state
+    detail = f"is {state}" + (f": {reason}" if reason else "")
+    begins = state in (ReplicaState.STARTING, ReplicaState.STOPPING) and not process.restart_reason
+    if begins or (state is ReplicaState.STOPPED and operation):  # a restart stops it first
+        return _requested(name, detail)
+    return Finding(name, _CONDITIONS.get(state, Condition.BUSY), detail, hint=hint)
+
+
+def _hint(replica: ReplicaStatus) -> str:
+    """What to type about a server that does not serve; "" if that ends by itself."""
+    if replica.state.given_up:
+        return f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
+    if replica.state is ReplicaState.STOPPED:
+        return "skyctl up"
+    return "skyctl recover" if replica.state.recoverable else ""
+
+
+def unsupervised(
+    running: Sequence[str], *, going_down: bool, stale: bool, problem: str
+) -> tuple[Finding, ...]:
+    """Why a fleet without its supervisor is not healthy. `running`: processes that live on;
+    `stale`: the record is of an earlier boot; `problem`: why no supervisor could take over.
+    """
+    if running and going_down:
+        detail = f"`skyctl down` was cut short; {', '.join(running)} still run"
+        return (Finding("", Condition.HALF_DOWN, detail, hint="finish it: skyctl down"),)
+    if running:
+        detail = problem or f"the supervisor is gone; {', '.join(running)} run on unsupervised"
+        hint = "take them over: skyctl recover; or stop them: skyctl down"
+        return (Finding("", Condition.UNSUPERVISED, detail, hint=hint),)
+    if stale:
+        detail = "the machine was restarted since this fleet ran: its state is stale"
+        return (Finding("", Condition.STALE, detail, hint="start it again: skyctl up"),)
+    return ()
+
+
+def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) -> list[Finding]:
+    """Servers that something other than skyctl paused, resumed or put to sleep."""
+    intended = {row.name: row.intended for row in rows}
+    findings = []
+    for replica in replicas:
+        name, state = replica.name, replica.state
+        intent = intended.get(name, "running")
+        if state is ReplicaState.READY and intent == "paused":
+            findings.append(drift(name, "is meant to be paused and runs", "skyctl pause"))
+        elif state is ReplicaState.PAUSED and intent == "running":
+            findings.append(drift(name, "is meant to run and is paused", "skyctl resume"))
+        elif intent == "asleep" and state in (ReplicaState.READY, ReplicaState.PAUSED):
+            findings.append(drift(name, "is meant to sleep and is awake", "skyctl sleep"))
+        elif intent != "asleep" and state is ReplicaState.ASLEEP:
+            findings.append(drift(name, "is meant to be awake and sleeps", "skyctl wake"))
+        elif not state.as_intended:
+            condition = _CONDITIONS.get(state, Condition.BUSY)
+            detail = f"is meant to run and is {state}"
+            findings.append(drift(name, detail, _hint(replica), condition))
+    return findings
+
+
+def from_weights(status: FleetStatus) -> list[Finding]:
+    """Servers at a weight version other than the fleet's."""
+    version = status.weight_version
+    if version is None:
+        return []
+    again = "push again: skyctl sync-weights CKPT"
+    return [
+        drift(
+            replica.name,
+            f"has weights {replica.weight_version or 'base'}, the fleet {version}",
+            again,
+            Condition.WRONG_VERSION,
+        )
+        for replica in status.replicas
+        if replica.state.as_intended and replica.weight_version != version
+    ]
+
+
+def from_routing(status: FleetStatus, workers: Collection[str] | None = None) -> list[Finding]:
+    """Ready servers missing from the router, and servers it must not send requests to. `workers`:
+    the URLs that it lists, as it was asked now.
+    """
+    findings = []
+    attached = status.supervised is None
+    for replica in status.replicas:
+        listed = replica.routed if workers is None else replica.url in workers
+        if listed is False and replica.state is ReplicaState.READY:
+            hint = "wait a moment, then: skyctl logs router"
+            hint = f"add {replica.url} to the router" if attached else hint
+            detail, condition = "is ready, and the router does not list it", Condition.NOT_ROUTED
+        elif listed and replica.state.fails_requests:
+            hint = f"requests sent there fail: skyctl restart {replica.name}"
+            hint = f"take {replica.url} out of the router" if attached else hint
+            detail, condition = f"is {replica.state}, and the router lists it", Condition.MISROUTED
+        else:
+            continue
+        findings.append(Finding(replica.name, condition, detail, hint=hint))
+    return findings
+
+
+def drift(
+    name: str, detail: str, hint: str, condition: Condition = Condition.OTHER_INTENT
+) -> Finding:
+    """A difference from the fleet file or the intended state."""
+    return Finding(name, condition, detail, hint=hint, severity=Severity.WARNING)
 
 
 def stopped(holder: Holder) -> Finding:
     """A command that is stopped: recovery ends it. A program that uses skyctl is its user's."""
-    detail = str(holder) if holder.is_command else f"{holder}; {holder.hint('')}"
-    return Finding(
-        "holder", Condition.STOPPED, detail, Action.END if holder.is_command else Action.NOTHING
-    )
+    action = Action.END if holder.is_command else Action.NOTHING
+    return Finding("holder", Condition.STOPPED, str(holder), action, holder.hint(""))
 
 
-async def observe(
-    client: ControlClient,
-    targets: Sequence[ServerTarget],
-    *,
-    engine_timeout_s: float = ENGINE_TIMEOUT_S,
-) -> list[Observed]:
-    """Ask all servers at once, for at most `engine_timeout_s` seconds."""
+def foreign_version(recorded: str | None, reported: str | None) -> str:
+    """The version a server reports, if it is not the one this fleet gave it; else ""."""
+    if reported is None or reported == (recorded or UNLABELLED):
+        return ""
+    return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 
-    async def ask(target: ServerTarget) -> Observed:
-        near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
-        patient = engines.server(client, target, timeout_s=engine_timeout_s)
-        health, paused, version = await asyncio.gather(
-            near.health(), patient.is_paused(), patient.weight_version(), return_exceptions=True
-        )
-        # any answer, even the 503 of a dead engine, comes from its front end
-        http = not isinstance(health, ServerError) or bool(health.status)
-        if isinstance(paused, BaseException):
-            return Observed(target.name, http=http, engine=False, problem=str(paused))
-        label = version if isinstance(version, str) else None
-        level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
-        unread = str(version) if isinstance(version, BaseException) else ""
-        return Observed(
-            target.name, paused=paused, sleep_level=level, version=label, version_problem=unread
-        )
 
-    outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
-    return [
-        outcome.value or Observed(outcome.server, http=False, engine=False, problem=outcome.detail)
-        for outcome in outcomes
-    ]
+def judge_dead(name: str, *, stale: bool, orphans: Sequence[int], others_live: bool) -> Finding:
+    """About a server that died without a supervisor; `orphans`: its processes that live on."""
+    if stale:
+        return Finding(name, Condition.STALE, "the machine was restarted since it ran")
+    if orphans:
+        pids = ", ".join(map(str, orphans))
+        detail = f"its server is gone and left processes behind (pid {pids})"
+        return Finding(name, Condition.ORPHANED, detail, Action.END)
+    action = Action.RESTART if others_live else Action.NOTHING
+    return Finding(name, Condition.FAILED, "it died without a supervisor", action)
 
 
 def judge(
@@ -170,9 +283,9 @@ def judge(
     *,
     ours: bool,
 ) -> Finding:
-    """Diagnose one server. `ours`: its process can be restarted. Pure."""
+    """Diagnose one server. `ours`: its process can be restarted."""
     name = seen.server
-    replace: Action = Action.RESTART if ours else Action.QUARANTINE
+    replace = Action.RESTART if ours else Action.QUARANTINE
     problem = seen.problem.removeprefix(f"{name}: ")
     if seen.state is not None and seen.state.given_up:
         return Finding(name, Condition.FAILED, problem, Action.RESTART)
@@ -193,7 +306,7 @@ def judge(
         return Finding(
             name, Condition.STUCK, f"its weight version cannot be read ({reason})", replace
         )
-    back: Action = Action.RESTART if ours and weights.version is None else Action.PUSH
+    back = Action.RESTART if ours and weights.version is None else Action.PUSH
     if record is not None:
         return _judge_frozen(seen, row, record, weights, back, ours=ours)
     if row.quarantine:
@@ -208,13 +321,18 @@ def judge(
     if behind := _behind(holds, row, weights, ours=ours):
         return Finding(name, Condition.WRONG_VERSION, behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
-        return Finding(name, Condition.HEALTHY, foreign)
+        return healthy(name, foreign)
     if seen.sleep_level and not row.sleep_level:
-        detail = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
-        return Finding(name, Condition.HEALTHY, detail)
+        detail = f"asleep at level {seen.sleep_level}, which is not on record"
+        return healthy(name, detail, "type: skyctl wake")
     if seen.paused and row.intended == "running":
-        return Finding(name, Condition.HEALTHY, "paused, and not by skyctl; type: skyctl resume")
-    return Finding(name, Condition.HEALTHY, row.intended if row.intended != "running" else "")
+        return healthy(name, "paused, and not by skyctl", "type: skyctl resume")
+    return healthy(name, row.intended if row.intended != "running" else "")
+
+
+def healthy(name: str, detail: str = "", hint: str = "") -> Finding:
+    """About a server that recovery has nothing to do for."""
+    return Finding(name, Condition.HEALTHY, detail, hint=hint, severity=Severity.OK)
 
 
 def _judge_frozen(

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.configs import ALL_KEYS
-from skyctl.core.diagnosis import Action, Condition, Finding
+from skyctl.core.findings import Action, Condition, Finding
 from skyctl.core.health import sleep_level
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone

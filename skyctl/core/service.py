@@ -29,7 +29,7 @@ from skyctl.store.identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
-    from skyctl.core.diagnosis import Finding
+    from skyctl.core.findings import Finding
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
     from skyctl.core.results import KeptVersion, Processes, WeightsState
@@ -488,7 +488,7 @@ class FleetService:
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is wrong with each server, observed now. Changes nothing."""
-        from skyctl.core.diagnosis import Finding
+        from skyctl.core.findings import Finding
 
         return await self._ask("findings", None, tuple[Finding, ...], patience_s=_ASK_S)
 

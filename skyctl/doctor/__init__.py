@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.check import check_plan
+from skyctl.core.findings import Severity
 from skyctl.core.registry import supervisor_running
 from skyctl.core.status import Health
 from skyctl.core.urls import access, api_key, control_token
-from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.finding import Finding
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import MachineFacts, Needs, check_machine, gather
 from skyctl.doctor.running import RunningFacts, check_running
@@ -116,8 +117,8 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         token, key = control_token(keys), api_key(keys)
         targets = [ServerTarget(r.name, r.url, token, engine, key) for r in up]
         async with ControlClient() as client:
-            (vllm, versions), workers, asks_token = await asyncio.gather(
-                _ask_servers(client, targets),
+            vllm, workers, asks_token = await asyncio.gather(
+                _ask_versions(client, targets),
                 _workers(client, engine, status),
                 _ask_token(client, targets),
             )
@@ -134,7 +135,6 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
                 weights.servers,
                 weights.pushes,
                 vllm,
-                versions,
                 workers,
                 verification,
                 asks_token,
@@ -143,24 +143,14 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         )
 
 
-async def _ask_servers(
-    client: ControlClient, targets: list[ServerTarget]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The engine's version and the weight version of each server that answers."""
+async def _ask_versions(client: ControlClient, targets: list[ServerTarget]) -> dict[str, str]:
+    """The engine's version of each server that answers."""
 
-    async def ask(target: ServerTarget) -> tuple[str, str | None]:
-        server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
-        return await server.version(), await server.weight_version()
+    async def ask(target: ServerTarget) -> str:
+        return await engines.server(client, target, timeout_s=ASK_TIMEOUT_S).version()
 
-    answers = {
-        outcome.server: outcome.value
-        for outcome in await fan_out(targets, ask, timeout_s=ASK_TIMEOUT_S)
-        if outcome.value is not None
-    }
-    return (
-        {name: vllm for name, (vllm, _) in answers.items()},
-        {name: version for name, (_, version) in answers.items() if version is not None},
-    )
+    outcomes = await fan_out(targets, ask, timeout_s=ASK_TIMEOUT_S)
+    return {o.server: o.value for o in outcomes if o.value is not None}
 
 
 async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict[str, bool]:

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, Literal, ParamSpec
+
+from skyctl.core.findings import Severity
 
 P = ParamSpec("P")
 Section = Literal["machine", "fleet-file", "running"]
-
-
-class Severity(StrEnum):
-    """error: something fails, or will; warning: something to check; ok: nothing to do."""
-
-    OK = "ok"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl import engines
-from skyctl.core.status import MIXED, FleetStatus, Health
-from skyctl.doctor.finding import Finding, Result, Severity, error, ok, run_checks, warning
+from skyctl.core import findings
+from skyctl.core.diagnosis import from_routing
+from skyctl.core.findings import Condition, Severity
+from skyctl.core.status import FleetStatus, Health
+from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
 from skyctl.push.verify import comparable
-from skyctl.service.drift import Drift
 from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow
 from skyctl.units import count_of, format_seconds
 
 LONG_PAUSE_S = 600.0
+_SUPERVISION = (Condition.UNSUPERVISED, Condition.HALF_DOWN)
+_VERSIONS = (Condition.MIXED, Condition.OTHER_LABEL)
+_ROUTING = (Condition.NOT_ROUTED, Condition.MISROUTED)
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class RunningFacts:
 
     status: FleetStatus
     """What `skyctl status` shows."""
-    drift: Sequence[Drift] = ()
+    drift: Sequence[findings.Finding] = ()
     """Where the fleet differs from its file."""
     rows: Sequence[ServerRow] = ()
     """What is on record of each server."""
@@ -33,8 +38,6 @@ class RunningFacts:
     """Every push, newest first."""
     vllm: Mapping[str, str] = field(default_factory=dict)
     """The engine's version, by server."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    """The weight version that each server reports."""
     workers: Sequence[str] | None = None
     """The URLs that the router lists."""
     verification: Mapping[str, Any] | None = None
@@ -58,28 +61,26 @@ def supervisor(facts: RunningFacts) -> Iterator[Result]:
     status = facts.status
     if status.supervised:
         yield ok(f"fleet {status.name}: supervisor runs, pid {status.supervisor_pid}")
-    elif status.supervised is False:
-        yield error(
-            f"fleet {status.name}: the supervisor is gone, its servers run on without restarts",
-            "take them over: skyctl up; or stop them: skyctl down",
-        )
+    yield from _reasons(facts, _SUPERVISION)
 
 
 def replicas(facts: RunningFacts) -> Iterator[Result]:
     """Is every replica, and the router, as it should be?"""
     status = facts.status
-    for reason in status.reasons:
-        if reason.message.startswith(MIXED) or "supervisor is gone" in reason.message:
-            continue  # they have their own checks
-        if not reason.hint:  # it ends by itself
-            yield warning(reason.message, "wait: skyctl wait --for ready")
-        elif reason.fault:
-            yield error(reason.message, reason.hint)
-        else:
-            yield ok(reason.message)
+    yield from _reasons(facts, set(Condition) - {*_SUPERVISION, *_VERSIONS})
     if not status.reasons:
         states = ", ".join(sorted({replica.state for replica in status.replicas}))
         yield ok(f"{count_of(len(status.replicas), 'replica')}: {states}")
+
+
+def _reasons(facts: RunningFacts, conditions: Collection[Condition]) -> Iterator[Result]:
+    """The reasons of `skyctl status` that are about these."""
+    for reason in facts.status.reasons:
+        if reason.condition in conditions:
+            if reason.hint:
+                yield reason.severity, reason.message, reason.hint
+            else:  # it ends by itself
+                yield warning(reason.message, "wait: skyctl wait --for ready")
 
 
 def restarts(facts: RunningFacts) -> Iterator[Result]:
@@ -106,8 +107,10 @@ def paused_too_long(facts: RunningFacts) -> Iterator[Result]:
 
 def drifted(facts: RunningFacts) -> Iterator[Result]:
     """Does the fleet match its file and its intended state?"""
+    shown = {(reason.server, reason.condition) for reason in facts.status.reasons}
     for drift in facts.drift:
-        yield warning(f"{drift.subject} {drift.message}", drift.hint)
+        if (drift.server, drift.condition) not in shown and drift.condition not in _ROUTING:
+            yield warning(drift.message, drift.hint)
 
 
 def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
@@ -127,27 +130,8 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Result]:
 
 
 def weight_versions(facts: RunningFacts) -> Iterator[Result]:
-    """Is every server at the fleet's weight version, and does it report it?"""
-    recorded_versions = {
-        r.name: r.weight_version
-        for r in facts.status.replicas
-        if r.state is not ReplicaState.STARTING
-    }
-    if len(set(recorded_versions.values())) > 1:
-        listed = ", ".join(
-            f"{name} {version or 'base'}" for name, version in recorded_versions.items()
-        )
-        yield error(
-            f"servers are at different weight versions: {listed}",
-            "push again: skyctl sync-weights CKPT",
-        )
-    for name, recorded in recorded_versions.items():
-        reported = facts.versions.get(name)
-        if recorded is not None and reported is not None and reported != recorded:
-            yield error(
-                f"{name} reports weights {reported}, and {recorded} was pushed to it",
-                "another program pushed to it; push again: skyctl sync-weights CKPT",
-            )
+    """Are all servers at one weight version, and do they report it?"""
+    yield from _reasons(facts, _VERSIONS)
 
 
 def weight_digests(facts: RunningFacts) -> Iterator[Result]:
@@ -176,31 +160,23 @@ def router(facts: RunningFacts) -> Iterator[Result]:
     if status.router is None or facts.workers is None:
         return
     listed = {url.rstrip("/") for url in facts.workers}
-    in_step = True
-    ready = [r for r in status.replicas if r.state is ReplicaState.READY]
-    for replica in status.replicas:
-        name, fix = replica.name, f"skyctl restart {replica.name}"
-        if status.supervised is None:
-            is_listed = replica.url in listed
-            fix = f"{'take it out of' if is_listed else 'add it to'} the router: {replica.url}"
-        if replica.state is ReplicaState.READY and replica.url not in listed:
-            problem = "is ready, and the router does not list it"
-        elif replica.url in listed and replica.state.fails_requests:
-            problem = f"is {replica.state}, and the router lists it"
-        elif replica.url in listed and replica.state is ReplicaState.PAUSED and ready:
-            problem = "is paused, and the router sends it requests that wait"
-            fix = f"skyctl resume {name}"
-        else:
-            continue
-        in_step = False
-        yield error(f"{name} {problem}", fix)
+    problems = [(f.severity, f.message, f.hint) for f in from_routing(status, listed)]
+    if any(replica.state is ReplicaState.READY for replica in status.replicas):
+        problems += [
+            error(
+                f"{replica.name} is paused, and the router sends it requests that wait",
+                f"skyctl resume {replica.name}",
+            )
+            for replica in status.replicas
+            if replica.url in listed and replica.state is ReplicaState.PAUSED
+        ]
     for url in sorted(listed - {replica.url for replica in status.replicas}):
-        in_step = False
-        yield error(
-            f"the router lists {url}, which is not a server of this fleet",
-            engines.routing(facts.engine).removal(status.router.url, url),
+        removal = engines.routing(facts.engine).removal(status.router.url, url)
+        problems.append(
+            error(f"the router lists {url}, which is not a server of this fleet", removal)
         )
-    if in_step:
+    yield from problems
+    if not problems:
         yield ok(f"the router lists what it should: {count_of(len(listed), 'server')}")
 
 

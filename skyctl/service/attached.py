@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from skyctl import engines
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
-from skyctl.core.diagnosis import stopped
+from skyctl.core.diagnosis import assess, stopped
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
 from skyctl.core.results import WeightsState
@@ -31,7 +31,7 @@ from skyctl.core.service import (
     Wake,
     Withdraw,
 )
-from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.core.urls import FleetUrls, access
 from skyctl.engines.base import ServerMetrics
 from skyctl.errors import (
@@ -57,7 +57,7 @@ from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
     from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
-    from skyctl.core.diagnosis import Finding
+    from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.live.offer import Live, Offer, Offered
     from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
@@ -143,8 +143,7 @@ class AttachedFleet(RecordedFleet):
         asking = (_server(self._client, t, rows[t.name], workers) for t in targets)
         replicas = tuple(await asyncio.gather(*asking))
         health, reasons = assess(replicas, router)
-        for holder in await asyncio.to_thread(self.arbiter.stopped):
-            reasons += (Reason(f"the fleet is busy: {holder}", holder.hint("")),)
+        reasons += tuple(map(stopped, await asyncio.to_thread(self.arbiter.stopped)))
         return FleetStatus(
             self.ref.name,
             health,

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from skyctl import engines
 from skyctl.adapters.committed import catch_up
 from skyctl.core.arbiter import Act, Arbiter, Turn
-from skyctl.core.diagnosis import Action, Condition, Finding, judge, observe
+from skyctl.core.diagnosis import judge
+from skyctl.core.findings import Action, Condition, Finding
+from skyctl.core.observation import observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from skyctl.core.diagnosis import Observed, observe
+from skyctl.core.observation import Observed, observe
 from skyctl.core.registry import FleetRef
 from skyctl.core.urls import access, api_key, control_token
 from skyctl.errors import SkyctlError

@@ -18,7 +18,7 @@ from skyctl.kill_points import reached
 from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
 
 if TYPE_CHECKING:
-    from skyctl.core.diagnosis import Finding
+    from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
 
 # What is on record, and is answered without a supervisor: none is started for it but for a status.
@@ -129,7 +129,8 @@ class SupervisedFleet(RemoteFleet):
         """What is the matter with each server, and which processes are stopped; nothing is started
         for it.
         """
-        from skyctl.core.diagnosis import Action, Condition, Finding, stopped
+        from skyctl.core.diagnosis import stopped
+        from skyctl.core.findings import Action, Condition, Finding
         from skyctl.service.revive import stopped_holders
 
         findings = [
@@ -167,7 +168,7 @@ class SupervisedFleet(RemoteFleet):
             """Of a server that recovery itself had nothing to do about: was taking over enough?"""
             if not finding.action.needed:
                 return Recovered(
-                    finding.server, finding.condition, finding.action, True, finding.detail
+                    finding.server, finding.condition, finding.action, True, finding.explained
                 )
             now = after.get(finding.server)
             ok = now is None or not now.action.needed

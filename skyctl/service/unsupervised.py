@@ -6,7 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from skyctl.core.diagnosis import Action, Condition, Finding, Observed, judge, observe
+from skyctl.core.diagnosis import judge, judge_dead, unsupervised
+from skyctl.core.findings import Action, Condition, Finding
+from skyctl.core.observation import Observed, observe
 from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
@@ -15,7 +17,6 @@ from skyctl.core.status import (
     FleetStatus,
     FrontStatus,
     Health,
-    Reason,
     ReplicaStatus,
     RouterStatus,
 )
@@ -62,17 +63,12 @@ class UnsupervisedFleet(RecordedFleet):
         replicas = tuple(_replica(state, row) for row in processes if row.role == "server")
         fronts = {row.role: row for row in processes if row.role != "server"}
         running = [row.name for row in processes if _alive(row)]
-        reasons: tuple[Reason, ...] = ()
-        if running and state.get("going_down"):
-            message = f"`skyctl down` was cut short; {', '.join(running)} still run"
-            reasons = (Reason(message, "finish it: skyctl down"),)
-        elif running:
-            gone = f"the supervisor is gone; {', '.join(running)} run on unsupervised"
-            hint = "take them over: skyctl recover; or stop them: skyctl down"
-            reasons = (Reason(self._problem or gone, hint),)
-        elif any(_stale(row) for row in processes):
-            message = "the machine was restarted since this fleet ran: its state is stale"
-            reasons = (Reason(message, "start it again: skyctl up"),)
+        reasons = unsupervised(
+            running,
+            going_down=bool(state.get("going_down")),
+            stale=any(_stale(row) for row in processes),
+            problem=self._problem,
+        )
         return FleetStatus(
             name=self.paths.name,
             health=Health.DEGRADED if running else Health.DOWN,
@@ -104,7 +100,13 @@ class UnsupervisedFleet(RecordedFleet):
         findings = []
         for row in rows:
             if row.name not in seen:
-                findings.append(_judge_dead(row, others_live=bool(seen) or unrecorded))
+                orphans = [orphan.pid for orphan in row.descendants if orphan.alive()]
+                others_live = bool(seen) or unrecorded
+                findings.append(
+                    judge_dead(
+                        row.name, stale=_stale(row), orphans=orphans, others_live=others_live
+                    )
+                )
                 continue
             doubted, intended = doubts.get(row.name), state.server(row.name)
             finding = judge(seen[row.name], intended, doubted, state.weights(), ours=True)
@@ -158,15 +160,3 @@ def _stale(row: ProcessRow) -> bool:
 
 def _alive(row: ProcessRow) -> ProcessIdentity | None:
     return row.identity if row.alive() else None
-
-
-def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
-    if _stale(row):
-        return Finding(row.name, Condition.STALE, "the machine was restarted since it ran")
-    orphans = [orphan for orphan in row.descendants if orphan.alive()]
-    if orphans:
-        pids = ", ".join(str(orphan.pid) for orphan in orphans)
-        detail = f"its server is gone and left processes behind (pid {pids})"
-        return Finding(row.name, Condition.ORPHANED, detail, Action.END)
-    action: Action = Action.RESTART if others_live else Action.NOTHING
-    return Finding(row.name, Condition.FAILED, "it died without a supervisor", action)

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from skyctl import engines
+from skyctl.core.diagnosis import assess
+from skyctl.core.findings import Condition, Finding
 from skyctl.core.health import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recorded import RecordedFleet, down_error
@@ -20,10 +22,8 @@ from skyctl.core.status import (
     FleetStatus,
     FrontStatus,
     Operation,
-    Reason,
     ReplicaStatus,
     RouterStatus,
-    assess,
 )
 from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail, this_run
@@ -205,9 +205,11 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         operation=running.under_way.kind if running.under_way else None,
     )
     if (lost := running.state.unrecorded) is not None:
-        reasons += (Reason(f"{lost.path} cannot be written: {lost.reason}", lost.hint),)
+        detail = f"{lost.path} cannot be written: {lost.reason}"
+        reasons += (Finding("", Condition.UNRECORDED, detail, hint=lost.hint),)
     if running.not_listening:
-        reasons += (Reason(running.not_listening, "put it right, then: skyctl up"),)
+        detail, hint = running.not_listening, "put it right, then: skyctl up"
+        reasons += (Finding("", Condition.UNREACHABLE, detail, hint=hint),)
     return FleetStatus(
         name=running.paths.name,
         health=health,

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
-from skyctl.core.diagnosis import Finding, Observed, judge, observe
+from skyctl.core.diagnosis import judge
+from skyctl.core.findings import Finding
+from skyctl.core.observation import Observed, observe
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import recover
 from skyctl.errors import SkyctlError

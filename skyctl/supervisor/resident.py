@@ -24,7 +24,7 @@ from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
-from skyctl.core.diagnosis import Finding
+from skyctl.core.findings import Finding
 from skyctl.core.keeping import place_copies
 from skyctl.core.pinning import pin
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url

@@ -20,7 +20,7 @@ import pytest
 
 from skyctl.core import arbiter
 from skyctl.core.arbiter import Turn, hung_up
-from skyctl.core.diagnosis import Finding
+from skyctl.core.findings import Finding
 from skyctl.core.jobs import open_push
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake

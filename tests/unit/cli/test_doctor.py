@@ -11,8 +11,9 @@ from rich.console import Console
 from skyctl import output
 from skyctl.cli.doctor import _lines
 from skyctl.core import check
+from skyctl.core.findings import Severity
 from skyctl.doctor import machine
-from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.finding import Finding
 from tests.unit.cli.commands import run
 
 

@@ -13,7 +13,8 @@ import pytest
 from skyctl import output_mode
 from skyctl.cli import generate
 from skyctl.cli.generate import explained, results_file, why_requests_wait
-from skyctl.core.status import FleetStatus, ReplicaStatus, assess
+from skyctl.core.diagnosis import assess
+from skyctl.core.status import FleetStatus, ReplicaStatus
 from skyctl.errors import UsageError
 from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow

@@ -15,14 +15,14 @@ import pytest
 import typer.main
 
 from skyctl.cli import app as app_module
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.diagnosis import assess, from_intent, from_routing, from_weights
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.doctor.running import RunningFacts, check_running
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushServer
 from skyctl.push.rolling import push_rolling
-from skyctl.service.drift import from_intent, from_routing, from_weights
 from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 

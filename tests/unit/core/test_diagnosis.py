@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.diagnosis import Observed, judge, observe
+from skyctl.core.diagnosis import judge
+from skyctl.core.observation import Observed, observe
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.states import ReplicaState
@@ -107,7 +108,7 @@ def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
 def test_a_pause_of_somebody_elses_is_no_fault() -> None:
     finding = judge(Observed("a", paused=True), ServerRow("a"), None, BASE, ours=True)
     assert (finding.condition, finding.action) == ("healthy", "nothing")
-    assert "skyctl resume" in finding.detail
+    assert "skyctl resume" in finding.explained
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ async def test_a_sleep_that_is_not_on_record_is_told_from_a_pause(level: int, ad
     async with ControlClient(transport=transport) as client:
         [seen] = await observe(client, transport.targets)
     finding = judge(seen, ServerRow("stub-0"), None, BASE, ours=True)
-    assert (finding.action, finding.detail[-len(advice) :]) == ("nothing", advice)
+    assert (finding.action, finding.explained[-len(advice) :]) == ("nothing", advice)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ async def test_a_version_that_cannot_be_read_is_not_taken_for_no_version(
 async def test_a_version_has_as_long_to_come_as_what_the_engine_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyctl.core.diagnosis.HTTP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("skyctl.core.observation.HTTP_TIMEOUT_S", 0.05)
     late = StubServer(faults={"/weight_info": Fault("delay", seconds=0.2)})
     transport = StubTransport([late])
     async with ControlClient(transport=transport) as client:

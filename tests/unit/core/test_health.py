@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.diagnosis import assess
 from skyctl.core.health import FailureCount
 from skyctl.core.status import (
     FrontStatus,
@@ -13,7 +14,6 @@ from skyctl.core.status import (
     OperationKind,
     ReplicaStatus,
     RouterStatus,
-    assess,
 )
 from skyctl.errors import ExitCode, ServerError
 from skyctl.fleetfile.sections import HealthPolicy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.diagnosis import Action, Condition, Finding
+from skyctl.core.findings import Action, Condition, Finding
 from skyctl.core.recovery import (
     Recovered,
     clear,

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.doctor.finding import Finding, Severity, count
+from skyctl.core.diagnosis import assess, drift, from_intent, unsupervised
+from skyctl.core.findings import Severity
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.doctor.finding import Finding, count
 from skyctl.doctor.running import LONG_PAUSE_S, RunningFacts, check_running
-from skyctl.service.drift import Drift
 from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow
@@ -26,13 +27,14 @@ def facts(*replicas: ReplicaStatus, supervised: bool | None = True, **more: Any)
     replicas = replicas or (replica(0), replica(1))
     router = RouterStatus(ReplicaState.READY, "http://h:9")
     health, reasons = assess(replicas, router)
+    if supervised is False:
+        reasons += unsupervised(["f-0"], going_down=False, stale=False, problem="")
     status = FleetStatus(
         "f", health, replicas, router, reasons, supervised, supervisor_pid=7, weight_version="v1"
     )
     listed = [r.url for r in replicas if r.state == "ready"]
     defaults: dict[str, Any] = {
         "vllm": {r.name: "0.32.0" for r in replicas},
-        "versions": {r.name: r.weight_version for r in replicas},
         "workers": listed,
     }
     return RunningFacts(status, **{**defaults, **more})
@@ -85,12 +87,18 @@ def test_a_forgotten_pause_is_found(seconds: float | None, expected: list[tuple[
 
 
 def test_drift_is_passed_on_with_its_hint() -> None:
-    [finding] = wrong(facts(drift=[Drift("f-0", "is not in the file", "skyctl up")]))
+    [finding] = wrong(facts(drift=[drift("f-0", "is not in the file", "skyctl up")]))
     assert (finding.check, finding.message, finding.fix) == (
         "drift",
         "f-0 is not in the file",
         "skyctl up",
     )
+
+
+def test_a_server_that_status_reports_is_not_reported_again_as_drift() -> None:
+    dead = replica(1, state="dead")
+    [finding] = wrong(facts(replica(0), dead, drift=from_intent([dead], [])))
+    assert finding.check == "replicas" and "f-1 is dead" in finding.message
 
 
 def test_mixed_vllm_versions_are_an_error() -> None:
@@ -105,9 +113,9 @@ def test_mixed_weight_versions_are_one_error_and_not_two() -> None:
 
 
 def test_a_server_that_reports_another_version_than_was_pushed_is_found() -> None:
-    [finding] = wrong(facts(versions={"f-0": "v1", "f-1": "elsewhere"}))
-    assert finding.check == "weight-versions" and "f-1 reports" in finding.message
-    assert wrong(facts(versions={})) == []
+    [finding] = wrong(facts(replica(0), replica(1, reported_version="elsewhere")))
+    assert finding.check == "weight-versions" and "holds elsewhere" in finding.message
+    assert wrong(facts(replica(0, reported_version="v1"), replica(1))) == []
 
 
 def test_digests_recorded_by_pushes_must_agree_within_a_version() -> None:

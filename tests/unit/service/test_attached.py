@@ -126,7 +126,7 @@ async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
         if not recorded:  # the command died, or its answer was lost: the server says it
             fleet.state.update_server("far-0", sleep_level=0)
             [finding] = await fleet.findings()
-            assert finding.action == "nothing" and "type: skyctl wake" in finding.detail
+            assert finding.action == "nothing" and "type: skyctl wake" in finding.explained
         with pytest.raises(ConflictError) as caught:
             await fleet.wake()
         assert "skyctl wake --tags weights" in caught.value.hint

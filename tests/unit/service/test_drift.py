@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.diagnosis import from_intent, from_routing, from_weights
 from skyctl.core.status import FleetStatus, ReplicaStatus
-from skyctl.service.drift import from_file, from_intent, from_routing, from_weights
+from skyctl.service.drift import from_file
 from skyctl.states import ReplicaState
 from skyctl.store.state import ServerRow
 from skyctl.supervisor.reconcile import Changes
@@ -24,11 +25,11 @@ def status(*replicas: ReplicaStatus, version: str | None = None) -> FleetStatus:
 
 def test_what_up_would_change_is_drift() -> None:
     changes = Changes(start=("a",), restart=("b",), stop=("c",), router=True, tinker=True)
-    found = {drift.subject: drift for drift in from_file(changes)}
+    found = {drift.server: drift for drift in from_file(changes)}
     assert list(found) == ["a", "b", "c", "router", "tinker"]
-    assert "does not run" in found["a"].message
-    assert "other settings" in found["b"].message
-    assert "not in the fleet file" in found["c"].message
+    assert "does not run" in found["a"].detail
+    assert "other settings" in found["b"].detail
+    assert "not in the fleet file" in found["c"].detail
     assert all("skyctl up" in drift.hint for drift in found.values())
     assert from_file(Changes()) == from_file(None) == []
 
@@ -41,15 +42,15 @@ def test_what_up_would_change_is_drift() -> None:
         ({"sleep_level": 1}, "ready", "skyctl sleep"),
         ({"sleep_level": 2}, "paused", "skyctl sleep"),
         ({}, "asleep", "skyctl wake"),
-        ({}, "dead", "skyctl logs tiny-0"),
-        ({}, "starting", "skyctl logs tiny-0"),
+        ({}, "dead", "skyctl logs tiny-0; then: skyctl restart tiny-0"),
+        ({}, "starting", ""),
     ],
 )
 def test_a_server_that_is_not_as_it_was_asked_to_be_drifted(
     row: dict[str, Any], state: str, hint: str
 ) -> None:
     [drift] = from_intent([replica(state=state)], [ServerRow("tiny-0", **row)])
-    assert (drift.subject, drift.hint) == ("tiny-0", hint)
+    assert (drift.server, drift.hint) == ("tiny-0", hint)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +75,8 @@ def test_a_server_nobody_asked_anything_of_is_meant_to_run() -> None:
 def test_a_server_with_other_weights_than_the_fleet_drifted() -> None:
     behind, starting = replica("b"), replica("c", state="starting")
     found = from_weights(status(replica("a", weight_version="v2"), behind, starting, version="v2"))
-    assert [drift.subject for drift in found] == ["b"]
-    assert "has weights base, the fleet v2" in found[0].message
+    assert [drift.server for drift in found] == ["b"]
+    assert "has weights base, the fleet v2" in found[0].detail
     assert from_weights(status(replica("a"))) == []
 
 
@@ -89,4 +90,4 @@ def test_a_ready_server_is_routed_and_a_dead_one_is_not() -> None:
             replica("e", routed=None),
         )
     )
-    assert [drift.subject for drift in found] == ["a", "b"]
+    assert [drift.server for drift in found] == ["a", "b"]
