@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the supervisor's API. Increment it with every change that affects the other side."""
 
 VERSION_HEADER = "x-skyctl"
@@ -30,7 +30,7 @@ CALLER_HEADER = "x-skyctl-caller"
 
 
 def own_version() -> str:
-    """This skyctl's version and protocol, as in the header: `0.3.0/3`."""
+    """This skyctl's version and protocol, as in the header: `0.3.0/4`."""
     return f"{__version__}/{PROTOCOL}"
 
 
