@@ -23,6 +23,7 @@ from skyctl.push.servers import (
     alive,
     ask_all,
     close_session,
+    count_tokens,
     each,
     require_paused,
     responsive,
@@ -200,6 +201,7 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
             raise
         await require_paused(server)
         server.spans.frozen_at = server.spans.clock()
+        await count_tokens(server)
         if server.did.frozen:
             run.observer.server(server.name, PushState.PAUSED)
 

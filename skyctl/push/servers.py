@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ T = TypeVar("T")
 ENGINE_TIMEOUT_S = 10.0
 """How long an engine may take to answer before it counts as stuck: it may still load the chunk
 that a dead push sent it."""
+_COUNT_INTERVAL_S = 0.02
 
 
 @dataclass
@@ -158,6 +160,8 @@ class PushedServer:
     """The label that the push gave it; None: the one it had."""
     spans: Spans = field(default_factory=Spans)
     """When it was frozen, and when it loaded."""
+    generated: int | None = None
+    """The tokens that it had generated when it was frozen; None where its guard keeps it frozen."""
 
     @property
     def name(self) -> str:
@@ -244,14 +248,38 @@ def alive(servers: Sequence[PushedServer]) -> list[PushedServer]:
     return [server for server in servers if not server.failure]
 
 
-async def require_paused(server: PushedServer) -> None:
-    """Raise ServerError if a server that must be frozen is not: it would answer from a half-loaded
-    model. It is frozen again first. A sleeping server answers no request.
+async def count_tokens(server: PushedServer) -> None:
+    """Remember how many tokens a frozen server without skyctl's guard has generated. Its counter
+    may still lack those of its last step: it is read until it stands still.
     """
-    if server.before.asleep or await server.control.is_paused():
+    if server.target.holder:
         return
-    await server.control.pause("abort", clear_cache=False)
-    raise ServerError(f"{server.name} is not paused: somebody else resumed it, or started it anew")
+    count = -1
+    while count != (now := (await server.control.metrics()).generation_tokens):
+        count = now
+        await asyncio.sleep(_COUNT_INTERVAL_S)
+    server.generated = count
+
+
+async def require_paused(server: PushedServer) -> None:
+    """Raise ServerError if a server that must be frozen is not, or has not been since: it would
+    answer from a half-loaded model. It is frozen again first. A sleeping server answers no request.
+    """
+    if server.before.asleep:
+        return
+    problem = ""
+    if not await server.control.is_paused():
+        problem = "is not paused: somebody else resumed it, or started it anew"
+    elif server.generated is not None:
+        count = (await server.control.metrics()).generation_tokens
+        if count != server.generated:
+            problem = (
+                "generated tokens while it was frozen for this push: another client resumed it, "
+                "and paused it again"
+            )
+    if problem:
+        await server.control.pause("abort", clear_cache=False)
+        raise ServerError(f"{server.name} {problem}")
 
 
 async def open_session(server: PushedServer) -> None:

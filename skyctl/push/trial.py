@@ -24,7 +24,7 @@ from skyctl.push.freeze import abort_stragglers
 from skyctl.push.phases import Verified
 from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run
-from skyctl.push.servers import Holds, PushedServer, alive, each
+from skyctl.push.servers import Holds, PushedServer, alive, count_tokens, each
 from skyctl.states import PushStage, PushState
 
 Transaction = Callable[[Run], Awaitable[PushResult]]
@@ -63,6 +63,7 @@ async def try_canary(run: Run, servers: Sequence[PushedServer]) -> list[CanaryRe
             await _ask_all(server, canary, results[server.name])
         finally:
             await server.control.pause("abort", clear_cache=False)
+            await count_tokens(server)
 
     timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
     await each(loaded, call, timeout_s=timeout_s, call_name="canary")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,8 @@ from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushServer
+from skyctl.push.servers import PushedServer, count_tokens, require_paused
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.sglang import SGLangEngine, SGLangStub
@@ -225,5 +227,26 @@ async def test_load_and_facts_are_told(subject: Subject) -> None:
     assert (await server.metrics()).in_flight == 1
     await server.pause("abort")
     await task
+    await server.resume()
+    assert (await subject.answer(2)).endswith("|length")
+
+
+async def test_tokens_of_a_frozen_server_show_that_another_client_resumed_it(
+    subject: Subject,
+) -> None:
+    """The push counts them where no guard keeps the freeze (`push/servers.py`)."""
+    server = subject.server
+    pushed = PushedServer(PushServer(replace(server.target, holder="")), server)
+    task = await subject.long_answer()
+    await server.pause("keep")
+    await count_tokens(pushed)
+    await asyncio.sleep(0.5)
+    await require_paused(pushed)
+    await server.resume()
+    await task
+    await server.pause("keep")
+    with pytest.raises(ServerError, match="generated tokens while it was frozen"):
+        await require_paused(pushed)
+    assert await server.is_paused()
     await server.resume()
     assert (await subject.answer(2)).endswith("|length")

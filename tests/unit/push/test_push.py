@@ -563,6 +563,54 @@ async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs:
     assert thawed.paused
 
 
+def thawed_for_a_moment(engine: StubEngine) -> None:
+    """Another client resumed it, had an answer, and paused it again."""
+    engine.scheduler = Scheduler.RUNNING
+    engine.generation_tokens += 1
+    engine.scheduler = Scheduler.PAUSED_ALL
+
+
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+async def test_a_server_that_answered_while_it_was_loaded_is_no_success(
+    transport: str, stubs: Stubs
+) -> None:
+    observer = Recorder()
+    observer.on_stage = lambda name: (
+        thawed_for_a_moment(stubs.engines[1]) if name == "finish" else None
+    )
+    with pytest.raises(PushError, match="generated tokens while it was frozen") as caught:
+        await push_new(stubs, observer, transport=transport)
+    assert states(caught.value) == ["ready", "quarantined"]
+    assert stubs.engines[1].paused
+
+
+async def test_a_server_that_answered_before_the_first_byte_keeps_its_weights(
+    stubs: Stubs,
+) -> None:
+    observer = Recorder()
+    observer.on_stage = lambda name: (
+        thawed_for_a_moment(stubs.engines[1]) if name == "start" else None
+    )
+    with pytest.raises(PushError, match="generated tokens while it was frozen") as caught:
+        await push_new(stubs, observer)
+    assert states(caught.value) == ["ready", "ready"]
+    assert {engine.digest for engine in stubs.engines} == {"base"}
+
+
+async def test_tokens_that_are_counted_late_are_those_before_the_freeze(stubs: Stubs) -> None:
+    engine, observer = stubs.engines[1], Recorder()
+
+    def count_late(name: str) -> None:
+        if name == "pause":
+            asyncio.get_running_loop().call_later(
+                0.01, lambda: setattr(engine, "generation_tokens", 5)
+            )
+
+    observer.on_stage = count_late
+    await push_new(stubs, observer)
+    assert engine.generation_tokens == 5
+
+
 async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push_fails(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
