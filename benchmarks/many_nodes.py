@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import Pause, Resume
+from skyctl.core.requests import Pause, Resume
 from skyctl.launch.base import Node
 from skyctl.push.request import PushRequest
 from tests.simulation import seams

@@ -27,6 +27,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 from skyctl.startup import inherited_environment
 from skyctl.store.paths import FleetPaths, create_private_file
@@ -213,15 +214,14 @@ def main(channel: socket.socket, kind: str) -> None:
 
 def _build_adapters() -> None:
     """What carries requests and results between commands and supervisors."""
-    from skyctl.core import service
+    from skyctl.core import requests
     from skyctl.core.status import FleetStatus
-    from skyctl.supervisor import api, interface, wire
+    from skyctl.supervisor import interface, wire
 
-    results = (FleetStatus, service.Outcomes, service.TakenDown)
-    asked = api.requests(interface.SupervisorService).values()
+    results = (FleetStatus, requests.Outcomes, requests.TakenDown)
+    asked = (verb.request for verb in interface.own_handlers(Mock()))
     for kind in (*asked, *results, interface.Begun):
-        if kind is not None:
-            wire.adapter(kind)
+        wire.adapter(kind)
 
 
 def _start(

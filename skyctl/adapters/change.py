@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.committed import undo
+from skyctl.adapters.fleet import AdapterChange, AdapterFleet
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
-from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.staging import in_use, staged
 from skyctl.engines.base import Refusal
 from skyctl.errors import (

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from skyctl import engines
 from skyctl.adapters.applies import adapter_problem
+from skyctl.adapters.fleet import AdapterFleet
 from skyctl.adapters.peft import read_parts
-from skyctl.adapters.requests import AdapterFleet
 from skyctl.checkpoints.staging import sweep
 from skyctl.engines.base import Server
 from skyctl.errors import ServerError

@@ -10,8 +10,8 @@ from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult
 from skyctl.api.trainer import BlockingTrainer, Trainer
 from skyctl.api.updates import Update
+from skyctl.core.requests import TakenDown
 from skyctl.core.results import WeightsState
-from skyctl.core.service import TakenDown
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
 from skyctl.generate.requests import GenerationResult

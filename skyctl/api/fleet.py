@@ -12,7 +12,7 @@ from skyctl.api.session import GeneratingFleet
 from skyctl.api.updates import Adapters
 from skyctl.api.weights import WeightsFleet
 from skyctl.core.registry import FleetRef, find, select, supervisor_running
-from skyctl.core.service import (
+from skyctl.core.requests import (
     Control,
     Down,
     Pause,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.core.service import Outcomes
+from skyctl.core.requests import Outcomes
 from skyctl.http.fanout import Outcome, require_all
 
 

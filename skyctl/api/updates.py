@@ -12,12 +12,14 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyctl.adapters.fleet import AdapterChange
 from skyctl.adapters.peft import write_adapter
-from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
 from skyctl.core.job_result import push_result
-from skyctl.core.service import CloseUpdate, FleetService, OpenUpdate, Staging
+from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
+from skyctl.core.service import FleetService
 from skyctl.core.urls import control_token
 from skyctl.live.file import write_tensors
 from skyctl.live.model import dtype_name

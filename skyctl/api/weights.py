@@ -16,10 +16,8 @@ from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.job_result import push_result
 from skyctl.core.registry import FleetRef
+from skyctl.core.requests import Forget
 from skyctl.core.results import KeptVersion, WeightsState
-from skyctl.core.service import (
-    Forget,
-)
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
 from skyctl.live.ranks import PATIENCE_S

@@ -15,7 +15,7 @@ from skyctl.store.paths import expanded
 from skyctl.units import count_of, format_bytes
 
 if TYPE_CHECKING:
-    from skyctl.adapters.requests import AdapterChange
+    from skyctl.adapters.fleet import AdapterChange
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 

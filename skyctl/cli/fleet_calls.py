@@ -18,7 +18,7 @@ from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef, RemoteRef
-    from skyctl.core.service import Control
+    from skyctl.core.requests import Control
     from skyctl.core.status import FleetStatus
     from skyctl.service import FleetService
 

@@ -62,7 +62,7 @@ def pause(
     skyctl pause --mode wait --timeout 300
     skyctl pause demo-0 demo-1           only these servers
     """
-    from skyctl.core.service import Pause
+    from skyctl.core.requests import Pause
 
     request = Pause(
         mode=mode.value,
@@ -97,7 +97,7 @@ def resume(
     skyctl resume demo-1
     skyctl resume --force
     """
-    from skyctl.core.service import Resume
+    from skyctl.core.requests import Resume
 
     request = Resume(servers=tuple(servers or ()), force=force, timeout_s=timeout)
     run_verb(file, fleet, request, done="resumed")
@@ -122,7 +122,7 @@ def sleep(
     skyctl sleep
     skyctl sleep --level 2
     """
-    from skyctl.core.service import Sleep
+    from skyctl.core.requests import Sleep
 
     request = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout)
     run_verb(file, fleet, request, done="put to sleep", note=f"level {level}")
@@ -147,7 +147,7 @@ def wake(
     skyctl wake
     skyctl wake --tags weights
     """
-    from skyctl.core.service import Wake
+    from skyctl.core.requests import Wake
 
     request = Wake(tags=parse_tags(tags), servers=tuple(servers or ()), timeout_s=timeout)
     run_verb(file, fleet, request, done="woke", note=", ".join(request.tags))

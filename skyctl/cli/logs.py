@@ -85,7 +85,7 @@ def _remote_endings(
     file: Path | None, fleet: str | None, names: Sequence[str], lines: int, probes: bool
 ) -> dict[str, list[str]]:
     """The ends of the logs, from the fleet's supervisor."""
-    from skyctl.core.service import LogQuery
+    from skyctl.core.requests import LogQuery
 
     query = LogQuery(tuple(names), lines, probes)
     endings = call_chosen_fleet(None, fleet, lambda running: running.logs(query))

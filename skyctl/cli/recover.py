@@ -57,7 +57,7 @@ def recover(
       skyctl recover --yes --json
     """
     from skyctl.cli.fleet_calls import call_fleet
-    from skyctl.core.service import Recover
+    from skyctl.core.requests import Recover
 
     ref = find(file, fleet)
     findings = call_fleet(ref, lambda running: running.findings())

@@ -33,7 +33,7 @@ def restart(
     """
     from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.service import Restart
+    from skyctl.core.requests import Restart
 
     ref = find(file, fleet)
     chosen = tuple(servers or ())
@@ -64,7 +64,7 @@ def scale(
     """
     from skyctl.cli.fleet_calls import call_fleet, follow
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.service import Scale
+    from skyctl.core.requests import Scale
 
     ref = find(file, fleet)
 

@@ -16,7 +16,7 @@ from skyctl.errors import DeadlineExceeded, FleetFileError, SkyctlError, UsageEr
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
-    from skyctl.core.service import TakenDown
+    from skyctl.core.requests import TakenDown
     from skyctl.core.status import FleetStatus
     from skyctl.store.paths import FleetPaths
 
@@ -155,7 +155,7 @@ def down(
       skyctl down
       skyctl down --fleet tiny --drain-timeout 0
     """
-    from skyctl.core.service import Down
+    from skyctl.core.requests import Down
 
     if fleet is not None and "://" in fleet:  # on another machine
         done = call_chosen_fleet(None, fleet, lambda running: running.down(Down(drain_timeout)))

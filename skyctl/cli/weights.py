@@ -278,7 +278,7 @@ def forget(
     \b
     skyctl weights forget step-100
     """
-    from skyctl.core.service import Forget
+    from skyctl.core.requests import Forget
 
     request = Forget(version)
     freed = call_chosen_fleet(

@@ -9,16 +9,10 @@ from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
+from skyctl.core.requests import EventQuery, Forget, JobQuery, LogQuery, Staging
 from skyctl.core.results import KeptVersion, Processes, WeightsState
-from skyctl.core.service import (
-    EventQuery,
-    FleetService,
-    Forget,
-    JobQuery,
-    LogQuery,
-    Staging,
-    T,
-)
+from skyctl.core.service import FleetService
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError
 from skyctl.store.adapters import AdapterVersion, served
@@ -39,9 +33,7 @@ class RecordedFleet(FleetService):
         if state is not None:  # otherwise it is opened later
             self.state = state
 
-    async def _ask(
-        self, verb: str, request: object, result: type[T], *, patience_s: float = 0.0
-    ) -> T:
+    async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
         raise down_error(self.paths.name)
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 from skyctl import engines
 from skyctl.core import actions
 from skyctl.core.health import sleep_level
-from skyctl.core.service import Control, Outcomes, Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Control, Outcomes, Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from skyctl import engines
-from skyctl.core.service import EventQuery, StatusQuery
+from skyctl.core.requests import EventQuery, StatusQuery
 from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus
 from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError

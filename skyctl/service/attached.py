@@ -14,8 +14,7 @@ from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import assess, stopped
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
-from skyctl.core.results import WeightsState
-from skyctl.core.service import (
+from skyctl.core.requests import (
     CloseUpdate,
     Control,
     LogQuery,
@@ -27,12 +26,13 @@ from skyctl.core.service import (
     Resume,
     Staging,
     StatusQuery,
-    T,
     Wake,
     Withdraw,
 )
+from skyctl.core.results import WeightsState
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.core.urls import FleetUrls, access
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.engines.base import ServerMetrics
 from skyctl.errors import (
     ConflictError,
@@ -56,7 +56,8 @@ from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
-    from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+    from skyctl.adapters.fleet import AdapterChange, AdapterFleet
+    from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
     from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.live.offer import Live, Offer, Offered
@@ -127,11 +128,9 @@ class AttachedFleet(RecordedFleet):
         await self._client.aclose()
         self.state.close()
 
-    async def _ask(
-        self, verb: str, request: object, result: type[T], *, patience_s: float = 0.0
-    ) -> T:
+    async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
         raise UsageError(
-            f"cannot {verb} fleet {self.ref.name}: skyctl did not start its servers",
+            f"cannot {verb.name} fleet {self.ref.name}: skyctl did not start its servers",
             hint="a fleet file with `servers:` is for control only",
         )
 
@@ -285,9 +284,7 @@ class AttachedFleet(RecordedFleet):
         rows = self._servers.rows().values()
         return await verify_servers(targets, rows, self._client, self.state)
 
-    async def _change_adapter(
-        self, verb: str, request: LoadAdapter | UnloadAdapter
-    ) -> AdapterChange:
+    async def change_adapter(self, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
         from skyctl.adapters.change import change_all
         from skyctl.adapters.committed import retire
 
@@ -298,7 +295,7 @@ class AttachedFleet(RecordedFleet):
         return change
 
     async def _adapter_fleet(self) -> AdapterFleet:
-        from skyctl.adapters.requests import AdapterFleet
+        from skyctl.adapters.fleet import AdapterFleet
 
         def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
             rows = {row.name: row for row in self.state.servers()}

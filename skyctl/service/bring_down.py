@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.registry import FleetRef, supervisor_running, was_attached
-from skyctl.core.service import Down, TakenDown
+from skyctl.core.requests import Down, TakenDown
 from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S, end_stopped_processes

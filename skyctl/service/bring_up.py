@@ -12,7 +12,8 @@ from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import planned, usable
 from skyctl.core.registry import FleetRef, remember, was_attached
-from skyctl.core.service import FleetService, StatusQuery
+from skyctl.core.requests import StatusQuery
+from skyctl.core.service import FleetService
 from skyctl.core.status import BY_DOWN, FleetStatus, OperationKind, ended_by_others
 from skyctl.errors import (
     ConflictError,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyctl.core.service import FleetService, LogQuery
+from skyctl.core.requests import LogQuery
+from skyctl.core.service import FleetService
 from skyctl.errors import SkyctlError
 from skyctl.states import ReplicaState
 from skyctl.units import count_of

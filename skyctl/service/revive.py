@@ -13,7 +13,7 @@ from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled, servers_of
 from skyctl.core.registry import FleetRef, base_dir_of
-from skyctl.core.service import StatusQuery
+from skyctl.core.requests import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
 from skyctl.store.locks import Holder, Locks

@@ -6,13 +6,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any
 
+from skyctl.core import verb_table
 from skyctl.core.registry import FleetRef, supervisor_running
-from skyctl.core.service import (
-    CALL_TIMEOUT_S,
-    Recover,
-    StatusQuery,
-    T,
-)
+from skyctl.core.requests import Recover, StatusQuery
+from skyctl.core.service import handlers
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
 from skyctl.kill_points import reached
 from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
@@ -23,22 +21,23 @@ if TYPE_CHECKING:
 
 # What is on record, and is answered without a supervisor: none is started for it but for a status.
 _ON_RECORD = (
-    "status",
-    "findings",
-    "jobs",
-    "job_changes",
-    "events",
-    "weights",
-    "kept_versions",
-    "forget_version",
-    "processes",
-    "adapters",
-    "logs",
+    verb_table.STATUS,
+    verb_table.FINDINGS,
+    verb_table.JOBS,
+    verb_table.JOB_CHANGES,
+    verb_table.EVENTS,
+    verb_table.WEIGHTS,
+    verb_table.KEPT_VERSIONS,
+    verb_table.FORGET_VERSION,
+    verb_table.PROCESSES,
+    verb_table.ADAPTERS,
+    verb_table.LOGS,
 )
-_KILL_POINTS = {
-    "start_push": ("sync.asked", "sync.begun"),
-    "scale": ("scale.asked", ""),
-    **dict.fromkeys(("pause", "resume", "sleep", "wake"), ("verb.asked", "verb.answered")),
+_CONTROLS = (verb_table.PAUSE, verb_table.RESUME, verb_table.SLEEP, verb_table.WAKE)
+_KILL_POINTS: dict[Verb[Any, Any], tuple[str, str]] = {
+    verb_table.START_PUSH: ("sync.asked", "sync.begun"),
+    verb_table.SCALE: ("scale.asked", ""),
+    **dict.fromkeys(_CONTROLS, ("verb.asked", "verb.answered")),
 }
 _SUPERVISORS = 5  # who keeps ending will not be the one that puts it right
 _SUCCESSOR_S = 30.0
@@ -56,17 +55,15 @@ class SupervisedFleet(RemoteFleet):
         self.ref = ref
         self._looked = False
 
-    async def _ask(
-        self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
-    ) -> T:
+    async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
         followed = isinstance(request, StatusQuery) and request.operation is not None
         on_record = verb in _ON_RECORD and not followed
         before, after = _KILL_POINTS.get(verb, ("", ""))
         try:
-            if not followed and (verb == "status" or not on_record):
+            if not followed and (verb is verb_table.STATUS or not on_record):
                 await self._revive()
             reached(before)
-            answer = await super()._ask(verb, request, result, patience_s=patience_s)
+            answer = await super()._ask(verb, request, result)
             reached(after)
         except FleetDownError as error:
             if not on_record:
@@ -85,23 +82,23 @@ class SupervisedFleet(RemoteFleet):
             return recorded.ports, recorded.pins
         return living(recorded.ports, recorded.rows), recorded.pins
 
-    async def _on_record(self, verb: str, request: object, error: FleetDownError) -> Any:
+    async def _on_record(self, verb: Verb[Q, R], request: Q, error: FleetDownError) -> Any:
         from skyctl.core.results import Processes
         from skyctl.core.status import FleetStatus, Health
         from skyctl.service.unsupervised import UnsupervisedFleet
         from skyctl.store.state import FleetState
 
         if not self.ref.paths.database.exists():  # it was never started
-            if verb == "status":
+            if verb is verb_table.STATUS:
                 return FleetStatus(self.name, Health.DOWN, (), None, supervised=False)
-            if verb == "processes":
+            if verb is verb_table.PROCESSES:
                 return Processes()
-            if verb in ("findings", "events", "kept_versions"):
+            if verb in (verb_table.FINDINGS, verb_table.EVENTS, verb_table.KEPT_VERSIONS):
                 return ()
             raise error
         with FleetState(self.ref.paths.database) as state:
             fleet = UnsupervisedFleet(self.ref, state, error.message)
-            return await getattr(fleet, verb)(*(() if request is None else (request,)))
+            return await handlers(fleet)[verb].answer(request)
 
     async def _revive(self) -> None:
         """Start a supervisor for servers that were left without one, once per connection.
@@ -208,11 +205,13 @@ class SupervisedFleet(RemoteFleet):
 
     async def _successor(self) -> None:
         """Wait until the supervisor that did not answer is gone, or has a plan."""
+        from skyctl.core.urls import FleetUrls
+
         until = time.monotonic() + _SUCCESSOR_S
         while supervisor_running(self.ref.paths) and time.monotonic() < until:
             await asyncio.sleep(_SUCCESSOR_POLL_S)
             try:
-                await RemoteFleet._ask(self, "urls", None, dict)
+                await RemoteFleet._ask(self, verb_table.URLS, None, FleetUrls)
                 return
             except FleetDownError:
                 continue

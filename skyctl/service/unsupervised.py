@@ -12,7 +12,7 @@ from skyctl.core.observation import Observed, observe
 from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
-from skyctl.core.service import StatusQuery
+from skyctl.core.requests import StatusQuery
 from skyctl.core.status import (
     FleetStatus,
     FrontStatus,

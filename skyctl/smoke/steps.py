@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skyctl import engines
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Outcomes, Pause
+from skyctl.core.requests import Outcomes, Pause
 from skyctl.core.urls import api_key
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.generate.prompts import GenerationRequest

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl.adapters import change, committed
-from skyctl.adapters.requests import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters.fleet import AdapterChange, AdapterFleet
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import Act
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError, UsageError

@@ -1,7 +1,7 @@
-"""The supervisor's HTTP API: POST /v1/VERB for every verb of a FleetService.
+"""The supervisor's HTTP API: POST /v1/VERB for every verb (`core/verb_table.py`).
 
-The body is the verb's request, the answer its result, both as JSON (`core/service.py`). The unix
-socket (mode 0600, in a directory of mode 0700) also offers those of a SupervisorService.
+The body is the verb's request, the answer its result, both as JSON. The unix socket (mode 0600, in
+a directory of mode 0700) also offers the verbs of `supervisor/interface.py`.
 
 Both sides state their skyctl version (`wire.VERSION_HEADER`); another protocol is refused. An error
 is {"error": {kind, message, hint, details}} with the class's name as its kind.
@@ -10,10 +10,9 @@ is {"error": {kind, message, hint, details}} with the class's name as its kind.
 from __future__ import annotations
 
 import hmac
-import inspect
 import json
 from dataclasses import fields
-from typing import Any
+from types import NoneType
 from urllib.parse import unquote
 
 from pydantic import ValidationError
@@ -23,13 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from skyctl.adapters import change
-from skyctl.core import service
 from skyctl.core.arbiter import caller, hung_up
-from skyctl.core.service import FleetService
+from skyctl.core.service import Handlers
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
-from skyctl.supervisor import interface
-from skyctl.supervisor.interface import SupervisorService
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
     PROTOCOL,
@@ -44,25 +40,11 @@ _CALLER_LENGTH = 200
 _TOKEN_HINT = (
     "give a copy of the fleet's supervisor.token: skyctl --token-file FILE status --fleet URL"
 )
-_NAMES = vars(change) | vars(service) | vars(interface)
-_OF_CLIENTS = ("control", "job", "wait_job")  # composed of other verbs
 
 
-def requests(offered: type[FleetService]) -> dict[str, type | None]:
-    """Every verb with the type of its request, None if it takes none."""
-    kinds: dict[str, type | None] = {}
-    for verb, method in inspect.getmembers(offered, inspect.iscoroutinefunction):
-        if not verb.startswith("_") and verb not in _OF_CLIENTS:
-            request = inspect.signature(method).parameters.get("request")
-            kinds[verb] = None if request is None else _NAMES[request.annotation]
-    return kinds
-
-
-def make_app(
-    fleet: FleetService, offered: type[FleetService] = SupervisorService, *, token: str = ""
-) -> Starlette:
-    """The API of one fleet, with the verbs of `offered`, for callers with the `token`."""
-    verbs = requests(offered)
+def make_app(offered: Handlers, *, token: str = "") -> Starlette:
+    """The API of one fleet, with the `offered` verbs, for callers with the `token`."""
+    verbs = {handler.verb.name: handler for handler in offered.values()}
     headers = {VERSION_HEADER: f"{own_version()}/{stamp()}"}
 
     async def endpoint(request: Request) -> Response:
@@ -74,8 +56,9 @@ def make_app(
             verb = request.path_params["verb"]
             if verb not in verbs:
                 raise NotFoundError(f"there is no verb {verb!r}")
-            arguments = _arguments(verb, verbs[verb], await request.body())
-            content, status = to_json(await getattr(fleet, verb)(*arguments)), 200
+            handler = verbs[verb]
+            given = decoded(handler.verb, await request.body())
+            content, status = to_json(await handler.answer(given)), 200
         except SkyctlError as error:
             shown = {**error.to_json(), "details": error.details}
             content = json.dumps({"error": shown}).encode()
@@ -115,26 +98,30 @@ def _refuse_others(request: Request) -> None:
         raise version_mismatch(own_version(), theirs)
 
 
-def _arguments(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
-    """The verb's arguments. Raises UsageError for what no skyctl of this protocol sends."""
+def decoded(verb: Verb[Q, R], body: bytes) -> Q | None:
+    """The verb's request, None if it takes none. Raises UsageError for what no skyctl of this
+    protocol sends.
+    """
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{verb}: not JSON") from error
-    accepted = {field.name for field in fields(kind)} if kind is not None else set()
+        raise UsageError(f"{verb.name}: not JSON") from error
+    bare = verb.request is NoneType
+    accepted = set() if bare else {field.name for field in fields(verb.request)}  # type: ignore[arg-type]
     if not isinstance(sent, dict) or not sent.keys() <= accepted:
-        raise UsageError(f"{verb}: a request has only: {', '.join(sorted(accepted)) or 'nothing'}")
-    if kind is None:
-        return ()
+        listed = ", ".join(sorted(accepted)) or "nothing"
+        raise UsageError(f"{verb.name}: a request has only: {listed}")
+    if bare:
+        return None
     try:
-        request: Any = adapter(kind).validate_json(body or b"{}")
+        request = adapter(verb.request).validate_json(body or b"{}")
     except ValidationError as error:
         # where and why, but nothing of what was sent: a plan may hold secrets
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{verb}: {where}: {first['msg']}") from None
+        raise UsageError(f"{verb.name}: {where}: {first['msg']}") from None
     for name, value in vars(request).items():
         # NaN defeats every limit, and SQLite's integers have 64 bits
         if isinstance(value, int | float) and not abs(value) < 2**63:
-            raise UsageError(f"{verb}: {name}: a number without bounds")
-    return (request,)
+            raise UsageError(f"{verb.name}: {name}: a number without bounds")
+    return request

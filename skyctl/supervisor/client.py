@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Self
 from urllib.parse import quote, urlsplit
 
 from skyctl.core.arbiter import own_command
-from skyctl.core.service import CALL_TIMEOUT_S, FleetService, T
+from skyctl.core.service import FleetService
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
@@ -41,10 +42,11 @@ from skyctl.supervisor.wire import (
 )
 
 if TYPE_CHECKING:
-    from skyctl.adapters.requests import AdapterChange, LoadAdapter
+    from skyctl.adapters.fleet import AdapterChange
+    from skyctl.adapters.requests import LoadAdapter
     from skyctl.core.following import JobChanges
     from skyctl.core.registry import RemoteRef
-    from skyctl.core.service import JobQuery, OpenedUpdate, OpenUpdate, Staging
+    from skyctl.core.requests import JobQuery, OpenedUpdate, OpenUpdate, Staging
     from skyctl.push.request import PushRequest
 
 LOOK = "look: skyctl logs supervisor"
@@ -82,16 +84,15 @@ class RemoteFleet(FleetService):
     async def __aexit__(self, *exception: object) -> None:
         await self._transport.aclose()
 
-    async def _ask(
-        self, verb: str, request: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
-    ) -> T:
+    async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
+        patience_s = verb.patience_s(request)
         headers = {
             VERSION_HEADER: own_version(),
             CALLER_HEADER: quote(own_command()),
             "content-type": "application/json",
             **self._headers,
         }
-        sent = Request("POST", self._url, f"/{verb}", headers, self._encoded(request))
+        sent = Request("POST", self._url, f"/{verb.name}", headers, self._encoded(request))
         read = reader(result)
         try:
             answer = await self._answer(sent, patience_s)

@@ -22,7 +22,7 @@ from skyctl.checkpoints.staging import sweep
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
-from skyctl.core.service import TakenDown
+from skyctl.core.requests import TakenDown
 from skyctl.engines.logs import mark_start, why_it_died
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
@@ -35,6 +35,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
+from skyctl.supervisor.interface import own_handlers
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.rollout import host_of
@@ -170,7 +171,7 @@ def become_subreaper() -> None:
 
 async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
     config = uvicorn.Config(
-        make_app(supervisor),
+        make_app(own_handlers(supervisor)),
         log_level="warning",
         access_log=False,
         lifespan="off",

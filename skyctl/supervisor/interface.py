@@ -5,10 +5,13 @@ run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import NoneType
+from typing import Final
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import FleetService
+from skyctl.core.service import FleetService, Handlers, by_verb, handle, handlers
 from skyctl.core.status import OperationKind
+from skyctl.core.verb_table import Verb
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.wire import adapter
 
@@ -38,6 +41,11 @@ class Begun:
     joined: bool = False
 
 
+RECONCILE: Final[Verb[Reconcile, Begun]] = Verb("reconcile", Reconcile)
+ADOPT: Final[Verb[Adopt, int]] = Verb("adopt", Adopt)
+UNDO: Final[Verb[None, None]] = Verb("undo", NoneType, lambda request: _UNDO_S)
+
+
 class SupervisorService(FleetService):
     """A FleetService that owns its processes."""
 
@@ -46,17 +54,26 @@ class SupervisorService(FleetService):
 
         A second `up` with the same plan joins the first. Raises ConflictError when busy.
         """
-        return await self._ask("reconcile", request, Begun)
+        return await self._ask(RECONCILE, request, Begun)
 
     async def adopt(self, request: Adopt) -> int:
         """Begin to adopt what runs without a supervisor; returns the operation's number."""
-        return await self._ask("adopt", request, int)
+        return await self._ask(ADOPT, request, int)
 
     async def undo(self) -> None:
         """Stop the operation in progress and what it started; the whole fleet if that leaves
         nothing.
         """
-        return await self._ask("undo", None, type(None), patience_s=_UNDO_S)
+        return await self._ask(UNDO, None, type(None))
+
+
+def own_handlers(fleet: SupervisorService) -> Handlers:
+    """What answers each verb of a supervisor's own machine."""
+    return handlers(fleet) | by_verb(
+        handle(RECONCILE, fleet.reconcile),
+        handle(ADOPT, fleet.adopt),
+        handle(UNDO, fleet.undo),
+    )
 
 
 class SupervisorClient(RemoteFleet, SupervisorService):

@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyctl.adapters.requests import AdapterChange, LoadAdapter, UnloadAdapter
+from skyctl.adapters.fleet import AdapterChange
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
@@ -30,9 +31,7 @@ from skyctl.core.pinning import pin
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
-from skyctl.core.results import WeightsState
-from skyctl.core.service import (
-    SETTLE_WAIT_S,
+from skyctl.core.requests import (
     CloseUpdate,
     Control,
     Down,
@@ -50,6 +49,7 @@ from skyctl.core.service import (
     TakenDown,
     Withdraw,
 )
+from skyctl.core.results import WeightsState
 from skyctl.core.status import (
     BY_DOWN,
     INTERRUPTED,
@@ -59,6 +59,7 @@ from skyctl.core.status import (
     ended_by_others,
 )
 from skyctl.core.urls import FleetUrls, access
+from skyctl.core.verb_table import SETTLE_WAIT_S
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -341,9 +342,7 @@ class Supervisor(RunningFleet, SupervisorService):
             if replica.name in reported:
                 replica.observe(paused=isinstance(request, Pause))
 
-    async def _change_adapter(
-        self, verb: str, request: LoadAdapter | UnloadAdapter
-    ) -> AdapterChange:
+    async def change_adapter(self, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
         return await adapters.change_all(self, request)
 
     async def start_push(self, request: PushRequest) -> str:

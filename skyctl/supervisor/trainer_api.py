@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import caller, hung_up
-from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.engines.inside.guard import (
     TOKEN_VARIABLE,
     VLLM,

@@ -22,7 +22,7 @@ from typing import Any
 from skyctl import engines
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.job_result import push_result
-from skyctl.core.service import CloseUpdate, OpenUpdate
+from skyctl.core.requests import CloseUpdate, OpenUpdate
 from skyctl.engines.base import Server
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushRequest, PushResult

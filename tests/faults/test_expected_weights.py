@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.service import JobQuery, Restart
+from skyctl.core.requests import JobQuery, Restart
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.expected import by_files

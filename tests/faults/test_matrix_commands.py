@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from skyctl.core.service import StatusQuery
+from skyctl.core.requests import StatusQuery
 from skyctl.errors import SkyctlError
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION

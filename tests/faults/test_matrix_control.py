@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core import actions as verbs
-from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.http.client import ControlClient
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.state import FleetState

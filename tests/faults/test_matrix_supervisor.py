@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import httpx
@@ -18,8 +19,9 @@ import psutil
 import pytest
 
 from skyctl.core.plan import ServerSpec
-from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, Wake
+from skyctl.core.requests import Down, Pause, Restart, Resume, Sleep, Wake
 from skyctl.core.status import FleetStatus
+from skyctl.core.verb_table import Verb
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import DeadlineExceeded
 from skyctl.launch.local.host import free_port
@@ -280,7 +282,7 @@ async def test_a_supervisor_that_does_not_answer_is_given_up_at_the_deadline(
         SupervisorClient.on_this_machine(paths) as client,
     ):
         with pytest.raises(DeadlineExceeded, match=r"did not answer in 0\.2 s"):
-            await client._ask("status", None, FleetStatus, patience_s=0.2)
+            await client._ask(Verb("status", NoneType, lambda request: 0.2), None, FleetStatus)
 
 
 # --- verbs through the supervisor ----------------------------------------------------------------

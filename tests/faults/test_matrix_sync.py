@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core.service import Sleep, Wake
+from skyctl.core.requests import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.push.transaction import push

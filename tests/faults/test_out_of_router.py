@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyctl.core.service import Pause
+from skyctl.core.requests import Pause
 from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt

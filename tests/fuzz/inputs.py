@@ -20,7 +20,7 @@ import yaml
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.checkpoints.header import read_header
-from skyctl.core.service import T
+from skyctl.core.verb_table import Verb
 from skyctl.engines.vllm.router import RouterClient, parse_router_metrics
 from skyctl.engines.vllm.server import VLLMServer, parse_metrics
 from skyctl.errors import FleetFileError, SkyctlError
@@ -33,7 +33,7 @@ from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState, FleetWeights
-from skyctl.supervisor.interface import SupervisorClient, SupervisorService
+from skyctl.supervisor.interface import SupervisorClient, SupervisorService, own_handlers
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -426,7 +426,7 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 
     path = dice.choice(sorted(_REQUESTS))
     version = own_version() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
-    transport = httpx.ASGITransport(make_app(_Unmoved()))
+    transport = httpx.ASGITransport(make_app(own_handlers(_Unmoved())))
     async with httpx.AsyncClient(transport=transport, base_url="http://supervisor") as client:
         answer = await client.post(
             f"/v1/{path}", content=_body(dice, _REQUESTS[path]), headers={VERSION_HEADER: version}
@@ -439,12 +439,10 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 class _Unmoved(SupervisorService):
     """Takes what the API hands on, of the types it promised, and does nothing."""
 
-    async def _ask(
-        self, verb: str, request: Any, result: type[T], *, patience_s: float = 0.0
-    ) -> Any:
+    async def _ask(self, verb: Verb[Any, Any], request: Any, result: Any) -> Any:
         for name, kind in get_type_hints(type(request)).items() if request is not None else ():
             if isinstance(kind, type):
-                assert isinstance(getattr(request, name), kind | int), (verb, name)
+                assert isinstance(getattr(request, name), kind | int), (verb.name, name)
 
 
 CASES: dict[str, Case] = {

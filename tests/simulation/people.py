@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from skyctl import kill_points
-from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.transport import Request, TransportError
 from skyctl.push.request import PushRequest
 from tests.simulation import seams

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
-from skyctl.core.service import Restart
+from skyctl.core.requests import Restart
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request

@@ -14,7 +14,7 @@ from typing import Any
 
 from skyctl.core.guardian import STOPPED_S
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Control, Recover, Resume, Wake
+from skyctl.core.requests import Control, Recover, Resume, Wake
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.push import server_facts

@@ -9,7 +9,6 @@ MOST_IN_FUNCTION = 50  # without its signature and its docstring
 MOST_IN_MODULE = 400  # without the sentences under fields
 LONG_MODULES = {
     "api/trainer.py": "one rank of a training job: what it answers in each round of a push",
-    "core/service.py": "each verb of a fleet, a method with a sentence",
     "engines/inside/guard.py": "one file, which servers of other interpreters load by itself",
     "live/plan.py": "one calculation: which bytes of which rank go where",
     "push/delivery.py": "one way of delivery, step by step",

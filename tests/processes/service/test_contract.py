@@ -8,15 +8,16 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from skyctl.api.updates import updating
-from skyctl.core.service import (
+from skyctl.core import verb_table
+from skyctl.core.requests import (
     CloseUpdate,
     EventQuery,
-    FleetService,
     Forget,
     JobQuery,
     Pause,
@@ -24,12 +25,15 @@ from skyctl.core.service import (
     Sleep,
     Wake,
 )
+from skyctl.core.service import FleetService, handlers
+from skyctl.core.verb_table import Verb
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.trainer import Rendezvous
 from skyctl.store.state import TRAINER
-from skyctl.supervisor.api import make_app, requests
+from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
+from skyctl.supervisor.interface import SupervisorClient, own_handlers
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.test_matrix_supervisor import pushable
 from tests.processes.supervisor.test_resident import bring_up, supervising
@@ -60,7 +64,7 @@ async def fleet(
         if request.param == "supervisor":
             yield supervisor
             return
-        app = httpx.ASGITransport(make_app(supervisor, FleetService))
+        app = httpx.ASGITransport(make_app(handlers(supervisor)))
         yield await stack.enter_async_context(RemoteFleet("far", ThroughHttpx(app)))
 
 
@@ -191,6 +195,9 @@ async def test_what_is_not_there_is_not_found(fleet: FleetService) -> None:
         assert caught.value.hint
 
 
-def test_every_verb_of_the_interface_has_a_route() -> None:
-    assert set(requests(FleetService)) >= {"status", "pause", "start_push", "job_changes", "logs"}
-    assert "reconcile" not in requests(FleetService)
+def test_every_verb_has_a_handler_and_none_but_the_supervisors_own_takes_a_plan() -> None:
+    fleet = SupervisorClient("f", Mock())
+    listed = {verb for verb in vars(verb_table).values() if isinstance(verb, Verb)}
+    assert set(handlers(fleet)) == listed
+    names = {"reconcile", "adopt", "undo"}
+    assert {verb.name for verb in set(own_handlers(fleet)) - listed} == names

@@ -12,7 +12,7 @@ import pytest
 
 from skyctl.core.arbiter import Act
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient

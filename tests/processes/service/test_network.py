@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from skyctl.adapters.requests import LoadAdapter
 from skyctl.core.registry import CA_VARIABLE, TOKEN_FILE_VARIABLE, RemoteRef, find, select
-from skyctl.core.service import OpenUpdate, Pause, Resume
+from skyctl.core.requests import OpenUpdate, Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
 from skyctl.fleetfile.sections import SupervisorSection
 from skyctl.launch.local.host import free_port

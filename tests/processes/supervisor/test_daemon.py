@@ -20,7 +20,7 @@ import pytest
 
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef, supervisor_running
-from skyctl.core.service import TakenDown
+from skyctl.core.requests import TakenDown
 from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError, HostUnreachable, SkyctlError
 from skyctl.launch.local.host import scratch_environment

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.service import Pause, Resume
+from skyctl.core.requests import Pause, Resume
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store import unrecorded

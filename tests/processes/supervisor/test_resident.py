@@ -23,7 +23,7 @@ from skyctl.core.arbiter import Turn, hung_up
 from skyctl.core.findings import Finding
 from skyctl.core.jobs import open_push
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
+from skyctl.core.requests import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
 from skyctl.core.status import Operation, OperationKind
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer

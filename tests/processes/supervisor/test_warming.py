@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import Sleep
+from skyctl.core.requests import Sleep
 from skyctl.errors import PreflightError, ServerUnreachable
 from skyctl.push import rehearsal
 from skyctl.push.request import PushFleet, PushRequest, PushServer

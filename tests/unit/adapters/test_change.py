@@ -13,7 +13,8 @@ import pytest
 
 from skyctl.adapters import change, committed
 from skyctl.adapters import change as adapters
-from skyctl.adapters.requests import AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.adapters.fleet import AdapterFleet
+from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.errors import (
     ConflictError,
     NotFoundError,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
-from skyctl.core.service import CloseUpdate
+from skyctl.core.requests import CloseUpdate
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.push.request import PushResult
 from skyctl.push.trainer import suggest

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl.core import actions as verbs
-from skyctl.core.service import Resume
+from skyctl.core.requests import Resume
 from skyctl.core.verbs import run
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus

@@ -15,7 +15,7 @@ from httpx import ASGITransport, AsyncClient, MockTransport, Response
 
 import skyctl.engines.sglang.inside.serve as serve
 from skyctl.core import actions
-from skyctl.core.service import Pause, Resume, Sleep
+from skyctl.core.requests import Pause, Resume, Sleep
 from skyctl.doctor import examine
 from skyctl.engines.guarding import ALONE
 from skyctl.engines.inside.guard import Guard, is_data

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.core.service import EventQuery, FleetService, StatusQuery
+from skyctl.core.requests import EventQuery, StatusQuery
+from skyctl.core.service import FleetService
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.monitoring.samples import (
     FleetSample,

@@ -15,7 +15,7 @@ import pytest
 from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError, NotFoundError, ServerError, UsageError, WeightsGone
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient

@@ -9,7 +9,7 @@ import pytest
 
 from skyctl.adapters import change
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
-from skyctl.core.service import Recover, Sleep, StatusQuery, Wake
+from skyctl.core.requests import Recover, Sleep, StatusQuery, Wake
 from skyctl.errors import PartialFailure
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.core.registry import FleetRef
-from skyctl.core.service import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.service.attached import AttachedFleet

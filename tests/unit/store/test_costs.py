@@ -17,7 +17,7 @@ import pytest
 
 import skyctl
 from skyctl.core import actions, verbs
-from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
