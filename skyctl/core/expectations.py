@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from skyctl.checkpoints.checkpoint import locate, read_checkpoint
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import SkyctlError
-from skyctl.push.request import PushFleet
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.push.request import PushFleet, PushServer
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import by_files
+from skyctl.store.in_doubt import NO_DOUBT, in_doubt
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
@@ -31,6 +33,43 @@ _SETTINGS = (
     "*.py",
 )
 """Files beside the weights that decide what a server answers."""
+
+
+def push_fleet(
+    name: str, config: FleetConfig, servers: Sequence[PushServer], state: FleetState, python: str
+) -> PushFleet:
+    """These servers as a push needs them: with what is on record of each, and what earlier pushes
+    left in it.
+    """
+    rows, doubts = {row.name: row for row in state.servers()}, in_doubt(state)
+
+    def recorded(server: PushServer) -> PushServer:
+        row = rows.get(server.name, ServerRow(server.name))
+        doubt = doubts.get(server.name, NO_DOUBT)
+        return replace(
+            server,
+            half_updated=doubt.half_updated,
+            thaw=doubt.thaw and not row.paused,
+            verified_as=doubt.version,
+            weights_awake=row.weights_awake,
+            sleep_level=row.sleep_level,
+            paused=row.paused,
+        )
+
+    transfer = config.weight_transfer
+    return PushFleet(
+        name,
+        tuple(map(recorded, servers)),
+        chunk_size=transfer.chunk_size,
+        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
+        update_timeout_s=transfer.update_timeout_s,
+        control_timeout_s=config.control_timeout_s,
+        python=python,
+        transport=transfer.transport,
+        stage_rate=transfer.stage_rate,
+        one_reader=transfer.readers == "one",
+        drain_timeout_s=config.drain_timeout_s,
+    )
 
 
 def informed(fleet: PushFleet, state: FleetState) -> PushFleet:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
-from skyctl.core import jobs
+from skyctl.core import expectations, jobs
 from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
@@ -18,9 +18,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.trainer import Trainer
-from skyctl.store.in_doubt import NO_DOUBT, in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState, ServerRow
+from skyctl.store.state import FleetState
 
 
 def begin(
@@ -61,34 +60,17 @@ def push_fleet(
     ref: FleetRef, targets: Sequence[ServerTarget], request: PushRequest, state: FleetState
 ) -> PushFleet:
     """The servers of a push, described as the push needs them."""
-    transfer, doubts = ref.config.weight_transfer, in_doubt(state)
-    recorded = {row.name: row for row in state.servers()}
-    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
-    return PushFleet(
-        name=ref.name,
-        # the push's preflight finds out backend, device and world size
-        servers=tuple(
-            PushServer(
-                target,
-                device="cuda" if ref.config.device == "cuda" else "cpu",
-                half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
-                thaw=doubts.get(target.name, NO_DOUBT).thaw and not rows[target.name].paused,
-                verified_as=doubts.get(target.name, NO_DOUBT).version,
-                weights_awake=rows[target.name].weights_awake,
-                sleep_level=rows[target.name].sleep_level,
-                paused=rows[target.name].paused,
-            )
-            for target in targets
-        ),
+    # the push's preflight finds out backend, device and world size
+    servers = [
+        PushServer(target, device="cuda" if ref.config.device == "cuda" else "cpu")
+        for target in targets
+    ]
+    python = ref.config.python or sys.executable
+    pushed = _pushed(state)
+    return replace(
+        expectations.push_fleet(ref.name, ref.config, servers, state, python),
         # a directory overwritten since its push would be compared with itself
-        model_path=pushed if (pushed := _pushed(state)) != request.checkpoint else None,
-        chunk_size=transfer.chunk_size,
-        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
-        update_timeout_s=transfer.update_timeout_s,
-        control_timeout_s=ref.config.control_timeout_s,
-        python=ref.config.python or sys.executable,
-        transport=transfer.transport,
-        stage_rate=transfer.stage_rate,
+        model_path=pushed if pushed != request.checkpoint else None,
         pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
 

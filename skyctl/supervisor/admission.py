@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
+from skyctl.core import expectations
 from skyctl.core.expectations import (
     arguments_of,
     files_of,
@@ -27,10 +28,7 @@ from skyctl.push.verify import arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
 from skyctl.store.in_doubt import (
-    NO_DOUBT,
-    InDoubt,
     clear_doubt,
-    in_doubt,
     leave_to_next_push,
     touch,
 )
@@ -44,51 +42,28 @@ _LOG = logging.getLogger(__name__)
 def push_fleet(
     plan: FleetPlan,
     replicas: Sequence[Replica],
+    state: FleetState,
     model_path: str,
-    doubts: Mapping[str, InDoubt],
     committed: FleetWeights | None = None,
     pushes: Sequence[PushRecord] = (),
 ) -> PushFleet:
-    """The servers of a push, described as the push needs them. `model_path` is what they run now,
-    `doubts` what earlier pushes left, `committed` what a refused push returns to, `pushes` are the
-    latest.
-    """
-    transfer = plan.config.weight_transfer
-    return PushFleet(
-        name=plan.name,
-        servers=tuple(
-            PushServer(
-                target=replica.target,
-                node=replica.spec.node,
-                machines=1 + len(replica.spec.followers),
-                backend=replica.spec.backend,
-                device=plan.device,
-                gpus=replica.spec.gpus,
-                world_size=replica.spec.world_size,
-                instance=replica.instance,
-                half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
-                thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
-                verified_as=doubts.get(replica.name, NO_DOUBT).version,
-                weights_awake=replica.weights_awake,
-                sleep_level=replica.row.sleep_level,
-                paused=replica.row.paused,
-                arguments=arguments_of(replica.spec),
-            )
-            for replica in replicas
-        ),
-        model_path=model_path,
-        chunk_size=transfer.chunk_size,
-        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
-        update_timeout_s=transfer.update_timeout_s,
-        control_timeout_s=plan.config.control_timeout_s,
-        python=plan.python,
-        transport=transfer.transport,
-        stage_rate=transfer.stage_rate,
-        one_reader=transfer.readers == "one",
-        drain_timeout_s=plan.config.drain_timeout_s,
-        committed=committed,
-        pushes=tuple(pushes),
-    )
+    """The servers of a push, described as the push needs them (see `expectations.push_fleet`)."""
+    servers = [
+        PushServer(
+            target=replica.target,
+            node=replica.spec.node,
+            machines=1 + len(replica.spec.followers),
+            backend=replica.spec.backend,
+            device=plan.device,
+            gpus=replica.spec.gpus,
+            world_size=replica.spec.world_size,
+            instance=replica.instance,
+            arguments=arguments_of(replica.spec),
+        )
+        for replica in replicas
+    ]
+    fleet = expectations.push_fleet(plan.name, plan.config, servers, state, plan.python)
+    return replace(fleet, model_path=model_path, committed=committed, pushes=tuple(pushes))
 
 
 def committed(state: FleetState, plan: FleetPlan) -> FleetWeights | None:
@@ -229,7 +204,7 @@ async def push_alone(
     # may read a whole checkpoint
     verify = plan.config.weight_transfer.verify
     request = await asyncio.to_thread(published, weights, verify=verify)
-    fleet = informed(push_fleet(plan, [replica], plan.base, in_doubt(state)), state)
+    fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
     touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
     with in_use(request.checkpoint):
         try:

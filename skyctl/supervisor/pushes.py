@@ -240,8 +240,8 @@ class Pushes:
         return admission.push_fleet(
             plan,
             up,
+            state,
             reference(plan.base, state.weights().checkpoint),
-            in_doubt(state),
             committed(state, plan),
             state.journal.pushes() if dry_run else (),
         )

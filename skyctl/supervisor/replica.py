@@ -105,11 +105,6 @@ class Replica(KeptRunning):
         return f"{identity.pid}@{identity.create_time}" if identity else ""
 
     @property
-    def weights_awake(self) -> bool:
-        """Whether it sleeps except for its weights, which were woken."""
-        return self._context.state.server(self.name).weights_awake
-
-    @property
     def row(self) -> ServerRow:
         """The intended state of this server, as in the state file."""
         return self._row

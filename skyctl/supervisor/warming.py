@@ -83,7 +83,7 @@ class Warming:
         from skyctl.push.rehearsal import rehearse
 
         request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
-        fleet = admission.push_fleet(plan, replicas, plan.base, {})
+        fleet = admission.push_fleet(plan, replicas, state, plan.base)
         try:
             sites = await rehearse(
                 request,
