@@ -45,12 +45,12 @@ def push_fleet(
 
     def recorded(server: PushServer) -> PushServer:
         row = rows.get(server.name, ServerRow(server.name))
-        doubt = doubts.get(server.name, NO_DOUBT)
+        record = doubts.get(server.name, NO_DOUBT)
         return replace(
             server,
-            half_updated=doubt.half_updated,
-            thaw=doubt.thaw and not row.paused,
-            verified_as=doubt.version,
+            half_updated=record.half_updated,
+            thaw=record.thaw and not row.paused,
+            verified_as=record.version,
             weights_awake=row.weights_awake,
             sleep_level=row.sleep_level,
             paused=row.paused,

@@ -21,8 +21,8 @@ from skyctl.wire.layouts import (
     Copy,
     LayoutReport,
     ParameterLayout,
-    Part,
     Program,
+    Runs,
 )
 
 ALIGNMENT = 64
@@ -285,7 +285,7 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
         for part in parameter.parts:
             chunk, offset, tensor = places[part.tensor]
             item = tensor.nbytes // max(math.prod(tensor.shape), 1)
-            pieces.append(_copy(part, number, chunk, offset, item))
+            pieces.append(copy_of(chunk, number, offset, item, part.runs))
         copies += merged(sorted(pieces, key=lambda copy: (copy.chunk, copy.target)))
     copies.sort(key=lambda copy: copy.chunk)  # stable: within a chunk in the model's order
     return Program(
@@ -295,19 +295,16 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
     )
 
 
-def _copy(part: Part, parameter: int, chunk: int, offset: int, item: int) -> Copy:
-    whole = part.rows == 1 or part.source_pitch == part.target_pitch == part.row
-    rows, row = (1, part.rows * part.row) if whole else (part.rows, part.row)
-    return Copy(
-        chunk,
-        parameter,
-        rows,
-        row * item,
-        offset + part.source * item,
-        (row if whole else part.source_pitch) * item,
-        part.target * item,
-        (row if whole else part.target_pitch) * item,
-    )
+def copy_of(chunk: int, parameter: int, offset: int, item: int, runs: Runs) -> Copy:
+    """A block of a tensor at byte `offset` of a chunk, of `item` bytes an element."""
+    rows, row, source, source_pitch, target, target_pitch = runs
+    if rows > 1 and source_pitch == target_pitch == row:
+        rows, row = 1, rows * row
+    if rows == 1:
+        source_pitch = target_pitch = row
+    numbers = (row, source, source_pitch, target, target_pitch)
+    row, source, source_pitch, target, target_pitch = (number * item for number in numbers)
+    return Copy(chunk, parameter, rows, row, offset + source, source_pitch, target, target_pitch)
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:

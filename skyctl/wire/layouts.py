@@ -21,6 +21,10 @@ worker with another version is pushed to by vLLM's loader, a sender with another
 """
 
 
+Runs = tuple[int, int, int, int, int, int]
+"""rows, row, source, source_pitch, target, target_pitch: as in a `Part`."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A block of one checkpoint tensor inside a parameter. Counted in elements, both row-major."""
@@ -41,6 +45,12 @@ class Part:
     """First element in the parameter."""
     target_pitch: int
     """From one run to the next in the parameter."""
+
+    @property
+    def runs(self) -> Runs:
+        """Its block, without the tensor."""
+        place = (self.source, self.source_pitch, self.target, self.target_pitch)
+        return (self.rows, self.row, *place)
 
     def to_wire(self) -> list[Any]:
         return [*vars(self).values()]

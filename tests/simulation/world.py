@@ -432,7 +432,7 @@ class World:
         last = self._operate("last recover", self._recover)
         self.recovery_looked_at = {engine.url: engine.seen_at for engine in self.engines}
         found = self._operate("last look", self._find).result or ()
-        checks.at_the_end(self, last, {one.server: one.detail for one in found})
+        checks.at_the_end(self, last, {one.server: one.explained for one in found})
         if not self.is_down():
             self._restart_quarantined({one.server for one in found if one.action != "nothing"})
             self._operate_on()

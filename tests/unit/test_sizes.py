@@ -10,7 +10,6 @@ MOST_IN_MODULE = 400  # without the sentences under fields
 LONG_MODULES = {
     "api/trainer.py": "one rank of a training job: what it answers in each round of a push",
     "engines/inside/guard.py": "one file, which servers of other interpreters load by itself",
-    "live/plan.py": "one calculation: which bytes of which rank go where",
     "push/delivery.py": "one way of delivery, step by step",
     "service/attached.py": "each verb of a fleet that was attached to, a method",
     "store/database.py": "one connection: a file, and the memory that stands in for it",
