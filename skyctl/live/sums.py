@@ -23,8 +23,10 @@ from skyctl.wire.layouts import Copy
 _WORD = 8
 _RUN_WORDS = 1 << 17
 """Words of one entry of the kernel's table, at most."""
-_BATCH_BYTES = 256 << 20
-"""What must be cast, or moved to where words begin, is summed in parts of about this size."""
+_BATCH_BYTES = 128 << 20
+"""What must be cast, or moved to where words begin, is summed in parts of at most twice this size,
+all in the same spare memory.
+"""
 _IMAGE_BYTES = 64 << 20
 """The same for what is not whole words."""
 _EXPONENTS = {
@@ -228,8 +230,9 @@ class Summer:
         from skyctl.wire.triton_digest import sum_pieces
 
         sum_pieces(0, self._table, sums, broken)
-        for copies, table, size in self._batches:
-            spare = torch.empty(size, dtype=torch.uint8, device=self._device)
+        size = max((size for _, _, size in self._batches), default=0)
+        spare = torch.empty(size, dtype=torch.uint8, device=self._device)
+        for copies, table, _ in self._batches:
             for copy in copies:
                 self._move(copy, spare)
             sum_pieces(spare.data_ptr(), table, sums, broken)
