@@ -55,9 +55,10 @@ async def pause(
     timeout_s: float = 30.0,
     keep_partial: bool = False,
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
-) -> list[Outcome[None]]:
+) -> list[Outcome[bool]]:
     """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
-    Prefill servers are paused before the others.
+    Prefill servers are paused before the others. The value is True for a server that may be frozen,
+    or become so, though it was to be resumed.
 
     If some servers paused and some did not, those that this call paused are resumed (status
     rolled-back), unless `keep_partial`; so are those that take no new requests because a wait ran
@@ -66,15 +67,16 @@ async def pause(
     """
     progress = {target.name: _PauseProgress() for target in targets}
 
-    async def pause_target(target: ServerTarget) -> None:
+    async def pause_target(target: ServerTarget) -> bool:
         mine, server = progress[target.name], engines.server(client, target, timeout_s=timeout_s)
         # asked first, so that a rollback never resumes a server that another client paused
         mine.was_paused = await server.is_paused()
         mine.sent = True
         await server.pause(mode, clear_cache=clear_cache)
         mine.paused_now = True
+        return False
 
-    async def read_back_pause(target: ServerTarget, outcome: Outcome[None]) -> Outcome[None]:
+    async def read_back_pause(target: ServerTarget, outcome: Outcome[bool]) -> Outcome[bool]:
         """Find out the result of a lost pause, and keep it for a rollback."""
         mine = progress[target.name]
         if outcome.status not in _LOST:
@@ -90,12 +92,11 @@ async def pause(
                 return False, "takes no new requests, but running ones have not ended"
             return True, "paused"
 
-        return await _resolve_lost(client, target, outcome, read_back, read_back_timeout_s)
+        return await _resolve_lost(client, target, outcome, read_back, read_back_timeout_s, False)
 
     outcomes = await _in_turn(targets, pause_target, timeout_s)
     outcomes = await _each(targets, outcomes, read_back_pause)
-    frozen = any(o.ok or progress[o.server].paused_now for o in outcomes)
-    if keep_partial or all(o.ok for o in outcomes) or not frozen:
+    if keep_partial or all(o.ok for o in outcomes):
         return outcomes
     culprit = next(o.server for o in outcomes if not o.ok)
     return await _each(
@@ -224,11 +225,11 @@ async def wake(
 async def _roll_back(
     client: ControlClient,
     target: ServerTarget,
-    outcome: Outcome[None],
+    outcome: Outcome[bool],
     progress: _PauseProgress,
     culprit: str,
     timeout_s: float,
-) -> Outcome[None]:
+) -> Outcome[bool]:
     """Resume a server that this pause froze, or may have frozen."""
     if not progress.sent or progress.was_paused or progress.paused_now is False:
         return outcome
@@ -238,7 +239,8 @@ async def _roll_back(
         await engines.server(client, target, timeout_s=timeout_s).resume()
     except SkyctlError as error:
         still = "may still be paused" if progress.paused_now is None else "is still paused"
-        failed = replace(outcome, status=OutcomeStatus.FAILED) if outcome.ok else outcome
+        status = OutcomeStatus.FAILED if outcome.ok else outcome.status
+        failed = replace(outcome, status=status, value=True)
         return failed.noting(f"{still}; resuming it failed: {error.message}")
     if not outcome.ok:
         return outcome.noting("resumed again")

@@ -19,7 +19,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import FreezeOrder, ServerTarget
 from skyctl.store.adapters import is_current
-from skyctl.store.in_doubt import in_doubt
+from skyctl.store.in_doubt import InDoubt, clear_doubt, doubt_pause, in_doubt
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.units import count_of
 
@@ -57,11 +57,11 @@ async def run(
     partly = {name for name, row in rows.items() if row.weights_awake}
     if isinstance(request, Sleep) and device != "cpu":
         _refuse_empty([rows[name] for name in partly])
-    doubted, before = in_doubt(state), _ended(state)
+    doubts, before = in_doubt(state), _ended(state)
     skipped = {
         name: reason
         for name, row in rows.items()
-        if (reason := pointless(request, row, in_doubt=name in doubted))
+        if (reason := pointless(request, row, doubts.get(name)))
     }
     called = [target for target in targets if target.name not in skipped]
     outcomes = await _call(request, called, client, timeout_s, device, partly)
@@ -82,7 +82,7 @@ async def run(
                 for name, change in changes.items()
                 if now.get(name, False) == rows[name].paused
             }
-        state.update_servers(changes)
+        _record(request, changes, outcomes, doubts, state)
         if called:
             state.add_event(*_event(request, [_held_back(outcome, behind) for outcome in outcomes]))
     if meanwhile:
@@ -96,6 +96,25 @@ async def run(
         reported.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     )
+
+
+def _record(
+    request: Control,
+    changes: Mapping[str, Mapping[str, Any]],
+    outcomes: Sequence[Outcome[Any]],
+    doubts: Mapping[str, InDoubt],
+    state: FleetState,
+) -> None:
+    """Record the intended states, and which servers a pause may have left frozen: the next verb
+    that reaches one decides that.
+    """
+    state.update_servers(changes)
+    for outcome in outcomes:
+        name = outcome.server
+        if outcome.ok and name in doubts and doubts[name].by_verb:
+            clear_doubt(state, name)
+        elif isinstance(request, Pause) and outcome.value:
+            doubt_pause(state, name)
 
 
 def count(state: FleetState) -> int:
@@ -191,7 +210,7 @@ async def _pause_again(
     """Pause servers that slept while they were paused, unless they were resumed meanwhile."""
     paused = {row.name for row in state.servers() if row.paused}
     if pause := [target for target in woken if target.name in paused]:
-        await actions.pause(client, pause, mode="keep", timeout_s=timeout_s)
+        await actions.pause(client, pause, mode="keep", timeout_s=timeout_s, keep_partial=True)
 
 
 async def _quarantined_behind(
@@ -231,7 +250,7 @@ def _event(request: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str
     return "fleet", f"{description}: {ok} of {count_of(len(outcomes), 'server')}"
 
 
-def pointless(request: Control, row: ServerRow, *, in_doubt: bool) -> str:
+def pointless(request: Control, row: ServerRow, doubted: InDoubt | None) -> str:
     """Why this server is skipped, or "". What a dead push left is not thawed by hand: waking thaws
     as well, unless only the weights of a sleeping server are woken; and so does putting one to
     sleep whose weights are awake.
@@ -241,7 +260,7 @@ def pointless(request: Control, row: ServerRow, *, in_doubt: bool) -> str:
     )
     wakes_first = isinstance(request, Sleep) and row.weights_awake
     thaws = (isinstance(request, Resume | Wake) and not weights_alone) or wakes_first
-    if thaws and (row.quarantine or in_doubt):
+    if thaws and (row.quarantine or (doubted is not None and not doubted.by_verb)):
         reason = row.quarantine or "it may hold parts of two checkpoints"
         return f"quarantined: {reason}; type: skyctl recover"
     if isinstance(request, Pause | Resume) and row.sleep_level:

@@ -53,7 +53,8 @@ async def find(
             Action.QUARANTINE,
         )
         for name, record in doubts.items()
-        if name not in present and not (rows[name].quarantine or "").startswith(_GONE)
+        if not (name in present or record.by_verb)
+        and not (rows[name].quarantine or "").startswith(_GONE)
     ]
     return (*judged, *gone)
 

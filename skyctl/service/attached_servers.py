@@ -114,6 +114,7 @@ class AttachedServers:
         before = {row.url for row in self._recorded if row.located}
         new = [target for target in self.targets if normalized(target.url) not in before]
         doubts = self.in_doubt() if new else {}
+        doubts = {name: record for name, record in doubts.items() if not record.by_verb}
         new = [target for target in new if target.name not in doubts]
         if not new or not doubts:
             return {}

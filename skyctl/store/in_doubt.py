@@ -43,10 +43,17 @@ class InDoubt:
     """The label that verified weights get before it is thawed."""
 
     @property
+    def by_verb(self) -> bool:
+        """Whether no push is behind it: a pause could not be undone, and any verb may be next."""
+        return self.job == _PAUSE
+
+    @property
     def reason(self) -> str:
         """The reason of the doubt, and what it may hold, in a sentence."""
         if self.stage == PushStage.NO_PUSH:
             return "it does not hold the fleet's weights, and recovery could not have them"
+        if self.by_verb:
+            return "a pause failed, and could not be undone here"
         interrupted = f"{self.job} broke off in stage {self.stage}"
         if self.half_updated:
             return f"{interrupted}: it may hold parts of both weights"
@@ -55,6 +62,8 @@ class InDoubt:
         return f"{interrupted}, before anything was sent"
 
 
+_PAUSE = "pause"
+"""The job of a doubt that a pause left."""
 _SENDER = "sender"
 """Key of the trainer that sends: `{"job": …}` and its process; "" once it has reported its end."""
 
@@ -207,6 +216,14 @@ def touch(state: FleetState, name: str, admission: str) -> None:
     """
     with state.durable():
         _save(state, InDoubt(name, admission, PushStage.UPDATE, True, True))
+
+
+def doubt_pause(state: FleetState, name: str) -> None:
+    """This server may be frozen, or become so, by a pause that could not be undone: not at
+    anybody's request.
+    """
+    if name not in in_doubt(state):
+        _save(state, InDoubt(name, _PAUSE, PushStage.PAUSE, half_updated=False, thaw=True))
 
 
 def leave_to_next_push(state: FleetState, name: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
@@ -23,6 +24,7 @@ from skyctl.core.recovery import published
 from skyctl.engines.base import Feature
 from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushFleet, PushObserver, PushServer
 from skyctl.push.verify import arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
@@ -229,12 +231,15 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
 
     row, resume = replica.row, replica.resume_when_up
     replica.intent_changed = replica.resume_when_up = False  # later changes are applied next
+    outcomes: Sequence[Outcome[Any]]
     if row.sleep_level:
         outcomes = await actions.sleep(
             client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
         )
     elif row.paused:
-        outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+        outcomes = await actions.pause(
+            client, [replica.target], mode="keep", timeout_s=timeout_s, keep_partial=True
+        )
     elif resume and not row.quarantine:
         outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
     else:

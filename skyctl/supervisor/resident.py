@@ -508,8 +508,8 @@ class Supervisor(RunningFleet, SupervisorService):
 
     def _meant_for(self, request: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
-        doubted = replica.name in in_doubt(self.state)
-        if reason := verbs.pointless(request, replica.row, in_doubt=doubted):
+        doubted = in_doubt(self.state).get(replica.name)
+        if reason := verbs.pointless(request, replica.row, doubted):
             return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, reason)
         detail = f"not running ({replica.state})"
         if isinstance(request, Pause | Resume):

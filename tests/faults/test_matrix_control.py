@@ -17,7 +17,10 @@ import pytest
 from skyctl.core import actions as verbs
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.http.client import ControlClient
+from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import JobState
 from skyctl.store.state import FleetState
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.command import attached, skyctl
@@ -25,6 +28,7 @@ from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
 from tests.unit.docs.test_bounds import evaluated, worst
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TIMEOUT_S = 0.6
 PATIENT_S = 20.0  # where no deadline is meant to pass, however busy the machine is
@@ -186,6 +190,38 @@ async def test_a_rollback_that_fails_says_that_a_server_is_still_paused(
         assert [status for status, _ in outcomes] == ["rolled-back", "failed", "failed"]
         assert "is still paused" in outcomes[2][1]
         assert (await fleet.status()).replicas[2].state == "paused"
+
+
+@pytest.mark.parametrize("bad", [[BAD], [0, 1, 2]], ids=["one", "all"])
+@pytest.mark.parametrize("remedy", ["recover", "push", "resume"])
+async def test_a_server_that_stops_amid_its_pause_is_not_left_frozen(
+    remedy: str, bad: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause has failed; once the server goes on, it carries it out."""
+    monkeypatch.setitem(verbs.pause.__kwdefaults__, "read_back_timeout_s", 0.2)
+    checkpoint = write_checkpoint(tmp_path / "v1", tiny_tensors())
+    stubs = [StubServer() for _ in range(3)]
+    for number in bad:
+        stubs[number].asgi.faults = {
+            "/pause": Fault("hang-after"),
+            "/is_paused": Fault("hang", calls=(2,)),
+            "/resume": Fault("hang"),
+        }
+    async with attached_fleet(tmp_path, monkeypatch, stubs) as fleet:
+        outcomes = await call(fleet, "pause", TIMEOUT_S)
+        assert {outcomes[number][0] for number in bad} == {"timeout"}
+        for number in bad:
+            stubs[number].asgi.faults = {}
+        assert [stub.engine.paused for stub in stubs] == [n in bad for n in range(3)]
+        if remedy == "recover":
+            assert all(repair.ok for repair in await fleet.recover())
+        elif remedy == "push":
+            push = await fleet.start_push(PushRequest(checkpoint=str(checkpoint)))
+            assert (await fleet.wait_job(push)).state == JobState.SUCCEEDED
+        else:
+            assert [status for status, _ in await call(fleet, "resume")] == ["ok"] * 3
+        assert not any(stub.engine.paused for stub in stubs)
+        assert not in_doubt(fleet.state)
 
 
 async def test_out_of_memory_on_waking_the_cache_leaves_a_server_that_can_be_woken_in_stages(

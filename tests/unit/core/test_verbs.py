@@ -174,12 +174,13 @@ async def test_a_wait_that_runs_out_of_time_on_every_server_is_rolled_back() -> 
     assert all(each.engine.paused for each in busy)
 
 
-async def test_a_state_that_cannot_be_read_is_said_to_be_unknown() -> None:
+async def test_a_server_whose_state_cannot_be_read_is_resumed() -> None:
     hung = stub(pause=Fault("hang-after"), is_paused=Fault("hang", calls=(2,)))
     async with fleet(hung) as (client, targets):
         outcomes = await verbs.pause(client, targets, mode="keep", **SOON)
     assert statuses(outcomes) == [TIMEOUT]
-    assert outcomes[0].detail.endswith("; state unknown")
+    assert outcomes[0].detail.endswith("; state unknown; resumed again")
+    assert not hung.engine.paused
 
 
 async def test_a_resume_whose_answer_is_lost_is_read_back() -> None:
