@@ -38,18 +38,29 @@ def up(
         bool,
         typer.Option("--rollback", help="When a replica fails, stop all that this call started."),
     ] = False,
+    parallel: Annotated[
+        int, typer.Option("--parallel", min=1, help="Restart so many replicas at a time.")
+    ] = 1,
+    no_undo: Annotated[
+        bool,
+        typer.Option(
+            "--no-undo", help="Leave a replica that does not come back with its new settings."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the fleet and return when every replica and the router are ready.
 
-    The fleet keeps running in the background. After a change of the fleet file, run it again:
-    replicas that differ are restarted, new ones started, others left alone. Ctrl-C while it starts
-    stops what this call started.
+    The fleet keeps running in the background. After a change of the fleet file, run it again: new
+    replicas are started, then those that differ are restarted, drained, one at a time. The first
+    that does not come back ends this and gets its old settings again; those after it are not
+    touched. Ctrl-C while it starts stops what this call started.
 
     \b
     Examples:
       skyctl up
       skyctl up fleets/production.yaml --timeout 600
+      skyctl up --parallel 4
       skyctl up --attach
     """
     from skyctl.cli.fleet_view import status_view
@@ -58,7 +69,7 @@ def up(
         raise UsageError("--attach and --json do not go together")
     ref = chosen_fleet(path, file, fleet)
     refuse_another_file(ref)
-    status, message = _bring_up(ref, not no_router, timeout, rollback)
+    status, message = _bring_up(ref, not no_router, parallel, not no_undo, timeout, rollback)
     output.note(message)
     _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
@@ -67,7 +78,12 @@ def up(
 
 
 def _bring_up(
-    ref: FleetRef, router: bool, timeout_s: float | None, rollback: bool
+    ref: FleetRef,
+    router: bool,
+    parallel: int,
+    undo_failed: bool,
+    timeout_s: float | None,
+    rollback: bool,
 ) -> tuple[FleetStatus, str]:
     """The status once everything is ready, and one line that says what was done."""
     from skyctl.service import connect
@@ -77,7 +93,9 @@ def _bring_up(
 
     async def work() -> tuple[FleetStatus, str]:
         nonlocal mine
-        begun = await begin_up(ref, router=router, note=output.note)
+        begun = await begin_up(
+            ref, router=router, parallel=parallel, undo=undo_failed, note=output.note
+        )
         for warning in begun.plan.warnings:
             output.warn(warning)
         mine = not begun.joined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -164,6 +164,8 @@ class Operation:
     """In seconds since the epoch; None while it runs."""
     error: str = ""
     """Empty while it runs, and if it succeeded."""
+    logs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The last lines of those that did not come back and run with their old settings again."""
 
     def under_way(self, kind: OperationKind) -> bool:
         """Whether it is of this kind, and goes on."""

@@ -77,10 +77,16 @@ def _forget_attached(ref: FleetRef) -> None:
 
 
 async def begin_up(
-    ref: FleetRef, *, router: bool = True, note: Callable[[str], None] = lambda line: None
+    ref: FleetRef,
+    *,
+    router: bool = True,
+    parallel: int = 1,
+    undo: bool = True,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Begun:
-    """Check the plan, start the supervisor unless it runs, and hand it the plan. `note` receives
-    what takes a while.
+    """Check the plan, start the supervisor unless it runs, and hand it the plan. So many servers
+    are restarted at a time (`parallel`); those that do not come back get their old settings again
+    (`undo`). `note` receives what takes a while.
 
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
@@ -94,16 +100,16 @@ async def begin_up(
     # outside the lock that the next `up` waits for
     await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir, note)
     try:
-        return await _hand_over(ref, router)
+        return await _hand_over(ref, router, parallel, undo)
     except (ConflictError, FleetDownError) as error:
         # a `down` began, or ended, between the check and the request
         if not goes_down(error):
             raise
         await after_down(ref)
-        return await _hand_over(ref, router)
+        return await _hand_over(ref, router, parallel, undo)
 
 
-async def _hand_over(ref: FleetRef, router: bool) -> Begun:
+async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
         async with SupervisedFleet(ref) as fleet:
@@ -115,7 +121,7 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
         fresh = await daemon.ensure_running(ref.paths)
         reached("up.supervised")
         async with SupervisorClient.on_this_machine(ref.paths) as client:
-            begun = await client.reconcile(Reconcile(plan))
+            begun = await client.reconcile(Reconcile(plan, parallel=parallel, undo=undo))
             reached("up.sent")
     return Begun(begun.operation, plan, fresh, begun.joined)
 

@@ -34,13 +34,15 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
     running = sum(replica.state is ReplicaState.READY for replica in status.replicas)
     replicas = count_of(len(status.replicas), "replica")
     kept = f"{running} of {replicas} still running; " if running else ""
-    first = names[0] if names else "supervisor"
     logs = await fleet.logs(LogQuery(lines=LOG_LINES)) if names else {}
+    shown = {name: this_run(logs.get(name, ())) for name in names}
+    shown |= {name: list(lines) for name, lines in status.operation.logs.items()}
+    first = next(iter(shown), "supervisor")
+    again = f"read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down"
+    if status.operation.logs and not names:  # all have their old settings again
+        again = "correct the fleet file, then: skyctl up"
     return SkyctlError(
         f"{status.operation.kind} failed: {status.operation.error}",
-        hint=f"{kept}read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down",
-        details={
-            "status": status.to_json(),
-            "logs": {name: this_run(logs.get(name, ())) for name in names},
-        },
+        hint=f"{kept}{again}",
+        details={"status": status.to_json(), "logs": shown},
     )

@@ -67,6 +67,10 @@ class RunningFleet(RecordedFleet):
         self.draining = False
         self.operation: Operation | None = None
         self.started_by_operation: list[str] = []
+        self.before: FleetPlan | None = None  # in force until the change that is under way
+        self.progress: tuple[int, int] | None = None  # servers restarted, of how many
+        self.replaced: dict[str, ServerSpec] = {}  # with what the servers of this step served
+        self.failed_logs: dict[str, tuple[str, ...]] = {}  # of what has its old settings again
         self.push_job: Job | None = None
         self.recovered: tuple[Recovered, ...] = ()
         self.taken_over = False
@@ -245,8 +249,11 @@ def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, FrontSt
 
 
 def _rollout(running: RunningFleet) -> str | None:
-    """`push-7: 1 of 3 servers updated` while a push rolls."""
+    """`push-7: 1 of 3 servers updated` while a push rolls; `up: 1 of 3 servers restarted`."""
     job = running.push_job
+    if job is None and running.under_way and running.progress:
+        done, total = running.progress
+        return f"{running.under_way.kind}: {done} of {count_of(total, 'server')} restarted"
     if job is None or not job.request.get("rolling"):
         return None
     states = running.state.journal.job(job.id).servers

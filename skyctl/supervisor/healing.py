@@ -104,7 +104,7 @@ class _Actions:
         replica = self._running.replicas[name]
         self.state.add_event(name, f"restarted: {reason}")
         try:
-            await rollout.restart(self._running, replica, self._running.require_plan())
+            await rollout.restart(self._running, replica, replica.planned)
         except SkyctlError as error:
             return error.message
         if replica.phase is not Phase.UP:
@@ -139,12 +139,11 @@ async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> N
     rollout.raise_for_failures(running)
 
 
-async def adopt_and_apply(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
-    """Adopt what fits a plan and bring the rest to it. Raises SkyctlError as `apply_plan`."""
+async def adopt(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
+    """Adopt what fits a plan, before the others are brought to it."""
     await _adopt(running, plan)
     with contextlib.suppress(SkyctlError):  # each server reports it itself
         await _heal_adopted(running, pushes)
-    await rollout.apply_plan(running, plan)
 
 
 async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:

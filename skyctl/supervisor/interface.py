@@ -20,10 +20,14 @@ _UNDO_S = 120.0
 
 @dataclass(frozen=True)
 class Reconcile:
-    """Bring the fleet to the plan; `kind` is the operation's name."""
+    """Bring the fleet to the plan; `kind` is the operation's name. So many servers are restarted at
+    a time (`parallel`); those that do not come back get their old settings again (`undo`).
+    """
 
     plan: FleetPlan
     kind: OperationKind = OperationKind.UP
+    parallel: int = 1
+    undo: bool = True
 
 
 @dataclass(frozen=True)

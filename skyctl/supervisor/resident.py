@@ -84,7 +84,7 @@ from skyctl.store.in_doubt import close_orphans, close_sender, held_by, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from skyctl.supervisor import adapters, admission, healing, rollout
+from skyctl.supervisor import adapters, admission, healing, rolling, rollout
 from skyctl.supervisor.fleet import RunningFleet, report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
@@ -123,9 +123,18 @@ class Supervisor(RunningFleet, SupervisorService):
 
     async def reconcile(self, request: Reconcile) -> Begun:
         """Raises ConflictError if something else is being done."""
-        return self.change_to(request.plan, request.kind)
+        return self.change_to(
+            request.plan, request.kind, parallel=request.parallel, undo=request.undo
+        )
 
-    def change_to(self, plan: FleetPlan, kind: OperationKind = OperationKind.UP) -> Begun:
+    def change_to(
+        self,
+        plan: FleetPlan,
+        kind: OperationKind = OperationKind.UP,
+        *,
+        parallel: int = 1,
+        undo: bool = True,
+    ) -> Begun:
         """Begin to bring the fleet to the plan. Raises ConflictError."""
         running = self._operation_task is not None and not self._operation_task.done()
         if running and self.operation and self.plan and _same(plan, self.plan):
@@ -134,17 +143,30 @@ class Supervisor(RunningFleet, SupervisorService):
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
             return Begun(0)
-        first = self.plan is None
+        before = self.plan
         with self.state.durable():  # no process is started that could not be put on record
             self.state.set("going_down", "")
-        detail = "" if first else str(self.changes(plan))
+        detail = "" if before is None else str(self.changes(plan))
         self._take(plan)
-        work = (
-            healing.adopt_and_apply(self, self.pushes, plan)
-            if first
-            else rollout.apply_plan(self, plan)
-        )
-        return Begun(self._begin(kind, detail, work))
+        return Begun(self._begin(kind, detail, self._bring_to(plan, before, parallel, undo)))
+
+    async def _bring_to(
+        self, plan: FleetPlan, before: FleetPlan | None, parallel: int, undo: bool
+    ) -> None:
+        self.before = before
+        if before is None:
+            await healing.adopt(self, self.pushes, plan)
+        try:
+            await rolling.apply_plan(self, plan, parallel=parallel, undo=undo)
+        except SkyctlError:
+            self._take_in_force()
+            raise
+        self.before = None
+
+    def _take_in_force(self) -> None:
+        """After a change that was not completed: what runs is the plan, and not the new one."""
+        if self.before is not None:
+            self._take(rolling.in_force(self, self.before))
 
     async def adopt(self, request: Adopt) -> int:
         """What lives is left alone, even where it differs from the plan. 0: this supervisor already
@@ -232,7 +254,7 @@ class Supervisor(RunningFleet, SupervisorService):
         chosen = self.named(request.servers)
         self._refuse_while_busy()
         detail = ", ".join(replica.name for replica in chosen)
-        return self._begin(OperationKind.RESTART, detail, rollout.restart_rolling(self, chosen))
+        return self._begin(OperationKind.RESTART, detail, rolling.restart_rolling(self, chosen))
 
     async def urls(self) -> FleetUrls:
         plan, metrics = self.require_plan(), None
@@ -274,6 +296,8 @@ class Supervisor(RunningFleet, SupervisorService):
         for front in (self.router, self.tinker):
             if front is not None and front.name in self.started_by_operation:
                 await rollout.remove_front(self, front)
+        await rolling.put_back(self)
+        self._take_in_force()
         if not self.replicas:
             await self.down(Down(0.0))
 
@@ -475,7 +499,8 @@ class Supervisor(RunningFleet, SupervisorService):
         return next(ended, None)
 
     def _begin(self, kind: OperationKind, detail: str, work: Coroutine[Any, Any, None]) -> int:
-        self.started_by_operation = []
+        self.started_by_operation, self.failed_logs = [], {}
+        self.progress, self.before, self.replaced = None, None, {}
         self.operation = Operation(next(self._numbers), kind, detail, time.time())
         self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
         return self.operation.id
@@ -495,7 +520,9 @@ class Supervisor(RunningFleet, SupervisorService):
             error = f"{failure!r} (see: skyctl logs supervisor)"
             raise
         finally:
-            self.operation = replace(operation, ended_at=time.time(), error=error)
+            self.operation = replace(
+                operation, ended_at=time.time(), error=error, logs=self.failed_logs
+            )
             self._ended_operations.append(self.operation)
             self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
             self.changed()
@@ -589,8 +616,9 @@ class Supervisor(RunningFleet, SupervisorService):
             return
         self._take(pinned)
         for spec in pinned.servers:
-            if spec.name in self.replicas:
-                self.replicas[spec.name].planned = spec
+            replica = self.replicas.get(spec.name)
+            if replica is not None and spec_hash(replica.planned) == spec_hash(spec):
+                replica.planned = spec
 
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:

@@ -1,4 +1,4 @@
-"""Change which processes a fleet has: adopt, start, drain, restart one by one, take down."""
+"""What is done with single processes of a fleet: start, drain, restart, remove, take down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from skyctl import engines
-from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec
+from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
@@ -15,7 +15,6 @@ from skyctl.launch.base import Host
 from skyctl.states import Phase, ReplicaState
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
-from skyctl.supervisor import adapters
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.front import Front, FrontContext, TinkerChild
 from skyctl.supervisor.replica import Replica
@@ -26,59 +25,9 @@ _DRAIN_POLL_S = 0.25
 _SETTLE_POLL_S = 0.25
 
 
-async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
-    """Bring the fleet to the plan; returns once every new replica and front has settled.
-
-    Raises:
-        SkyctlError: a replica or a front was given up. The others run.
-    """
-    await adapters.take_initial(running, plan)
-    changes = running.changes(plan)
-    specs = {spec.name: spec for spec in plan.servers}
-    for name in changes.stop:
-        await remove(running, running.replicas[name])
-    for name in changes.start:
-        replica = running.replicas.get(name)
-        if replica is None:
-            replica = running.new_replica(specs[name])
-        replica.planned = specs[name]
-        running.started_by_operation.append(name)
-        replica.start()
-    await _remove_other_fronts(running, plan)
-    start_router(running, plan)
-    refused = ""
-    for name in changes.restart:
-        await restart(running, running.replicas[name], plan)
-        if refused := running.replicas[name].row.quarantine or "":
-            refused = f"{name} was not admitted, the others were not restarted: {refused}"
-            break
-    start_tinker(running, plan)  # it asks for its endpoint once: servers are up to date by now
-    running.replicas = {name: running.replicas[name] for name in specs}
-    await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
-    await settle_fronts(running)
-    raise_for_failures(running)
-    if refused:
-        raise SkyctlError(refused)
-
-
-async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) -> None:
-    """Restart one replica after the other: out of the router, drained, new process, back in.
-
-    Raises:
-        SkyctlError: one did not come back; those after it were left alone.
-    """
-    plan = running.require_plan()
-    for replica in replicas:
-        await restart(running, replica, plan)
-        if replica.phase is not Phase.UP or replica.row.quarantine:
-            reason = replica.row.quarantine or replica.reason
-            raise SkyctlError(f"{replica.name} did not come back: {reason}")
-    await settle_router(running)
-
-
 async def remove(running: RunningFleet, replica: Replica) -> None:
     """Take a replica out of the fleet: drained, stopped, forgotten."""
-    await _leave_router(running, replica)
+    await leave_router(running, replica)
     await replica.stop()
     running.replicas.pop(replica.name, None)
     running.held_out.discard(replica.name)
@@ -155,7 +104,8 @@ async def sync_router(running: RunningFleet) -> None:
         router.wake()
 
 
-async def _remove_other_fronts(running: RunningFleet, plan: FleetPlan) -> None:
+async def remove_other_fronts(running: RunningFleet, plan: FleetPlan) -> None:
+    """Remove the fronts that the plan does not have, or has with other settings."""
     for role in ("router", "tinker"):
         front, planned = getattr(running, role), getattr(plan, role)
         same = front and planned and front.running_hash == spec_hash(planned)
@@ -260,24 +210,22 @@ def raise_for_failures(running: RunningFleet) -> None:
         raise SkyctlError("; ".join(problems))
 
 
-async def restart(running: RunningFleet, replica: Replica, plan: FleetPlan) -> None:
+async def restart(running: RunningFleet, replica: Replica, spec: ServerSpec) -> None:
     """Start a new process for one replica, out of the router meanwhile; returns once it has
     settled.
 
     Raises:
         HostUnreachable: its machine does not answer. It starts once that has ended what runs there.
     """
-    await _leave_router(running, replica)
-    named = (spec for spec in plan.servers if spec.name == replica.name)
-    planned = next(named, replica.planned)
+    await leave_router(running, replica)
     try:
         try:
             await replica.stop()
         except HostUnreachable:
-            replica.planned = planned
+            replica.planned = spec
             replica.start()
             raise
-        replica.planned = planned
+        replica.planned = spec
         replica.start()
         await replica.settled.wait()
     finally:
@@ -285,7 +233,8 @@ async def restart(running: RunningFleet, replica: Replica, plan: FleetPlan) -> N
         await sync_router(running)
 
 
-async def _leave_router(running: RunningFleet, replica: Replica) -> None:
+async def leave_router(running: RunningFleet, replica: Replica) -> None:
+    """Have no more requests sent to a server, and wait for those that it has."""
     running.held_out.add(replica.name)
     await sync_router(running)
     plan = running.require_plan()

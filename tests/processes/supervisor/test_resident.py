@@ -347,7 +347,7 @@ async def test_a_server_that_could_not_be_replaced_is_back_once_its_machine_is(
         with monkeypatch.context() as away:
             away.setattr(ManagedProcess, "stop", AsyncMock(side_effect=HostUnreachable(why)))
             await supervisor.restart(Restart())
-            assert await ended(supervisor) == why
+            assert await ended(supervisor) == f"a did not come back: {why}"
             await eventually(lambda: states(supervisor)["a"] == "unreachable")
         await eventually(lambda: states(supervisor)["a"] == "ready")
         assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
@@ -364,7 +364,7 @@ async def test_a_server_that_cannot_be_ended_has_failed_and_is_ended_by_the_next
             hangs = AsyncMock(side_effect=SkyctlError("it outlived SIGKILL"))
             stuck.setattr(ManagedProcess, "stop", hangs)
             await supervisor.restart(Restart())
-            assert await ended(supervisor) == "it outlived SIGKILL"
+            assert await ended(supervisor) == "a did not come back: it outlived SIGKILL"
         assert states(supervisor) == {"a": "failed"}
         await bring_up(supervisor, plan)
         assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
