@@ -8,7 +8,8 @@ async with Fleet.load("fleet.yaml") as fleet:
 
 from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult
-from skyctl.api.trainer import BlockingTrainer, Trainer
+from skyctl.api.trainer import Trainer
+from skyctl.api.trainer_opening import BlockingTrainer
 from skyctl.api.updates import Update
 from skyctl.core.requests import TakenDown
 from skyctl.core.results import WeightsState

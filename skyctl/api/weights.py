@@ -10,7 +10,8 @@ from os import PathLike
 from typing import Any
 
 from skyctl.api.session import SessionHolder
-from skyctl.api.trainer import TrainerOpening, TrainerOptions
+from skyctl.api.trainer import TrainerOptions
+from skyctl.api.trainer_opening import TrainerOpening
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors

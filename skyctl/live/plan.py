@@ -278,7 +278,7 @@ def _template(
         item = _item(tensor.block.dtype)
         for source in tensor.sources:
             for common in overlap(part, tensor.block.shape, source.box):
-                filled += common.rows * common.row
+                filled += common[0] * common[1]
                 for (place, offset), piece in zip(
                     source.owners, split(common, len(source.owners), item), strict=False
                 ):

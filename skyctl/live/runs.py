@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from skyctl.live.blocks import Box
-from skyctl.wire.layouts import Part
+from skyctl.wire.layouts import Part, Runs
 
 _CUT = 64
 """A run that is split is cut at multiples of this, in bytes of the parameter."""
@@ -25,25 +25,13 @@ class _Runs(NamedTuple):
     at_pitch: int
 
 
-class Common(NamedTuple):
-    """Elements that a part and a box have in common: where they lie in the rank's block and in the
-    parameter."""
-
-    rows: int
-    row: int
-    source: int
-    source_pitch: int
-    target: int
-    target_pitch: int
-
-
-def split(common: Common, count: int, item: int) -> Iterator[Common]:
+def split(common: Runs, count: int, item: int) -> Iterator[Runs]:
     """At most `count` parts of about the same size."""
     rows, row, source, source_pitch, target, target_pitch = common
     if rows >= count:
         edges = [rows * number // count for number in range(count + 1)]
         for begin, end in pairwise(edges):
-            yield Common(
+            yield (
                 *(end - begin, row, source + begin * source_pitch, source_pitch),
                 *(target + begin * target_pitch, target_pitch),
             )
@@ -56,10 +44,10 @@ def split(common: Common, count: int, item: int) -> Iterator[Common]:
     for begin, end in pairwise(edges):
         if begin < end:
             size = end - begin
-            yield Common(1, size, source + begin, size, target + begin, size)
+            yield 1, size, source + begin, size, target + begin, size
 
 
-def overlap(part: Part, shape: Sequence[int], box: Box) -> Iterator[Common]:
+def overlap(part: Part, shape: Sequence[int], box: Box) -> Iterator[Runs]:
     """The elements of a part that lie in a box of its tensor."""
     rows, row, source, source_pitch, target, target_pitch = part.runs
     if rows > 1 and source_pitch == target_pitch == row:
@@ -70,7 +58,7 @@ def overlap(part: Part, shape: Sequence[int], box: Box) -> Iterator[Common]:
             (source, source_pitch), (target, target_pitch) = (
                 _located(where, first, pitch) for where in (runs, inside)
             )
-            yield Common(count, size, source, source_pitch, target, target_pitch)
+            yield count, size, source, source_pitch, target, target_pitch
 
 
 def _located(runs: _Runs, first: int, pitch: int) -> tuple[int, int]:

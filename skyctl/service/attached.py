@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
-from urllib.parse import urlsplit
 
-from skyctl import engines
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import assess, stopped
@@ -30,14 +28,12 @@ from skyctl.core.requests import (
     Withdraw,
 )
 from skyctl.core.results import WeightsState
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls, access
 from skyctl.core.verb_table import Q, R, Verb
-from skyctl.engines.base import ServerMetrics
 from skyctl.errors import (
     ConflictError,
     NotFoundError,
-    SkyctlError,
     StateUnwritable,
     UsageError,
     no_server,
@@ -46,13 +42,14 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Trainer
+from skyctl.service import attached_status
 from skyctl.service.attached_servers import AttachedServers
 from skyctl.states import ReplicaState
 from skyctl.store.adapters import served
 from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
 from skyctl.store.server_locks import ServerLocks
-from skyctl.store.state import FleetState, ServerRow
+from skyctl.store.state import FleetState
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
@@ -64,7 +61,6 @@ if TYPE_CHECKING:
     from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
     from skyctl.push.verify import Verification
 
-ASK_TIMEOUT_S = 5.0
 _WATCHED_S = 5.0
 """How long discovered servers are reused for `status`: `top` and `wait` poll it."""
 
@@ -137,9 +133,9 @@ class AttachedFleet(RecordedFleet):
     async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every server and the router, asked now and all at once: no process watches them."""
         targets = await self._servers.locate(within_s=_WATCHED_S)
-        router, workers = await self._router()
+        router, workers = await attached_status.router(self.ref.config, self._client)
         rows = self._servers.rows()
-        asking = (_server(self._client, t, rows[t.name], workers) for t in targets)
+        asking = (attached_status.server(self._client, t, rows[t.name], workers) for t in targets)
         replicas = tuple(await asyncio.gather(*asking))
         health, reasons = assess(replicas, router)
         reasons += tuple(map(stopped, await asyncio.to_thread(self.arbiter.stopped)))
@@ -152,19 +148,6 @@ class AttachedFleet(RecordedFleet):
             weight_version=self.state.weights().version,
             adapters=tuple(adapter.served_as for adapter in served(self.state).values()),
         )
-
-    async def _router(self) -> tuple[RouterStatus | None, frozenset[str] | None]:
-        """The router's status, None without one; and the URLs it routes to, None if unknown."""
-        url = self.ref.config.router
-        if not isinstance(url, str):
-            return None, None
-        engine, port = self.ref.config.engine, urlsplit(url).port
-        try:
-            request = engines.router(self._client, engine, url, timeout_s=ASK_TIMEOUT_S)
-            workers = frozenset(await request.workers())
-        except SkyctlError as error:
-            return RouterStatus(ReplicaState.UNREACHABLE, url, error.message, port=port), None
-        return RouterStatus(ReplicaState.READY, url, port=port, workers=len(workers)), workers
 
     async def control(self, request: Control) -> Outcomes:
         thaws = isinstance(request, Resume | Wake)
@@ -389,34 +372,3 @@ class AttachedFleet(RecordedFleet):
             if name not in targets:
                 raise no_server(self.ref.name, name, targets)
         return tuple(targets[name] for name in servers)
-
-
-async def _server(
-    client: ControlClient, target: ServerTarget, row: ServerRow, workers: frozenset[str] | None
-) -> ReplicaStatus:
-    server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
-    paused, metrics, version = await asyncio.gather(
-        server.is_paused(), server.metrics(), server.weight_version(), return_exceptions=True
-    )
-    reason = ""
-    if isinstance(paused, BaseException):
-        state, reason = ReplicaState.UNREACHABLE, str(paused).removeprefix(f"{target.name}: ")
-    elif row.quarantine:
-        state, reason = ReplicaState.QUARANTINED, row.quarantine
-    elif row.sleep_level or (isinstance(metrics, ServerMetrics) and metrics.sleep_level):
-        state = ReplicaState.ASLEEP
-    else:
-        state = ReplicaState.PAUSED if paused else ReplicaState.READY
-    label = version if isinstance(version, str) else None
-    return ReplicaStatus(
-        name=target.name,
-        state=state,
-        url=target.url,
-        reason=reason,
-        routed=None if workers is None else target.url in workers,
-        port=urlsplit(target.url).port,
-        **(metrics.load() if isinstance(metrics, ServerMetrics) else {}),
-        # before a push of skyctl, the weights come from another program
-        weight_version=row.weight_version or label,
-        reported_version=label,
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyctl.transfer.pace import Pace
@@ -25,30 +26,40 @@ class Reader(Protocol):
         """Make `run` return once what is being read is in its slots."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What a push reads, and into what."""
+
+    files: ShardFiles
+    """The checkpoint's files."""
+    chunks: Sequence[Sequence[Piece]]
+    """The pieces of each chunk."""
+    slots: int
+    """The least number of slots; a carrier may take more, if `staged_whole` says so."""
+    slot_bytes: int
+    """The size of each."""
+    threads: int
+    """How many read at once."""
+    pace: Pace
+    """Bounds how fast files are read."""
+    ring_only: bool = False
+    """No more slots than `slots`."""
+    reserve_bytes: int = 0
+    """Of what is free on its GPUs, servers will take so much while they load."""
+    shown: bool = False
+    """Servers will copy out of the slots, on GPUs, by themselves (`GpuCarrier.export`)."""
+    relay_rank: int | None = None
+    """Rank 0 of the relay passes on what it reads; other ranks read nothing."""
+
+
 class Carrier(Protocol):
     """The sender's half: owns the slots and moves them."""
 
     staged_whole: bool = False
     """True when every chunk has a slot of its own: all may be read before the first is sent."""
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> Reader:
-        """Allocate the slots and return what fills them. Called once per push.
-
-        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
-        unless it is to take a ring only. `reserve_bytes`: of what is free on its GPUs, servers will
-        take so much while they load. `pace` bounds how fast files are read.
-        """
+    def open_reader(self, reading: Reading) -> Reader:
+        """Allocate the slots and return what fills them. Called once per push."""
 
     def extra(self, slot: int) -> dict[str, Any]:
         """What update_info needs to know of a slot that was just filled (memory handles)."""
@@ -89,27 +100,6 @@ class SenderGroup(Protocol):
 class GpuCarrier(Carrier):
     """Slots in the memory of GPUs, in a process that is kept from push to push."""
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-        shown: bool = False,
-        relay_rank: int | None = None,
-    ) -> Reader:
-        """As `Carrier.open_reader`.
-
-        `shown`: servers will copy out of the slots by themselves (`export`). `relay_rank`: rank 0
-        of the relay passes on what it reads; other ranks read nothing.
-        """
-        raise NotImplementedError
-
     def export(self) -> dict[str, Any] | None:
         """What servers need to map the slots; None if slots are not on all of their GPUs."""
         raise NotImplementedError
@@ -134,17 +124,8 @@ class CpuCarrier(Carrier):
         """Writable memory of every slot."""
         raise NotImplementedError
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> ChunkReader:
-        memory = self.allocate(slots, slot_bytes)
-        return ChunkReader(files, chunks, memory, threads=threads, pace=pace)
+    def open_reader(self, reading: Reading) -> ChunkReader:
+        memory = self.allocate(reading.slots, reading.slot_bytes)
+        return ChunkReader(
+            reading.files, reading.chunks, memory, threads=reading.threads, pace=reading.pace
+        )

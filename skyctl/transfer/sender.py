@@ -31,8 +31,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -40,7 +38,7 @@ from skyctl.checkpoints.header import Shard
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.startup import speed_up_imports
-from skyctl.transfer.carrier import Carrier, GpuCarrier, Reader
+from skyctl.transfer.carrier import Carrier, GpuCarrier, Reader, Reading
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from skyctl.wire.layouts import Program
@@ -118,19 +116,19 @@ class Sender:
             self.warm(message)
         carrier = self._opened()
         self._pace, self._exports = Pace(message["bytes_per_s"]), message["exports"]
-        open_reader: Callable[..., Reader] = carrier.open_reader
-        if isinstance(carrier, GpuCarrier):
-            gpu_options = {"shown": message["shown"], "relay_rank": message["relay_rank"]}
-            open_reader = partial(carrier.open_reader, **gpu_options)
-        self._reader = open_reader(
-            self._files,
-            self._chunks,
-            slots=message["slots"],
-            ring_only=message["ring_only"],
-            reserve_bytes=message["reserve_bytes"],
-            slot_bytes=message["slot_bytes"],
-            threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
-            pace=self._pace,
+        self._reader = carrier.open_reader(
+            Reading(
+                self._files,
+                self._chunks,
+                slots=message["slots"],
+                slot_bytes=message["slot_bytes"],
+                threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+                pace=self._pace,
+                ring_only=message["ring_only"],
+                reserve_bytes=message["reserve_bytes"],
+                shown=message["shown"],
+                relay_rank=message["relay_rank"],
+            )
         )
         self._programs = [Program.from_wire(program) for program in message["programs"]]
         if self._programs:

@@ -8,10 +8,8 @@ PACKAGE = Path(__file__).parents[2] / "skyctl"
 MOST_IN_FUNCTION = 50  # without its signature and its docstring
 MOST_IN_MODULE = 400  # without the sentences under fields
 LONG_MODULES = {
-    "api/trainer.py": "one rank of a training job: what it answers in each round of a push",
     "engines/inside/guard.py": "one file, which servers of other interpreters load by itself",
     "push/delivery.py": "one way of delivery, step by step",
-    "service/attached.py": "each verb of a fleet that was attached to, a method",
     "store/database.py": "one connection: a file, and the memory that stands in for it",
     "supervisor/resident.py": "each verb of a supervisor, a method",
     "supervisor/trainer_api.py": "each request of a trainer, a method",

@@ -18,17 +18,8 @@ from enum import Enum
 from typing import Any
 from urllib.parse import parse_qs
 
-try:
-    from skyctl.engines.inside.guard import Application, Receive, Scope, Send, answer, route_path
-except ImportError:  # an interpreter without skyctl (`alone/`)
-    from skyctl_guard import (  # type: ignore[import-not-found,no-redef]
-        Application,
-        Receive,
-        Scope,
-        Send,
-        answer,
-        route_path,
-    )
+# relative: an interpreter without skyctl has this package by another name (`alone/`)
+from .guard import Application, Receive, Scope, Send, answer, route_path
 
 Message = MutableMapping[str, Any]
 

@@ -21,34 +21,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-try:
-    from skyctl.engines.inside.gate import (
-        GENERATES,
-        Message,
-        Upload,
-        Watched,
-        error,
-        json_object,
-        posted,
-    )
-    from skyctl.engines.inside.guard import Application, Receive, Scope, Send, answer
-except ImportError:  # an interpreter without skyctl (`alone/`)
-    from skyctl_gate import (  # type: ignore[import-not-found,no-redef]
-        GENERATES,
-        Message,
-        Upload,
-        Watched,
-        error,
-        json_object,
-        posted,
-    )
-    from skyctl_guard import (  # type: ignore[import-not-found,no-redef]
-        Application,
-        Receive,
-        Scope,
-        Send,
-        answer,
-    )
+# relative: an interpreter without skyctl has this package by another name (`alone/`)
+from .gate import GENERATES, Message, Upload, Watched, error, json_object, posted
+from .guard import Application, Receive, Scope, Send, answer
 
 BASE = "base"
 """The label of what a server was started with; vLLM's own is `default`."""

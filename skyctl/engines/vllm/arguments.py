@@ -22,7 +22,7 @@ from skyctl.errors import SkyctlError
 from skyctl.store.paths import place_private_file, private_directory, state_root
 
 _FIND_TIMEOUT_S = 20.0
-_IMPORT_TIMEOUT_S = 120.0  # importing vLLM from a cold disk
+_HELP_TIMEOUT_S = 120.0  # importing vLLM from a cold disk
 _FORMAT = 2  # of the kept answer
 _ASK = """
 import json
@@ -96,7 +96,7 @@ def known_arguments(
     with contextlib.suppress(OSError, ValueError, TypeError):
         return _parsed(kept.read_text(encoding="utf-8"))
     note("asking vLLM for its arguments (once per installation) …")
-    lines = _run(python, _ASK, _IMPORT_TIMEOUT_S).splitlines()
+    lines = _run(python, _ASK, _HELP_TIMEOUT_S).splitlines()
     try:
         arguments = _parsed(lines[-1] if lines else "{}")
     except (ValueError, TypeError, AttributeError):

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.transfer.carrier import GpuCarrier
+from skyctl.transfer.carrier import GpuCarrier, Reading
 from skyctl.transfer.gpu.devices import (
     MirroredSlots,
     fits_whole,
@@ -74,35 +74,22 @@ class DeviceCarrier(GpuCarrier):
             self._relay = Relay(self.devices[0])
         return self._relay
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        pace: Pace,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-        shown: bool = False,
-        relay_rank: int | None = None,
-    ) -> DeviceChunkReader:
-        """A slot for each chunk if all of them fit on the GPUs, else a ring of `slots`.
+    def open_reader(self, reading: Reading) -> DeviceChunkReader:
+        """A slot for each chunk if all of them fit on the GPUs, else a ring.
 
-        `relay_rank`: rank 0 of the relay passes on what it reads; other ranks read nothing.
-
-        `shown`: servers will copy out of the slots by themselves (`export`). The slots are then
-        also on the servers' GPUs if all chunks fit there; and a ring is as long as there is room.
+        Slots that are shown are also on the servers' GPUs if all chunks fit there; and a ring is as
+        long as there is room.
         """
+        chunks, shown, relay_rank = reading.chunks, reading.shown, reading.relay_rank
+        ring_only = reading.ring_only
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
         self.shown = shown
         mirrored, self.staged_whole = stage_slots(
             [*self.devices, *(self._room_for(sum(sizes)) if shown and not ring_only else ())],
             sizes,
-            slots,
+            reading.slots,
             ring_only=ring_only,
-            reserve_bytes=reserve_bytes,
+            reserve_bytes=reading.reserve_bytes,
             as_many=shown,
         )
         self._slots = mirrored
@@ -111,12 +98,12 @@ class DeviceCarrier(GpuCarrier):
         if chunks is not self._chunks:  # not those of the last push
             self._chunks, self._reads = chunks, list(map(reads_of, chunks))
         return DeviceChunkReader(
-            files,
+            reading.files,
             chunks,
             self._reads if not relay_rank else [[] for _ in chunks],
             mirrored.addresses(),
             self._reader,
-            pace=pace,
+            pace=reading.pace,
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
             pass_on=None if relay_rank is None else self.relay().pass_on,

@@ -11,7 +11,8 @@ from skyctl.engines.guarding import ALONE
 
 
 @pytest.mark.parametrize(
-    "path", ["skyctl_guard.Guard", "skyctl_gate.Gate", "skyctl_versions.Versioned"]
+    "path",
+    ["skyctl_inside.guard.Guard", "skyctl_inside.gate.Gate", "skyctl_inside.versions.Versioned"],
 )
 def test_each_loads_alone_in_an_interpreter_without_skyctl(path: str) -> None:
     module, _, name = path.rpartition(".")

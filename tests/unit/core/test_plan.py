@@ -502,12 +502,12 @@ def test_a_server_of_several_processes_has_no_gate() -> None:
 def test_another_interpreter_needs_no_skyctl_and_keeps_its_own_path() -> None:
     def path(**config: Any) -> list[str]:
         planned = plan(device="cpu", python="python3.12", **config)
-        assert guard_of(planned)[0] == "skyctl_guard.Guard"
+        assert guard_of(planned)[0] == "skyctl_inside.guard.Guard"
         assert value_of(planned.servers[0], "-m") == "vllm.entrypoints.openai.api_server"
         return planned.servers[0].env["PYTHONPATH"].split(":")
 
     (alone,) = path()
-    assert (Path(alone) / "skyctl_guard.py").is_file()
+    assert (Path(alone) / "skyctl_inside.py").is_file()
     assert path(environ={"PYTHONPATH": "/theirs"}) == [alone, "/theirs"]
     assert path(environ={"PYTHONPATH": "/theirs"}, env={"PYTHONPATH": "/file"}) == [alone, "/file"]
 

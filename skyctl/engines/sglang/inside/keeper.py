@@ -47,7 +47,7 @@ from typing import TYPE_CHECKING, Any
 try:
     from skyctl.engines.inside.guard import answer, route_path
 except ImportError:  # `serve` was run by path
-    from skyctl_guard import answer, route_path  # type: ignore[import-not-found,no-redef]
+    from skyctl_inside.guard import answer, route_path  # type: ignore[import-not-found,no-redef]
 
 if TYPE_CHECKING:
     from skyctl.engines.inside.guard import Application, Receive, Scope, Send

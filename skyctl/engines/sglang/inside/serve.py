@@ -20,7 +20,7 @@ try:
 except ImportError:  # run by path: the import path has this directory
     sys.path.append(str(Path(__file__).parents[2] / "inside" / "alone"))
     from keeper import Keeper  # type: ignore[import-not-found,no-redef]
-    from skyctl_guard import TOKEN_VARIABLE, Guard, Routes  # type: ignore[import-not-found,no-redef]
+    from skyctl_inside.guard import TOKEN_VARIABLE, Guard, Routes  # type: ignore[import-not-found,no-redef]
 
 ROUTES = Routes(
     "SKYCTL_API_KEY",

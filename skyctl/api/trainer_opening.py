@@ -1,0 +1,106 @@
+"""How a trainer begins: its ranks meet, and it is awaited, entered or made blocking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Self
+
+from skyctl.api.trainer import Trainer, TrainerOptions, open_trainer
+from skyctl.errors import UsageError
+from skyctl.live.outline import Outline
+from skyctl.live.ranks import Hub, Link, Ranks
+from skyctl.push.request import PushResult
+
+if TYPE_CHECKING:
+    from skyctl.api.session import SessionHolder
+
+
+class TrainerOpening:
+    """What `Fleet.trainer` returns: `await` it, enter it with `async with`, or take its blocking
+    form for a program without an event loop.
+    """
+
+    def __init__(self, holder: SessionHolder, options: TrainerOptions) -> None:
+        self._holder = holder
+        self._options = options
+        self._trainer: Trainer | None = None
+
+    def __await__(self) -> Generator[Any, None, Trainer]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Trainer:
+        self._trainer = await self._open()
+        return self._trainer
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._trainer is not None
+        await self._trainer.close()
+
+    def blocking(self) -> BlockingTrainer:
+        """The same trainer, whose methods return when they are done."""
+        return BlockingTrainer(self._open())
+
+    async def _open(self) -> Trainer:
+        return await open_trainer(self._holder, await _meet(self._options.group), self._options)
+
+
+class BlockingTrainer:
+    """A `Trainer` for programs without an event loop, with one of its own."""
+
+    def __init__(self, opening: Coroutine[Any, Any, Trainer]) -> None:
+        self._runner = asyncio.Runner()
+        try:
+            self._trainer = self._runner.run(opening)
+        except BaseException:
+            self._runner.close()
+            raise
+
+    @property
+    def rank(self) -> int:
+        return self._trainer.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._trainer.world_size
+
+    def plan(self) -> Outline:
+        """As `Trainer.plan`."""
+        return self._trainer.plan()
+
+    def push(self, version: str, **options: Any) -> PushResult:
+        """As `Trainer.push`."""
+        return self._runner.run(self._trainer.push(version, **options))
+
+    def close(self) -> None:
+        """As `Trainer.close`."""
+        self._runner.run(self._trainer.close())
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+async def _meet(group: Any) -> Ranks:
+    """All ranks of this process's job, or this process alone."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Hub(1)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise UsageError("this process is not in the group of the trainer's ranks")
+    address: list[str | None] = [None]
+    hub = Hub(world_size)
+    if rank == 0:
+        await hub.listen()
+        address = [hub.address]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    # in this thread: NCCL goes by the device that is current in it
+    dist.broadcast_object_list(address, src=first, group=group)
+    if rank == 0:
+        return hub
+    return await Link.connect(str(address[0]), rank, world_size)

@@ -1,0 +1,66 @@
+"""What servers and a router that skyctl did not start answer, as `status` shows it."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from skyctl import engines
+from skyctl.core.status import ReplicaStatus, RouterStatus
+from skyctl.engines.base import ServerMetrics
+from skyctl.errors import SkyctlError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.states import ReplicaState
+from skyctl.store.state import ServerRow
+
+ASK_TIMEOUT_S = 5.0
+
+
+async def router(
+    config: FleetConfig, client: ControlClient
+) -> tuple[RouterStatus | None, frozenset[str] | None]:
+    """The router's status, None without one; and the URLs it routes to, None if unknown."""
+    url = config.router
+    if not isinstance(url, str):
+        return None, None
+    port = urlsplit(url).port
+    try:
+        request = engines.router(client, config.engine, url, timeout_s=ASK_TIMEOUT_S)
+        workers = frozenset(await request.workers())
+    except SkyctlError as error:
+        return RouterStatus(ReplicaState.UNREACHABLE, url, error.message, port=port), None
+    return RouterStatus(ReplicaState.READY, url, port=port, workers=len(workers)), workers
+
+
+async def server(
+    client: ControlClient, target: ServerTarget, row: ServerRow, workers: frozenset[str] | None
+) -> ReplicaStatus:
+    """The server's row, asked now; `workers`: the URLs that the router lists, None if unknown."""
+    control = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
+    paused, metrics, version = await asyncio.gather(
+        control.is_paused(), control.metrics(), control.weight_version(), return_exceptions=True
+    )
+    reason = ""
+    if isinstance(paused, BaseException):
+        state, reason = ReplicaState.UNREACHABLE, str(paused).removeprefix(f"{target.name}: ")
+    elif row.quarantine:
+        state, reason = ReplicaState.QUARANTINED, row.quarantine
+    elif row.sleep_level or (isinstance(metrics, ServerMetrics) and metrics.sleep_level):
+        state = ReplicaState.ASLEEP
+    else:
+        state = ReplicaState.PAUSED if paused else ReplicaState.READY
+    label = version if isinstance(version, str) else None
+    return ReplicaStatus(
+        name=target.name,
+        state=state,
+        url=target.url,
+        reason=reason,
+        routed=None if workers is None else target.url in workers,
+        port=urlsplit(target.url).port,
+        **(metrics.load() if isinstance(metrics, ServerMetrics) else {}),
+        # before a push of skyctl, the weights come from another program
+        weight_version=row.weight_version or label,
+        reported_version=label,
+    )
