@@ -3,6 +3,7 @@
     python -m benchmarks.live --case dense-other --out DIR
     python -m benchmarks.live --case small-same --runs 3 --warmups 1 --native-runs 0
     python -m benchmarks.live --case dense-other --phase up …    (then --phase push, --phase down)
+    python -m benchmarks.live --case dense-other --phase write    the checkpoints alone
 
 A trainer of one process or more has the contents of two checkpoints in its GPUs' memory, in turn,
 and pushes by `Fleet.trainer`. After every push the servers answer prompts, which are compared with
@@ -452,7 +453,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=sorted(CASES), required=True)
     parser.add_argument("--role", choices=["benchmark", "trainer"], default="benchmark")
-    parser.add_argument("--phase", choices=["all", "up", "push", "down"], default="all")
+    parser.add_argument("--phase", choices=["all", "write", "up", "push", "down"], default="all")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--native-runs", type=int, default=5, help="of vLLM's own sender; 0: none")

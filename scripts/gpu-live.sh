@@ -4,8 +4,9 @@
 #   bash scripts/gpu-live.sh SITE OUTDIR STEP ...
 #
 # SITE is a directory with vLLM and what it needs. A STEP is CASE:PHASE, for example
-# dense-other:up, dense-other:push, dense-other:down (docs of benchmarks/live.py). OUTDIR gets the
-# results and, for a step that fails, the end of its log is printed. A table comes last.
+# dense-other:up, dense-other:push, dense-other:down (`python -m benchmarks.live --help`); steps
+# joined by commas run side by side. OUTDIR gets the results; the end of a log is printed where a
+# step fails, and a table last.
 set -uo pipefail
 site=$(realpath "$1")
 out=$(realpath -m "$2")
@@ -15,12 +16,17 @@ mkdir -p "$out"
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
 
-for step in "$@"; do
-  began=$SECONDS log=$out/${step/:/-}.log
-  timeout -s INT -k 30 "${LIMIT_S:-240}" \
-    python3 -m benchmarks.live --case "${step%:*}" --phase "${step#*:}" --out "$out" >"$log" 2>&1
-  echo "$step: exit $? after $((SECONDS - began)) s"
-  grep -q "^Traceback\|SystemExit\|error" "$log" && tail -n 25 "$log"
+run_step() {
+  local began=$SECONDS log=$out/${1/:/-}.log
+  timeout -s INT -k 30 "${LIMIT_S:-200}" \
+    python3 -m benchmarks.live --case "${1%:*}" --phase "${1#*:}" --out "$out" >"$log" 2>&1
+  local code=$?
+  echo "$1: exit $code after $((SECONDS - began)) s"
+  [ $code -eq 0 ] || tail -n 12 "$log" | cut -c1-400
+}
+for group in "$@"; do
+  for step in ${group//,/ }; do run_step "$step" & done
+  wait
 done
 python3 - "$out" <<'EOF'
 import json, pathlib, sys
