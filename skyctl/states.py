@@ -8,6 +8,11 @@ from typing import Literal
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of the requests that run when a server is paused."""
 
+TRAINER = "trainer"
+"""Transport of weights that a trainer sends itself."""
+LIVE = "live"
+"""Transport of weights that servers copy out of a trainer's memory."""
+
 UNLABELLED = "default"
 """The weight version that a server reports which was never given one."""
 

@@ -23,10 +23,10 @@ from skyctl.live.offer import CHANGED, Offer, Offered, piece_row
 from skyctl.live.outline import Outline, RankShare, shares_of
 from skyctl.live.ranks import Body
 from skyctl.push.request import PushRequest, PushResult
+from skyctl.states import LIVE
 from skyctl.store.journal import JobEvent
 from skyctl.store.owned import FileLock
 from skyctl.store.paths import create_private_file, private_directory
-from skyctl.store.state import LIVE
 
 _LOCK = ".trainer"
 _FILES = 2

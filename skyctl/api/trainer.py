@@ -25,9 +25,8 @@ from skyctl.live.outline import Outline
 from skyctl.live.ranks import PATIENCE_S, Body, Ranks, Step, failure_body
 from skyctl.push.canary import canary_content
 from skyctl.push.request import PushRequest, PushResult, usual_mode
-from skyctl.states import PauseMode
+from skyctl.states import LIVE, PauseMode
 from skyctl.store.journal import JobEvent
-from skyctl.store.state import LIVE
 
 if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder

@@ -26,9 +26,8 @@ from skyctl.push.canary import canary_content
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
-from skyctl.states import PauseMode
+from skyctl.states import TRAINER, PauseMode
 from skyctl.store.journal import JobEvent
-from skyctl.store.state import TRAINER
 
 
 class WeightsFleet(SessionHolder):

@@ -28,7 +28,7 @@ _HARMLESS_BY_REASON = {
     "only servers that draft tokens with it load such a head": "num_nextn_predict_layers "
     "mtp_num_hidden_layers",
     "the tensors themselves are compared": "tie_word_embeddings",
-    "labels, and how requests become tokens (`chat_files.py`)": "id2label label2id problem_type "
+    "labels, and how requests become tokens (`fit.py`)": "id2label label2id problem_type "
     "finetuning_task task_specific_params tokenizer_class prefix bos_token_id eos_token_id "
     "pad_token_id sep_token_id decoder_start_token_id",
     "how transformers generates by default": "max_length min_length do_sample early_stopping "

@@ -349,12 +349,12 @@ async def _resolved(
         return request
     state = await running.weights()
     if back:
-        from skyctl.push.versions import rollback
+        from skyctl.push.source import rollback
 
         kept = [kept_version.kept for kept_version in await running.kept_versions()]
         return rollback(request, state.pushes, kept, version, state.base, state.base_digest)
     from skyctl import output
-    from skyctl.push.versions import reused_label
+    from skyctl.push.source import reused_label
 
     if warning := reused_label(request, state.pushes):
         output.warn(warning)

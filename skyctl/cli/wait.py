@@ -111,7 +111,7 @@ class Condition:
 
     def met_by(self, replica: ReplicaStatus) -> bool:
         """Whether one server meets it. `base` is the version before the first push."""
-        from skyctl.push.versions import means
+        from skyctl.push.source import means
 
         if self.kind == "ready":
             return replica.state is ReplicaState.READY and replica.routed is not False

@@ -14,7 +14,7 @@ from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded
 from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.versions import refuse_changed
+from skyctl.push.source import refuse_changed
 from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState

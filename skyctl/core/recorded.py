@@ -72,7 +72,7 @@ class RecordedFleet(FleetService):
 
     async def forget_version(self, request: Forget) -> int:
         from skyctl.checkpoints.keeping import delete_copy
-        from skyctl.push.versions import full_version
+        from skyctl.push.source import full_version
 
         versions = await self.kept_versions()
         version = full_version(request.version, (candidate.kept.version for candidate in versions))

@@ -30,9 +30,9 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
+from skyctl.push.source import refuse_changed
 from skyctl.push.verify import weights_digest
-from skyctl.push.versions import refuse_changed
-from skyctl.states import PushStage
+from skyctl.states import TRAINER, PushStage
 from skyctl.store.in_doubt import (
     clear_doubt,
     held_by,
@@ -42,7 +42,7 @@ from skyctl.store.in_doubt import (
     why_held,
 )
 from skyctl.store.journal import EventKind, Job, number_of
-from skyctl.store.state import TRAINER, FleetState, FleetWeights
+from skyctl.store.state import FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
 

@@ -11,7 +11,6 @@ from skyctl import engines
 from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
-from skyctl.push.expected import refuse_broken
 from skyctl.push.fit import check_fit
 from skyctl.push.live_way import LiveWay
 from skyctl.push.request import PushFleet, PushRequest
@@ -26,7 +25,13 @@ from skyctl.push.server_facts import (
 )
 from skyctl.push.servers import Before, Did, Holds, PushedServer, ask_all
 from skyctl.push.source import Source, read_source
-from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
+from skyctl.push.verify import (
+    HOW_TO_DIGEST,
+    CannotDigest,
+    can_compare,
+    refuse_broken,
+    weights_digest,
+)
 from skyctl.push.way import Plan, Question, Way
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports import choose

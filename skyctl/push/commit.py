@@ -13,15 +13,21 @@ from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.check import Checked
-from skyctl.push.expected import agreed, expected_of, names_of, unexpected
 from skyctl.push.freeze import resume
 from skyctl.push.layouts import numbered, settle_parameters
-from skyctl.push.phases import Delivered, Verified
 from skyctl.push.request import PushResult
-from skyctl.push.result import conclude
-from skyctl.push.run import Run
+from skyctl.push.run import Delivered, Run, Verified, conclude
 from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
-from skyctl.push.verify import HOW_TO_DIGEST, can_compare, comparable, weights_digest
+from skyctl.push.verify import (
+    HOW_TO_DIGEST,
+    agreed,
+    can_compare,
+    comparable,
+    expected_of,
+    names_of,
+    unexpected,
+    weights_digest,
+)
 from skyctl.states import PushStage, PushState
 from skyctl.store.expected import BrokenReload
 

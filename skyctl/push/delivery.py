@@ -13,10 +13,9 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.kill_points import reached
 from skyctl.launch.base import Node
-from skyctl.push.collective import in_one_group
+from skyctl.push.collective import OneReader, in_one_group
 from skyctl.push.content import content_digest
 from skyctl.push.forecast import slots_of
-from skyctl.push.relay import OneReader
 from skyctl.push.request import PushFleet
 from skyctl.push.servers import (
     Holds,
@@ -33,8 +32,7 @@ from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
-from skyctl.transfer.transports.base import Session, Transport, rank_offsets
-from skyctl.transfer.transports.rendezvous import HOST
+from skyctl.transfer.transports.base import HOST, Session, Transport, rank_offsets
 from skyctl.wire.layouts import Program
 from skyctl.wire.worker import WorkerMethod
 

@@ -1,4 +1,8 @@
-"""Whether a checkpoint fits the servers of a push: they are asked what they compute by and load."""
+"""Whether a checkpoint fits the servers of a push: they are asked what they compute by and load.
+
+Files beside its tensors decide which tokens a request is, and where its answer ends: servers read
+them as they start, and a push does not carry them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.chat_files import chat_note
-from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.checkpoints.checkpoint import Checkpoint, locate
 from skyctl.checkpoints.compat import (
     Answer,
     check_compatible,
@@ -18,7 +23,7 @@ from skyctl.checkpoints.compat import (
     reference,
 )
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.checkpoints.header import remembered
+from skyctl.checkpoints.header import read_json, read_plain, remembered
 from skyctl.engines.base import lacks_method
 from skyctl.errors import ServerError
 from skyctl.push.request import PushFleet, PushRequest
@@ -26,6 +31,64 @@ from skyctl.push.server_facts import ServerFacts
 from skyctl.push.servers import PushedServer
 from skyctl.wire.messages import TensorUse
 from skyctl.wire.worker import WorkerMethod
+
+_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_KEYS = ("eos_token", "bos_token", "add_bos_token", "added_tokens_decoder")
+_SAVED_STATE = ("padding", "truncation", "version")
+"""Parts of tokenizer.json that say how it was last used."""
+_GENERATION_META = ("transformers_version", "_from_model_config", "use_cache", "pad_token_id")
+
+
+def chat_note(directory: Path, model_path: str | None) -> str:
+    """One line about files that differ from those the servers were started with; "" if none do,
+    if the checkpoint has none, or if the servers' are not here.
+    """
+    base = locate(model_path) if model_path else None
+    if base is None or not base.is_dir():
+        return ""
+    ours, theirs = _settings(directory), _settings(base)
+    changed = [
+        name for name in ours if name in theirs and ours[name] and ours[name] != theirs[name]
+    ]
+    if not changed:
+        return ""
+    return (
+        f"{' and '.join(changed)} differ from what the servers run, and a push carries tensors "
+        "alone: clients get the servers' until they are restarted"
+    )
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """What decides, by the words for it; {} and None for what a file does not say."""
+    tokenizer = _mapping(directory / "tokenizer.json")
+    settings = _mapping(directory / "tokenizer_config.json")
+    generation = _mapping(directory / "generation_config.json")
+    return {
+        "the tokenizer": _without(tokenizer, _SAVED_STATE),
+        "its special tokens": {key: settings[key] for key in _TOKENIZER_KEYS if key in settings},
+        "eos_token_id of config.json": _mapping(directory / "config.json").get("eos_token_id"),
+        "the chat template": _template(directory) or settings.get("chat_template"),
+        "generation_config.json (stop tokens, sampling)": _without(generation, _GENERATION_META),
+    }
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        content = read_json(path)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _without(mapping: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """What a mapping says, but for `keys`."""
+    return {key: value for key, value in mapping.items() if key not in keys and value is not None}
+
+
+def _template(directory: Path) -> str:
+    with suppress(OSError, ValueError):
+        return read_plain(directory / _TEMPLATE).decode("utf-8")
+    return ""
+
 
 _KEPT = 256
 _answers: dict[tuple[str, str], Answer] = {}

@@ -25,7 +25,7 @@ from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ask_servers
 from skyctl.push.servers import Before, Holds, PushedServer, alive, ask_all, each, require_paused
 from skyctl.push.way import Delivery, Plan, Question
-from skyctl.store.state import LIVE
+from skyctl.states import LIVE
 from skyctl.transfer.plan import NotInLayout
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.wire.layouts import LayoutReport

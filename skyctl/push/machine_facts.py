@@ -8,13 +8,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
-from skyctl.launch.remote.machines import FACTS_TIMEOUT_S
-from skyctl.launch.remote.session import ask
+from skyctl.launch.remote.session import FACTS_TIMEOUT_S, ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.layouts import LayoutChoice
 from skyctl.push.request import PushFleet, PushRequest, PushServer
@@ -26,10 +26,12 @@ from skyctl.push.worker_memory import (
     worker_bytes,
     workers_on_fullest,
 )
-from skyctl.store.journal import PushRecord
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.base import Transport
+
+if TYPE_CHECKING:
+    from skyctl.store.journal import PushRecord
 
 _SAMPLE_BYTES = 128 * 1024 * 1024
 _PIECE_BYTES = 4 * 1024 * 1024

@@ -1,8 +1,8 @@
 """One push into servers on several machines: each has a sender of its own, beside its servers.
 
 Every sender reads the checkpoint there; or one does, and passes it on before the freeze
-(`push/relay.py`). A machine that fails takes its own servers out of the push and no others; one
-that has read other bytes than the rest fails the push for all.
+(`push/collective.py`). A machine that fails takes its own servers out of the push and no others;
+one that has read other bytes than the rest fails the push for all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from skyctl.launch.base import Node
+from skyctl.push.collective import one_reader
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.relay import one_reader
 from skyctl.push.servers import PushedServer, alive
 from skyctl.push.way import Delivery
 

@@ -143,7 +143,7 @@ class PushServer:
     weights_digest: str = ""
     """The recorded digest of its weights; "" if there is none."""
     launched_with: str = ""
-    """Names the content it was started with (`push/expected.py`); "" if that is not certain,
+    """Names the content it was started with (`push/verify.py`); "" if that is not certain,
     or something has been pushed since."""
     arguments: str = ""
     """Identifies the arguments it was started with; "" if unknown."""

@@ -30,7 +30,7 @@ from skyctl.push.source import Source
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest
 from skyctl.push.way import Delivery, Plan, Question, sizes_of
-from skyctl.store.state import TRAINER
+from skyctl.states import TRAINER
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import rank_offsets

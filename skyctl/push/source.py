@@ -1,21 +1,149 @@
-"""Where the weights of a push come from: files that skyctl reads, a trainer that sends them, or one
-in whose memory they are.
+"""Where the weights of a push come from (files that skyctl reads, a trainer that sends them, or one
+in whose memory they are), and what their label means.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.errors import PreflightError
+from skyctl.errors import NotFoundError, PreflightError, UsageError, WeightsGone
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, read_rows
 from skyctl.push.trainer import Trainer
-from skyctl.push.versions import refuse_changed
+
+if TYPE_CHECKING:
+    from skyctl.store.journal import PushRecord
+    from skyctl.store.kept_weights import KeptWeights
+
+
+BASE = "base"
+"""What servers are started with, in place of a label."""
+
+
+def reused_label(request: PushRequest, pushes: Sequence[PushRecord]) -> str:
+    """A warning if the request's label has stood for another checkpoint until now, else "".
+
+    `pushes` are newest first.
+    """
+    label = request.weight_version
+    before = next((push for push in pushes if push.ok and push.version == label), None)
+    if not label or before is None or before.checkpoint == request.checkpoint:
+        return ""
+    return (
+        f"version {label} was {before.checkpoint} until now ({before.job}); "
+        "a label of its own tells the two apart"
+    )
+
+
+def means(word: str, version: str) -> bool:
+    """Whether `word` is the version, or its name without the digest."""
+    return word in (version, version.rpartition("@")[0])
+
+
+def full_version(word: str, versions: Iterable[str]) -> str:
+    """The version that `word` means: itself, or the only `word@digest` among `versions`.
+
+    A word that matches none is returned unchanged.
+
+    Raises:
+        UsageError: it may be any of several.
+    """
+    distinct = dict.fromkeys(versions)
+    matching = [version for version in distinct if means(word, version)]
+    if word in distinct or not matching:
+        return word
+    if len(matching) > 1:
+        raise UsageError(
+            f"version {word} may be any of {len(matching)}", hint=f"one of: {', '.join(matching)}"
+        )
+    return matching[0]
+
+
+def rollback(
+    request: PushRequest,
+    pushes: Sequence[PushRecord],
+    kept: Sequence[KeptWeights] = (),
+    version: str | None = None,
+    base: str | None = None,
+    base_digest: str | None = None,
+) -> PushRequest:
+    """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
+    newest first. A kept copy takes precedence over the directory that was pushed then. Before the
+    first push it is `base`, the directory that servers are started with, as it was then.
+
+    Two rollbacks return a fleet to where it was: the version it left is then the previous one.
+
+    Raises:
+        NotFoundError: no other version was ever pushed, or `version` never was.
+        UsageError: `version` may be any of several.
+    """
+    done = [push for push in pushes if push.ok]
+    had = [push for push in done if push.checkpoint]  # what a trainer sent itself is in no file
+    pushed = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
+    if version is not None:
+        version = full_version(version, pushed)
+    current = next((_given(push) for push in pushes if _given(push)), None)
+    target = version or next((p.version for p in had if p.version != current), None)
+    copy = next((weights for weights in kept if target and weights.version == target), None)
+    before = copy or next((push for push in had if push.version == target), None)
+    if before is not None:
+        return replace(
+            request,
+            checkpoint=before.checkpoint,
+            weight_version=before.version,
+            expected_digest=before.checkpoint_digest,
+            expected_content=before.content_digest,
+        )
+    first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
+    if base and (version == BASE or (version is None and first)):
+        return replace(request, checkpoint=base, weight_version=BASE, expected_digest=base_digest)
+    if version is not None:
+        raise NotFoundError(
+            f"no version {version} was pushed into this fleet",
+            hint=f"its versions: {', '.join([*pushed, *([BASE] if base else [])]) or 'none'}",
+        )
+    have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
+    or_base = "; or what servers were started with: skyctl sync-weights --rollback base"
+    raise NotFoundError(
+        f"there is nothing to roll back to: {have}",
+        hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT"
+        + (or_base if base else ""),
+    )
+
+
+def _given(push: PushRecord) -> str | None:
+    """The version that a push gave the fleet: one that failed gives it if some servers have it."""
+    if push.ok:
+        return push.version
+    version: str | None = push.result.get("version")
+    rows = push.result.get("servers", ()) if version else ()
+    return version if any(row["ok"] and row["version"] == version for row in rows) else None
+
+
+def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
+    """Raise WeightsGone if the files do not hold what was pushed under this version. Files that
+    were only copied or touched since are read, and pass where the content of that push is known.
+    """
+    if request.expected_digest in (None, checkpoint.identity_digest):
+        return
+    if request.expected_content:
+        from skyctl.push.content import read_content
+
+        if request.expected_content == read_content(checkpoint):
+            return
+    version = request.weight_version
+    pushed = f"pushed as {version}" if version else "last looked at"
+    raise WeightsGone(
+        f"{checkpoint.path} was overwritten since it was {pushed}",
+        hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
+    )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.check import Checked, check
 from skyctl.push.commit import publish, verify
-from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import (
     NotYet,
     freeze_again,
@@ -40,14 +39,22 @@ from skyctl.push.freeze import (
     roll_back,
     take_out,
 )
-from skyctl.push.phases import Delivered, Frozen, Staged
 from skyctl.push.request import CarefulObserver, PushFleet, PushObserver, PushRequest, PushResult
-from skyctl.push.result import cut_short, result_of
-from skyctl.push.run import CancelGuard, Rotation, Run
+from skyctl.push.run import (
+    CancelGuard,
+    Delivered,
+    Frozen,
+    Rotation,
+    Run,
+    Staged,
+    cut_short,
+    result_of,
+)
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.servers import alive, responsive
 from skyctl.push.tracing import traced
 from skyctl.push.trial import accept
+from skyctl.push.verify import launch_digests
 from skyctl.push.way import Delivery
 from skyctl.states import PushStage, PushState
 from skyctl.transfer.sender_client import SenderFailed

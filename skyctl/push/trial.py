@@ -21,9 +21,8 @@ from skyctl.errors import (
 from skyctl.kill_points import reached
 from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
 from skyctl.push.freeze import abort_stragglers
-from skyctl.push.phases import Verified
 from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
-from skyctl.push.run import CancelGuard, Run
+from skyctl.push.run import CancelGuard, Run, Verified
 from skyctl.push.servers import Holds, PushedServer, alive, count_tokens, each
 from skyctl.states import PushStage, PushState
 

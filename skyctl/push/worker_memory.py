@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skyctl.transfer.gpu.devices import fits_whole
-from skyctl.transfer.gpu.numbering import BATCH_BYTES
+from skyctl.transfer.gpu_memory import BATCH_BYTES, fits_whole
 from skyctl.transfer.plan import ChunkPlan, module_of
 from skyctl.wire.layouts import Copy, Program
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.values import refuse_password, refuse_route
-from skyctl.http.lookup import addresses
+from skyctl.http.connections import addresses
 from skyctl.store.server_names import Located, normalized
 
 _LINE = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})\s+)?(?P<url>https?://[^\s/]+\S*)")

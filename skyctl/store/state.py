@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyctl.errors import StateUnwritable
+from skyctl.states import LIVE, TRAINER
 from skyctl.store.database import Database, understood
-from skyctl.store.expected import ExpectedDigests
+from skyctl.store.expected_digests import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal, prune, prune_events
 from skyctl.store.locks import Locks, News
@@ -36,10 +37,6 @@ _RENAMING = ">"
 _HOLDER_KEY = "holder"
 BASE_KEY = "base"
 """Where the fleet's base weights are on record (`store/base_weights.py`)."""
-
-TRAINER = "trainer"
-LIVE = "live"
-"""Transport of weights that a trainer sends itself."""
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.live.offer import Live, Offer, Offered
+from skyctl.push.live_way import release_all, take_offer
 from skyctl.push.request import PushRequest
 from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
@@ -396,8 +397,6 @@ class Supervisor(RunningFleet, SupervisorService):
                 self.begin_recovery()
 
     async def offer(self, request: Offer) -> Offered:
-        from skyctl.push.live_way import take_offer
-
         self.require_plan()
         self._refuse_beside_operation()
         with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
@@ -414,8 +413,6 @@ class Supervisor(RunningFleet, SupervisorService):
         return (await self._begin_push(request.push, live=live)).id
 
     async def withdraw(self, request: Withdraw) -> None:
-        from skyctl.push.live_way import release_all
-
         if self.pushes.offers.pop(request.key, None) is not None:
             with await self.arbiter.turn(Act.PUSH, "the end of a trainer"):
                 await self.pushes.warming.stop()

@@ -27,8 +27,8 @@ from skyctl.engines.base import Server
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.trainer import Rendezvous, SendTarget
+from skyctl.states import TRAINER
 from skyctl.store.identity import ProcessIdentity, own_identity
-from skyctl.store.state import TRAINER
 from skyctl.supervisor.resident import Supervisor
 from skyctl.wire.worker import WorkerMethod
 

@@ -11,6 +11,7 @@ from skyctl.core.arbiter import Act
 from skyctl.core.expectations import informed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushRequest
+from skyctl.push.verify import launch_digests
 from skyctl.states import ReplicaState
 from skyctl.store.expected import Learned
 from skyctl.store.in_doubt import in_doubt
@@ -79,7 +80,6 @@ class Warming:
         weights = admission.committed(state, plan)
         if weights is None or weights.checkpoint is None or in_doubt(state):
             return
-        from skyctl.push.expected import launch_digests
         from skyctl.push.rehearsal import rehearse
 
         request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyctl.transfer.pace import Pace
-from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
+from skyctl.transfer.reader import ChunkReader, Filled, Pace, Piece, ShardFiles
 
 if TYPE_CHECKING:
     from skyctl.wire.layouts import Program

@@ -1,8 +1,12 @@
-"""Fill slots with chunks ahead of their use: reads shards straight into reused memory."""
+"""Fill slots with chunks ahead of their use: reads shards straight into reused memory, at most at a
+given pace while servers serve beside it.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +25,44 @@ from skyctl.checkpoints.header import (
     read_raw_header,
 )
 from skyctl.errors import PreflightError
-from skyctl.transfer.pace import Pace
+
+
+class Pace:
+    """Bytes per second over all threads of a process, until lifted; None: no limit.
+
+    Each read reserves its time after the previous one, so a wait that ends late is made up for;
+    unused time is not saved up.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._lifted = threading.Event()
+        self._wait = wait or self._lifted.wait
+        self._lock = threading.Lock()
+        self._free_at = float("-inf")
+
+    def take(self, nbytes: int) -> None:
+        """Return when `nbytes` may be read."""
+        if self._rate is None or self._lifted.is_set():
+            return
+        with self._lock:
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + nbytes / self._rate
+        if begin > now:
+            self._wait(begin - now)
+
+    def lift(self) -> None:
+        """Remove the limit; waiting threads go on at once."""
+        self._lifted.set()
+
 
 _RUN_BYTES = 16 * 1024 * 1024
 _MAX_BUFFERS = 512  # per preadv; the kernel takes 1024

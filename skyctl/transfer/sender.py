@@ -39,8 +39,7 @@ from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.startup import speed_up_imports
 from skyctl.transfer.carrier import Carrier, GpuCarrier, Reader, Reading
-from skyctl.transfer.pace import Pace
-from skyctl.transfer.reader import Filled, Piece, ShardFiles
+from skyctl.transfer.reader import Filled, Pace, Piece, ShardFiles
 from skyctl.wire.layouts import Program
 
 _PR_SET_PDEATHSIG = 1

@@ -22,8 +22,8 @@ import pytest
 from skyctl.core.requests import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.push.request import PushRequest
+from skyctl.push.source import rollback
 from skyctl.push.transaction import push
-from skyctl.push.versions import rollback
 from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault

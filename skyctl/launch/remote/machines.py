@@ -15,10 +15,9 @@ from typing import Any
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import Cpu, Gpu, Machine, Node
-from skyctl.launch.remote.session import another_version, ask
+from skyctl.launch.remote.session import FACTS_TIMEOUT_S, another_version, ask
 from skyctl.store.paths import create_private_file, private_directory
 
-FACTS_TIMEOUT_S = 30.0
 _CLUSTER_TIMEOUT_S = 90.0
 
 

@@ -33,6 +33,7 @@ PROTOCOL = 1
 MACHINE = "{host}"
 """Stands for the machine in a client's command line, which otherwise ends with it."""
 CONNECT_TIMEOUT_S = 20.0
+FACTS_TIMEOUT_S = 30.0
 _RAY_TIMEOUT_S = 45.0
 _LONGEST_LINE = 1024 * 1024
 _LAST_WORDS = 4096

@@ -16,16 +16,15 @@ from skyctl.checkpoints.dtypes import torch_name
 from skyctl.transfer.carrier import GpuCarrier, Reading
 from skyctl.transfer.gpu.devices import (
     MirroredSlots,
-    fits_whole,
     free_bytes,
     stage_slots,
     uuid_of,
 )
 from skyctl.transfer.gpu.numbering import Numbering
-from skyctl.transfer.gpu.reader import THREADS, DeviceReader, Read, ReadBatch, Span, cut
+from skyctl.transfer.gpu.reader import DeviceReader, Read, ReadBatch, Span, cut
 from skyctl.transfer.gpu.relay import Relay
-from skyctl.transfer.pace import Pace
-from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
+from skyctl.transfer.gpu_memory import THREADS, fits_whole
+from skyctl.transfer.reader import Filled, Pace, Piece, ShardFiles, SlotTurns
 from skyctl.wire.layouts import Program
 
 if TYPE_CHECKING:

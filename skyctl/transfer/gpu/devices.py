@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-SHARE_OF_FREE = 0.9
-"""The share of a GPU's free memory that a sender may take."""
+from skyctl.transfer.gpu_memory import SHARE_OF_FREE, fits_whole
 
 
 def uuid_of(device: int) -> str:
@@ -91,13 +90,6 @@ class MirroredSlots:
         self._streams.clear()
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
-
-
-def fits_whole(whole: int, free: int, reserve: int) -> bool:
-    """Whether a checkpoint fits on a GPU with `free` bytes, of which servers that load it there
-    take `reserve`.
-    """
-    return whole <= (free - reserve) * SHARE_OF_FREE
 
 
 def stage_slots(

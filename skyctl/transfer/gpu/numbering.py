@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from skyctl.transfer.gpu_memory import BATCH_BYTES
 from skyctl.wire.layouts import Copy, Program
-
-BATCH_BYTES = 256 * 1024 * 1024
-"""Parameters are numbered together up to this size."""
 
 
 class Numbering:

@@ -23,13 +23,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from skyctl.transfer.pace import Pace
+from skyctl.transfer.gpu_memory import DEPTH, PIECE_BYTES, THREADS
+from skyctl.transfer.reader import Pace
 
-PIECE_BYTES = 5 * 1024 * 1024
-THREADS = 12
-DEPTH = 2
-PINNED_BYTES = THREADS * DEPTH * PIECE_BYTES
-"""Pinned host memory of a reader with all its threads."""
 _HOST_TO_DEVICE, _EVENT_DISABLE_TIMING, _NOT_READY = 1, 2, 600  # CUDA's
 
 

@@ -5,10 +5,15 @@ One module per mechanism holds both: `TRANSPORT` (used by the push, imports no t
 `open_carrier` (used inside the sender process). A new mechanism is one such module, its name in
 `skyctl/transfer/transports/__init__.py`, and a receiver in `skyctl/engines/vllm/inside/receivers`
 unless vLLM brings one.
+
+The store where ranks over NCCL find each other is on loopback, and closed once they have: torch's
+TCPStore serves every process that connects, and vLLM unpickles what it holds.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -142,3 +147,29 @@ def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) ->
             endpoint=endpoint,
         )
     )
+
+
+HOST = "127.0.0.1"
+
+
+class Rendezvous:
+    """A listening socket on an ephemeral port of loopback, to be handed to a TCPStore."""
+
+    def __init__(self, world_size: int) -> None:
+        self.socket = socket.socket()
+        self.socket.bind((HOST, 0))
+        self.socket.listen(world_size + 8)
+        self.port: int = self.socket.getsockname()[1]
+        self._descriptor = self.socket.fileno()
+
+    def close(self, store: Any) -> None:
+        """Refuse connections from now on to `store`, which took the socket over.
+
+        The store polls the descriptor by its number: what takes its place never becomes ready.
+        """
+        silent = os.eventfd(0, os.EFD_CLOEXEC)
+        os.dup2(silent, self._descriptor, inheritable=False)
+        os.close(silent)
+        # a poll under way keeps the old socket open: once this is answered it is over
+        store.set("closed", "1")
+        store.get("closed")

@@ -19,8 +19,7 @@ from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import DeviceCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
-from skyctl.transfer.transports.base import Session, Transport, tensor_headers
-from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
+from skyctl.transfer.transports.base import HOST, Rendezvous, Session, Transport, tensor_headers
 from skyctl.wire.nccl import nccl_problem, new_unique_id
 
 WORKER_BUFFERS = 2

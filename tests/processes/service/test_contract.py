@@ -30,7 +30,7 @@ from skyctl.core.verb_table import Verb
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.trainer import Rendezvous
-from skyctl.store.state import TRAINER
+from skyctl.states import TRAINER
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.interface import SupervisorClient, own_handlers

@@ -21,9 +21,8 @@ from skyctl.engines.sglang.engine import dialect_for
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports import load_transport
-from skyctl.transfer.transports.base import Session
+from skyctl.transfer.transports.base import HOST, Session
 from skyctl.transfer.transports.nccl import TorchGroup, group_name
-from skyctl.transfer.transports.rendezvous import HOST
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed")

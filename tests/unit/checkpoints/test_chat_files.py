@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.checkpoints.chat_files import chat_note
+from skyctl.push.fit import chat_note
 
 FILES: dict[str, Any] = {
     "config.json": {"eos_token_id": 0, "hidden_size": 8},

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.http.connections import KeptConnections
-from skyctl.http.lookup import addresses
+from skyctl.http.connections import KeptConnections, addresses
 from skyctl.http.transport import CannotConnect
 from tests.unit.http.byte_servers import byte_server, request
 

@@ -11,11 +11,11 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
-from skyctl.push.expected import expected_of
 from skyctl.push.request import PushRequest, PushServer
 from skyctl.push.rolling import push_rolling
 from skyctl.push.servers import Before
 from skyctl.push.transaction import push
+from skyctl.push.verify import expected_of
 from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint

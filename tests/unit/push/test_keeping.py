@@ -19,7 +19,7 @@ from skyctl.core.arbiter import Turn
 from skyctl.core.keeping import place_copies
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
-from skyctl.push.versions import rollback
+from skyctl.push.source import rollback
 from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
 from skyctl.store.paths import FleetPaths, sync_directory
 from skyctl.store.state import FleetState

@@ -6,7 +6,7 @@ import pytest
 
 from skyctl.errors import UsageError
 from skyctl.push.request import PushRequest
-from skyctl.push.versions import full_version, reused_label
+from skyctl.push.source import full_version, reused_label
 from skyctl.store.journal import PushRecord
 
 

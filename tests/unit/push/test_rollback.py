@@ -11,8 +11,8 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import NotFoundError, WeightsGone
 from skyctl.push.request import PushObserver, PushRequest
+from skyctl.push.source import rollback
 from skyctl.push.transaction import push
-from skyctl.push.versions import rollback
 from skyctl.store.journal import PushRecord
 from tests.unit.push.fleets import Stubs
 

@@ -18,7 +18,7 @@ from skyctl.push.worker_memory import (
     numbering_bytes,
     worker_bytes,
 )
-from skyctl.transfer.gpu.numbering import BATCH_BYTES
+from skyctl.transfer.gpu_memory import BATCH_BYTES
 from skyctl.transfer.plan import (
     ChunkPlan,
     module_of,

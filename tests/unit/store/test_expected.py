@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.store import expected
+from skyctl.store import expected_digests
 from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned
 from skyctl.store.state import FleetState
 
@@ -56,7 +56,7 @@ def test_one_digest_is_kept_for_each_content_engine_arrangement_and_origin(
 def test_what_was_not_seen_for_longest_is_forgotten(
     state: FleetState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expected, "MOST", 3)
+    monkeypatch.setattr(expected_digests, "MOST", 3)
     for number in range(5):
         state.expected.learn(learned(ExpectedDigest(f"bytes:{number}", "0.32.0", "ab")))
         state.expected.learn(learned(ExpectedDigest("bytes:0", "0.32.0", "ab")))

@@ -15,9 +15,8 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.carrier import DeviceChunkReader, merged, reads_of
 from skyctl.transfer.gpu.reader import ReadBatch, ReadFailed, Span, cut
-from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
-from skyctl.transfer.reader import CheckpointChanged, Filled, Piece, ShardFiles
+from skyctl.transfer.reader import CheckpointChanged, Filled, Pace, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 

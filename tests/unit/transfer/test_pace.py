@@ -8,9 +8,8 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.transfer import reader
-from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import plan_chunks
-from skyctl.transfer.reader import ChunkReader, Piece, ShardFiles
+from skyctl.transfer.reader import ChunkReader, Pace, Piece, ShardFiles
 from tests.unit.push.checkpoints import write_checkpoint
 
 

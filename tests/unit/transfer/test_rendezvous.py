@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
+from skyctl.transfer.transports.base import HOST, Rendezvous
 
 dist = pytest.importorskip("torch.distributed")
 TIMEOUT = timedelta(seconds=10)
