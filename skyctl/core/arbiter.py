@@ -32,6 +32,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -156,12 +157,8 @@ class Arbiter:
             ConflictError: a push or a recovery is under way, or another act is after `wait_s`.
         """
 
-        def busy() -> bool:
-            return self._locks.taken(LOCK)
-
-        turn = await self._until_free(
-            act, lambda: self.take(act, activity), busy, wait_s, self._end_stopped
-        )
+        take, busy = partial(self.take, act, activity), partial(self._locks.taken, LOCK)
+        turn = await self._until_free(act, take, busy, wait_s, self._end_stopped)
         try:
             await self.claim(turn, act, activity, servers or {}, wait_s=wait_s)
         except BaseException:
@@ -185,15 +182,14 @@ class Arbiter:
             ConflictError: another fleet acts on one of them, or its push left one of them.
         """
         if self._servers is not None and servers:
-            locks = self._servers
-            shared, pushes = act is Act.VERB, act in (Act.PUSH, Act.RECOVER)
-
-            def take() -> ServerClaim:
-                return locks.take_all(servers, _with_caller(activity), shared=shared, pushes=pushes)
-
-            def busy() -> bool:
-                return locks.taken_by_push(servers)
-
+            take = partial(
+                self._servers.take_all,
+                servers,
+                _with_caller(activity),
+                shared=act is Act.VERB,
+                pushes=act in (Act.PUSH, Act.RECOVER),
+            )
+            busy = partial(self._servers.taken_by_push, servers)
             turn.add(await self._until_free(act, take, busy, wait_s))
         await turn.after_late_requests()
 

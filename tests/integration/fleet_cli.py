@@ -105,6 +105,20 @@ class FleetCli:
 
             yield run
 
+    def run_example(self, *command: str, cwd: Path, timeout_s: float) -> str:
+        """Run an example on this fleet's file, to its end; what it printed."""
+        done = subprocess.run(
+            [sys.executable, *command, "-f", str(self.directory / "fleet.yaml")],
+            cwd=cwd,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""
         return command(

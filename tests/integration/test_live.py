@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,21 +32,11 @@ def test_two_ranks_train_and_the_servers_have_what_they_would_save(
     pytest.importorskip("torch")
     real_fleet.run("sync-weights", "checkpoints/a")
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(FSDP_RL)]
-    arguments = ["-f", str(real_fleet.directory / "fleet.yaml"), "--steps", str(STEPS)]
-    arguments += ["--samples", "8", "--learning-rate", "0.01", "--save", "saved"]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=tmp_path,
-        env=real_fleet.env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command += ["--steps", str(STEPS), "--samples", "8", "--learning-rate", "0.01"]
+    printed = real_fleet.run_example(*command, "--save", "saved", cwd=tmp_path, timeout_s=300)
     history = json.loads((tmp_path / "fsdp_rl.json").read_text())
     assert [step["version"] for step in history] == [f"fsdp-{n + 1}" for n in range(STEPS)]
-    assert history[-1]["reward"] > history[0]["reward"], done.stdout
+    assert history[-1]["reward"] > history[0]["reward"], printed
     # without the tokenizer, which training does not change, a directory is not a whole checkpoint
     saved = tmp_path / "saved"
     for file in (real_fleet.directory / "checkpoints" / "a").glob("tokenizer*"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -35,21 +33,12 @@ def test_the_toy_loop_raises_its_reward_and_the_servers_have_its_weights(
     real_fleet: FleetCli, tmp_path: Path
 ) -> None:
     real_fleet.run("sync-weights", "checkpoints/a")
-    arguments = ["--steps", str(STEPS), "--learning-rate", "0.01", "--plot", "reward.svg"]
-    done = subprocess.run(
-        [sys.executable, str(RL_TOY), "-f", str(real_fleet.directory / "fleet.yaml"), *arguments],
-        cwd=tmp_path,
-        env=real_fleet.env,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [str(RL_TOY), "--steps", str(STEPS), "--learning-rate", "0.01"]
+    printed = real_fleet.run_example(*command, "--plot", "reward.svg", cwd=tmp_path, timeout_s=400)
     history = json.loads((tmp_path / "rl_toy.json").read_text())
     steps = history["steps"]
     assert len(steps) == STEPS
-    assert steps[-1]["reward"] > steps[0]["reward"] + 0.05, done.stdout
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.05, printed
     # what the servers sampled with is what the trainer has, after every push
     assert all(step["logprob_gap"] < 1e-3 for step in steps)
     assert all(0 < step["freeze_window_s"] < step["push_s"] for step in steps)
