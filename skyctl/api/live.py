@@ -12,8 +12,8 @@ from pathlib import Path
 from skyctl.api.updates import swept
 from skyctl.checkpoints.live import TensorFile, running_model
 from skyctl.checkpoints.staging import StagedEntry, staged_entry
-from skyctl.core.job_result import push_result
 from skyctl.core.requests import PushLive, Staging, Withdraw
+from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
 from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlError
 from skyctl.kill_points import reached

@@ -17,8 +17,8 @@ from skyctl.adapters.peft import write_adapter
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
-from skyctl.core.job_result import push_result
 from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
+from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
 from skyctl.core.urls import control_token
 from skyctl.live.file import write_tensors

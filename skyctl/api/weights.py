@@ -15,10 +15,9 @@ from skyctl.api.trainer_opening import TrainerOpening
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
-from skyctl.core.job_result import push_result
 from skyctl.core.registry import FleetRef
 from skyctl.core.requests import Forget
-from skyctl.core.results import KeptVersion, WeightsState
+from skyctl.core.results import KeptVersion, WeightsState, push_result
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
 from skyctl.live.ranks import PATIENCE_S

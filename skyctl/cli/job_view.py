@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from skyctl import output
-from skyctl.core.job_result import job_error
+from skyctl.core.results import job_error
 from skyctl.output import LiveView
 from skyctl.push.request import live_source
 from skyctl.units import count_of, format_bytes, format_rate, format_seconds

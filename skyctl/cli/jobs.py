@@ -82,8 +82,8 @@ def show(
     """
     from skyctl.cli.bars_view import legend, timeline_view
     from skyctl.cli.job_view import job_views
-    from skyctl.core.job_result import job_error
     from skyctl.core.requests import JobQuery
+    from skyctl.core.results import job_error
     from skyctl.core.timeline import timeline as timeline_of
 
     query = JobQuery(job_id)

@@ -14,7 +14,6 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.kill_points import reached
 from skyctl.launch.base import Node
 from skyctl.push.collective import OneReader, in_one_group
-from skyctl.push.content import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
 from skyctl.push.servers import (
@@ -26,6 +25,7 @@ from skyctl.push.servers import (
     require_paused,
     scrub,
 )
+from skyctl.push.source import content_digest
 from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
 from skyctl.transfer.plan import Chunk, ChunkPlan

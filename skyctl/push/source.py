@@ -1,22 +1,29 @@
 """Where the weights of a push come from (files that skyctl reads, a trainer that sends them, or one
-in whose memory they are), and what their label means.
+in whose memory they are), what their label means, and the digest over every byte of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import os
 import secrets
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.checkpoints.header import Tensor
 from skyctl.errors import NotFoundError, PreflightError, UsageError, WeightsGone
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, read_rows
 from skyctl.push.trainer import Trainer
+from skyctl.transfer.reader import ShardFiles
 
 if TYPE_CHECKING:
     from skyctl.store.journal import PushRecord
@@ -133,11 +140,8 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
     """
     if request.expected_digest in (None, checkpoint.identity_digest):
         return
-    if request.expected_content:
-        from skyctl.push.content import read_content
-
-        if request.expected_content == read_content(checkpoint):
-            return
+    if request.expected_content and request.expected_content == read_content(checkpoint):
+        return
     version = request.weight_version
     pushed = f"pushed as {version}" if version else "last looked at"
     raise WeightsGone(
@@ -222,3 +226,38 @@ def _read(request: PushRequest) -> Checkpoint:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
     return checkpoint
+
+
+_READ_BYTES = 8 * 1024 * 1024
+_THREADS = 16
+
+
+def content_digest(tensors: Sequence[Tensor], crc32: Mapping[str, int]) -> str:
+    """Digest over names, types, shapes and the crc32 of every tensor; "" unless all are known."""
+    if len(crc32) < len(tensors):
+        return ""
+    content = sorted((t.name, t.dtype, t.shape, crc32[t.name]) for t in tensors)
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def read_content(checkpoint: Checkpoint) -> str:
+    """The content digest of the files; reads all of them. Raises CheckpointChanged."""
+    files = ShardFiles(checkpoint.shards)
+
+    def crc32(tensor: Tensor) -> int:
+        checksum, buffer = 0, memoryview(bytearray(min(_READ_BYTES, max(tensor.nbytes, 1))))
+        for at in range(0, tensor.nbytes, _READ_BYTES):
+            part = buffer[: min(_READ_BYTES, tensor.nbytes - at)]
+            files.read(tensor.shard, tensor.begin + at, [part])
+            checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    try:
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+            names = (tensor.name for tensor in checkpoint.tensors)
+            checksums = dict(zip(names, threads.map(crc32, checkpoint.tensors), strict=True))
+        for number in range(len(checkpoint.shards)):
+            files.check(number)
+        return content_digest(checkpoint.tensors, checksums)
+    finally:
+        files.close()

@@ -21,8 +21,8 @@ from typing import Any
 
 from skyctl import engines
 from skyctl.core.arbiter import Act, Turn
-from skyctl.core.job_result import push_result
 from skyctl.core.requests import CloseUpdate, OpenUpdate
+from skyctl.core.results import push_result
 from skyctl.engines.base import Server
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushRequest, PushResult

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from skyctl.core.job_result import job_error
+from skyctl.core.results import job_error
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,

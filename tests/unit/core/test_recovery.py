@@ -24,8 +24,8 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.content import read_content
 from skyctl.push.request import PushRequest
+from skyctl.push.source import read_content
 from skyctl.push.verify import weights_digest
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import InDoubt, close_sender, in_doubt, open_sender, put_in_doubt

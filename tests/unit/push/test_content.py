@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.push.content import content_digest, read_content
+from skyctl.push.source import content_digest, read_content
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint
 
 
