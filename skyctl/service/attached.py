@@ -40,7 +40,7 @@ from skyctl.errors import (
 )
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushRequest
+from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import Trainer
 from skyctl.service import attached_status
 from skyctl.service.attached_servers import AttachedServers
@@ -189,11 +189,9 @@ class AttachedFleet(RecordedFleet):
 
     async def offer(self, request: Offer) -> Offered:
         from skyctl.push.live_way import take_offer
-        from skyctl.service.attached_push import push_fleet
 
         with await self._turn(Act.PUSH, "a trainer's offer"):
-            fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
-            live = await take_offer(request, fleet, self._client)
+            live = await take_offer(request, await self._would_take(), self._client)
             self._offers = {live.key: live}
         return live.offered()
 
@@ -205,20 +203,21 @@ class AttachedFleet(RecordedFleet):
 
     async def withdraw(self, request: Withdraw) -> None:
         from skyctl.push.live_way import release_all
-        from skyctl.service.attached_push import push_fleet
 
         if self._offers.pop(request.key, None) is not None:
             with await self._turn(Act.PUSH, "the end of a trainer"):
-                servers = await self._servers.locate()
-                fleet = push_fleet(self.ref, servers, PushRequest(""), self.state)
-                await release_all(fleet, self._client)
+                await release_all(await self._would_take(), self._client)
 
     async def rendezvous(self, request: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.senderless_delivery import ask_targets
+
+        return await ask_targets(await self._would_take(), request, self._client)
+
+    async def _would_take(self) -> PushFleet:
+        """The servers a push would go to now."""
         from skyctl.service.attached_push import push_fleet
 
-        fleet = push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
-        return await ask_targets(fleet, request, self._client)
+        return push_fleet(self.ref, await self._servers.locate(), PushRequest(""), self.state)
 
     async def _begin(
         self, request: PushRequest, trainer: Trainer | None = None, live: Live | None = None
