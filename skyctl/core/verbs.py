@@ -64,6 +64,9 @@ async def run(
         if (reason := pointless(request, row, doubts.get(name)))
     }
     called = [target for target in targets if target.name not in skipped]
+    if isinstance(request, Resume) and request.force:
+        asleep = [target for target in targets if rows[target.name].sleep_level]
+        await _take_over(asleep, client, timeout_s)
     outcomes = await _call(request, called, client, timeout_s, device, partly)
     woken, behind = [], {}
     if isinstance(request, Wake):
@@ -155,6 +158,17 @@ async def _call(
     if isinstance(request, Resume) and request.force:
         targets = [replace(target, freeze=FreezeOrder.TAKE_OVER) for target in targets]
     return await actions.resume(client, targets, timeout_s=timeout_s)
+
+
+async def _take_over(
+    asleep: Sequence[ServerTarget], client: ControlClient, timeout_s: float
+) -> None:
+    """Make the freeze of sleeping servers this fleet's: a wake is not refused then."""
+    targets = [replace(target, freeze=FreezeOrder.TAKE_OVER) for target in asleep]
+    guarded = [target for target in targets if target.holder]
+    await actions.pause(
+        client, guarded, mode="keep", clear_cache=False, keep_partial=True, timeout_s=timeout_s
+    )
 
 
 async def _taken_last(

@@ -309,7 +309,7 @@ class AttachedFleet(RecordedFleet):
         from skyctl.service.attached_recovery import find
 
         await self._servers.locate()
-        servers = await find(self._servers, self._client, self.state)
+        servers = await find(self._servers, self._client, self.state, self.server_locks)
         return (*map(stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:
@@ -322,6 +322,7 @@ class AttachedFleet(RecordedFleet):
             self._client,
             self.state,
             arbiter=self.arbiter,
+            locks=self.server_locks,
             wait_s=request.timeout_s,
         )
 

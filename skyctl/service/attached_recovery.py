@@ -15,15 +15,17 @@ from skyctl.core.observation import observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
-from skyctl.errors import SkyctlError, error_named
+from skyctl.errors import SkyctlError, WeightsGone, error_named
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.service import attached_push
 from skyctl.service.attached_servers import AttachedServers
+from skyctl.states import UNLABELLED
 from skyctl.store import adapters as store
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job
+from skyctl.store.server_locks import ServerLocks
 from skyctl.store.state import FleetState
 
 _TURN_WAIT_S = 120.0
@@ -32,9 +34,11 @@ _GONE = "not among the servers that were found"
 
 
 async def find(
-    servers: AttachedServers, client: ControlClient, state: FleetState
+    servers: AttachedServers, client: ControlClient, state: FleetState, locks: ServerLocks
 ) -> tuple[Finding, ...]:
-    """What is wrong with each located server, observed now."""
+    """What is wrong with each located server, observed now. What another fleet's push left is for
+    that fleet to repair.
+    """
     seen = await observe(client, servers.targets)
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
@@ -42,7 +46,12 @@ async def find(
     for target, observed in zip(servers.targets, seen, strict=True):
         suspect = suspects.get(target.url)
         record = suspect.record if suspect else doubts.get(target.name)
-        judged.append(judge(observed, rows[target.name], record, weights, ours=False))
+        finding = judge(observed, rows[target.name], record, weights, ours=False)
+        fleet, reason = locks.unrepaired(target.url)
+        if fleet and record is None:
+            detail = f"{reason}; type: skyctl recover --fleet {fleet}"
+            finding = Finding(target.name, Condition.HALF_UPDATED, detail)
+        judged.append(finding)
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
     gone = [
@@ -66,6 +75,7 @@ async def recover(
     state: FleetState,
     *,
     arbiter: Arbiter,
+    locks: ServerLocks,
     wait_s: float | None = None,
 ) -> tuple[Recovered, ...]:
     """Find what is wrong and repair it; one report per server.
@@ -86,7 +96,7 @@ async def recover(
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
         by_name = {target.name: target for target in servers.targets}
         actions = _Actions(ref, by_name, client, state)
-        recovered = await carry_out(await find(servers, client, state), actions)
+        recovered = await carry_out(await find(servers, client, state, locks), actions)
         await _bring_to_adapters(servers.targets, client, state, ref.config.control_timeout_s)
         return tuple(recovered)
 
@@ -152,12 +162,27 @@ class _Actions:
         weights = self.state.weights()
         if weights.version is not None:
             return published(weights, verify=True)
+        await self._refuse_mixture(target)
         model = (await engines.server(self.client, target).started_with()).model
         if not model:
             raise SkyctlError(f"{target.name} does not say which model it was started with")
         interrupted = interrupted_request(self.state)
         transport = interrupted.transport if interrupted is not None else "auto"
         return PushRequest(checkpoint=model, weight_version="default", transport=transport)
+
+    async def _refuse_mixture(self, target: ServerTarget) -> None:
+        """Raise WeightsGone if a server beside this one holds what another fleet pushed: this one
+        would answer from other weights.
+        """
+        for other in self.targets.values():
+            if other.name == target.name or self.state.server(other.name).quarantine:
+                continue
+            version = await engines.server(self.client, other).weight_version()
+            if version not in (None, UNLABELLED):
+                raise WeightsGone(
+                    f"{other.name} holds {version}, which this fleet did not push: "
+                    "nothing says what its servers are to hold"
+                )
 
     async def _push(self, targets: Sequence[ServerTarget], request: PushRequest) -> Job:
         # the turn is the recovery's

@@ -48,9 +48,14 @@ class InDoubt:
         return self.job == _PAUSE
 
     @property
+    def whole(self) -> bool:
+        """It holds whole weights, and no push froze it: they are not the fleet's."""
+        return self.stage == PushStage.NO_PUSH
+
+    @property
     def reason(self) -> str:
         """The reason of the doubt, and what it may hold, in a sentence."""
-        if self.stage == PushStage.NO_PUSH:
+        if self.whole:
             return "it does not hold the fleet's weights, and recovery could not have them"
         if self.by_verb:
             return "a pause failed, and could not be undone here"

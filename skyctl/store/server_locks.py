@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store.locks import Lock, Locks, stopped_hint
 from skyctl.store.paths import FleetPaths, private_directory
 from skyctl.store.server_names import normalized
+
+if TYPE_CHECKING:
+    from skyctl.store.in_doubt import InDoubt
 
 _LONGEST_NAME = 200
 
@@ -100,31 +104,41 @@ class ServerLocks(Locks):
             },
         )
 
-    def _refuse_unrepaired(self, lock: Lock) -> None:
-        before = self.recorded(lock.name) if lock.after_death else None
+    def unrepaired(self, url: str) -> tuple[str, str]:
+        """Which other fleet has to repair this server before anybody else may touch it, and what
+        its push left; "" and "" if none has.
+        """
+        before = self.recorded(self._name(url))
         if before is None or not before.repairs or before.fleet == self.fleet:
-            return
-        if not self._in_doubt_of(before.fleet, self._urls[lock.name]):
-            return
-        raise Unrepaired(
-            f"{self._urls[lock.name]} may hold parts of two checkpoints: {before.subject} of fleet "
-            f"{before.fleet} (pid {before.pid}) left it, and that fleet has not repaired it",
-            hint=f"first: skyctl recover --fleet {before.fleet}",
-        )
+            return "", ""
+        record = self._doubt_of(before.fleet, normalized(url))
+        return (before.fleet, record.reason) if record is not None else ("", "")
 
-    def _in_doubt_of(self, fleet: str, url: str) -> bool:
-        """Whether another fleet, by its record, has to repair the server at this URL."""
+    def _refuse_unrepaired(self, lock: Lock) -> None:
+        url = self._urls[lock.name]
+        fleet, reason = self.unrepaired(url) if lock.after_death else ("", "")
+        if fleet:
+            raise Unrepaired(
+                f"{url}: {reason}; that was fleet {fleet}, which has not repaired it",
+                hint=f"first: skyctl recover --fleet {fleet}",
+            )
+
+    def _doubt_of(self, fleet: str, url: str) -> InDoubt | None:
+        """What another fleet, by its record, has to repair in the server at this URL."""
         from skyctl.store.in_doubt import in_doubt, left_behind
         from skyctl.store.state import FleetState
 
         paths = FleetPaths(self._root, fleet)
         if not paths.database.exists():
-            return False
+            return None
         with FleetState(paths.database) as state:
             doubts = in_doubt(state)
             for job in state.journal.orphans():
                 doubts |= left_behind(job, state.journal.events(job.id))
-            return any(normalized(state.server(name).url) == url for name in doubts)
+            for name, record in doubts.items():
+                if normalized(state.server(name).url) == url and not record.whole:
+                    return record
+        return None
 
     def _name(self, url: str, kind: str = "") -> str:
         url = normalized(url)

@@ -82,6 +82,16 @@ def test_force_takes_a_freeze_over(scene: Scene) -> None:
     assert scene.paused() == {False}
 
 
+def test_force_takes_the_freeze_of_sleeping_servers_over(scene: Scene) -> None:
+    scene.other.run("pause")
+    scene.other.run("sleep")
+    refused = scene.fleet.json("wake", expect=1)
+    assert "skyctl resume --force" in json.dumps(refused)
+    assert "skyctl wake" in json.dumps(scene.fleet.json("resume", "--force"))
+    scene.fleet.run("wake")
+    assert scene.paused() == {False}
+
+
 def test_a_fleet_whose_state_was_lost_says_what_to_type(scene: Scene) -> None:
     scene.other.run("pause")
     for file in (scene.other.directory / "home" / "fleets" / "far").glob("state.sqlite*"):

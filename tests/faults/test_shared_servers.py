@@ -105,7 +105,7 @@ def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path
         claim = far.take_all({"far-0": URL}, "push-1", shared=False, pushes=True)
         put_in_doubt(state, {"far-0": InDoubt("far-0", "push-1", "update", True, True)})
         claim.release()
-        with pytest.raises(Unrepaired, match="push-1 of fleet far"):
+        with pytest.raises(Unrepaired, match=r"push-1 broke off in stage update.*fleet far"):
             near.take_all({"near-0": URL}, "skyctl wake", shared=False)
         claim = far.take_all({"far-0": URL}, "skyctl recover", shared=False, pushes=True)
         clear(state, "far-0")

@@ -20,8 +20,9 @@ _LOOK_S = 2.0
 
 
 def thawed_by_stranger(engine: Engine) -> bool:
-    """Whether a program that knows nothing of skyctl let it serve."""
-    return engine.thawed_by is not None and engine.thawed_by.label == STRANGER
+    """Whether a program that knows nothing of skyctl let it serve, past no guard."""
+    stranger = engine.thawed_by is not None and engine.thawed_by.label == STRANGER
+    return stranger and not engine.guarded
 
 
 def serves(world: World, engine: Engine) -> str:
@@ -172,9 +173,12 @@ def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) ->
     froze, it has thawed."""
     if row.quarantine or row.intended != "running":
         return
+    detail = findings.get(row.name, "")
+    if "type: skyctl recover --fleet" in detail:
+        return
     if engine.frozen_for_push and "stranger" not in world.faults:  # it leaves what was paused so
         world.violate("frozen: a push has left it so, and nobody says why")
-    elif "type: skyctl" not in findings.get(row.name, ""):
+    elif "type: skyctl" not in detail:
         world.violate("frozen: it does not serve, and nobody says what to type")
 
 

@@ -7,19 +7,21 @@ tests/integration/test_contract_stub.py holds this model against a real server.
                 empty, and after an update that failed the next start scrubs them and says so once;
                 engines that do not scrub (`scrubs`) build on what the failed update left
     weights     per rank: tensor → value; a version is whole when all values are one snapshot's
+    guard       some have skyctl's own, as far as it is about who froze them
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any
 from urllib.parse import parse_qs
 
+from skyctl.engines.inside.guard import VLLM, _Freeze
 from skyctl.engines.vllm.server import METRICS
 from skyctl.http.transport import Request
 from tests.simulation.disk import Checkpoints
@@ -44,6 +46,7 @@ CHANGING = (
     "/update_weight_version",
 )
 """Requests that change a server."""
+GUARDED = VLLM.pauses | VLLM.thaws | VLLM.others
 
 Weights = dict[str, int]
 
@@ -73,6 +76,53 @@ def _query(text: str) -> Mapping[str, list[str]]:
     return parse_qs(text)
 
 
+class _Engine:
+    """Awaited behind the guard: gives the status and body of what the engine answers."""
+
+    def __await__(self) -> Generator[None, tuple[int, bytes], tuple[int, bytes]]:
+        return (yield)
+
+
+class Guarded:
+    """A request on its way through the guard to the engine and back."""
+
+    def __init__(self, freeze: _Freeze, request: Request, reply: Reply) -> None:
+        path, _, query = request.path.partition("?")
+        headers = [(key.encode(), value.encode()) for key, value in request.headers.items()]
+        scope = {"path": path, "query_string": query.encode(), "headers": headers}
+        self._reply = reply
+        self._answer = (500, b"")
+        self._way: Coroutine[Any, Any, None] = freeze.passing(
+            self._engine, scope, _nothing, self._send
+        )
+        self.passes = self._step(None)
+
+    def __call__(self, status: int, body: bytes) -> None:
+        """The engine answers."""
+        self._step((status, body))
+
+    def _step(self, answered: tuple[int, bytes] | None) -> bool:
+        """Go on until the engine is to act; False once the request is answered."""
+        try:
+            self._way.send(answered)
+        except StopIteration:
+            self._reply(*self._answer)
+            return False
+        return True
+
+    async def _engine(self, scope: Any, receive: Any, send: Any) -> None:
+        status, answer = await _Engine()
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body", "body": answer})
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        status, answer = self._answer
+        self._answer = message.get("status", status), message.get("body", answer)
+
+
+async def _nothing() -> Any: ...
+
+
 class Engine:
     """One server. `before(engine, path, caller)` is called before every change of its state,
     `watch(engine, what)` after it."""
@@ -94,7 +144,9 @@ class Engine:
         watch: Callable[[Engine, str], None],
         before: Callable[[Engine, str, Process | None], None],
         scrubs: bool = True,
+        guarded: bool = False,
     ) -> None:
+        self.guarded = guarded
         self.name, self.url, self.model, self.ranks = name, url, model, ranks
         self.process: Process | None = None
         self.held: Callable[[], bool] = lambda: False
@@ -121,6 +173,7 @@ class Engine:
     def _reset(self) -> None:
         self.weights: list[Weights] = [dict(self._base) for _ in range(self.ranks)]
         self.label = "default"
+        self._freeze = _Freeze(VLLM)
         self.paused = False
         self.asleep: set[str] = set()
         self.sleep_level = 0
@@ -174,7 +227,7 @@ class Engine:
     # --- the front end --------------------------------------------------------------------------
 
     def receive(self, request: Request, caller: Process | None, reply: Reply) -> None:
-        path, _, query = request.path.partition("?")
+        path, _, _ = request.path.partition("?")
         if self._loop.now < self.ready_at:
             reply(503, b"")
             return
@@ -184,6 +237,19 @@ class Engine:
         if path in ("/version", "/v1/models", "/server_info", "/metrics", "/metrics/"):
             reply(200, self._fact(path))
             return
+        answer: Callable[[int, bytes], None] = reply
+        if self.guarded and path in GUARDED:
+            answer = passing = Guarded(self._freeze, request, reply)
+            if not passing.passes:
+                self._watch(self, f"refuses {path} of {caller}")
+                return
+        self._act(request, caller, answer)
+
+    def _act(
+        self, request: Request, caller: Process | None, reply: Callable[[int, bytes], None]
+    ) -> None:
+        """Answer a request, once all that came before it are answered."""
+        path, _, query = request.path.partition("?")
         dice, loop, frailty = self._dice, self._loop, self._frailty
         takes_s = dice.random() * (1.5 if dice.random() < frailty.slow else 0.004)
         if dice.random() < frailty.sticks:

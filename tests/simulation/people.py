@@ -46,6 +46,7 @@ FAULTS = (
     "fork",
     "stop",
     "stranger",
+    "guard",
 )
 ATTACHED_FAULTS = ("edited-list", "other-fleet")
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")

@@ -21,6 +21,7 @@ from skyctl.http.transport import Request
 from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local.host import LOCAL
 from skyctl.service import bring_up
+from skyctl.store.credentials import AT_SPAWN, CONTROL_TOKEN
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
@@ -271,7 +272,7 @@ class SupervisedWorld(World):
             ServerSpec(
                 engine.name,
                 (SERVER,),
-                {},
+                {CONTROL_TOKEN: AT_SPAWN} if "guard" in self.faults else {},
                 "127.0.0.1",
                 9000 + number,
                 world_size=engine.ranks,

@@ -36,7 +36,6 @@ KINDS = ("attached", "supervised")
 
 _BEGINNING_S = 120.0
 _PATIENCE_S = 300.0
-_BEFORE_RECOVERY = ("commands", "guardians")
 _QUIET_S = 20.0
 _FREEZING, _THAWING = ("/pause", "/sleep"), ("/resume", "/wake_up")
 
@@ -96,6 +95,8 @@ class World:
         self.labels: dict[str, set[int]] = {"default": {0}}
         self.chaos = True
         self.verbs_open = 0  # that nobody has on record: they died, or their disk failed
+        self.recovered = False  # the operator has begun to recover the fleet
+        self.refusals = 0  # by guards
         self.pushes = self.succeeded = self.frozen = self.excused = 0
         self.accepted: dict[int, Any] = {}  # the weights that a version came to
         self.commands: list[Process] = []
@@ -135,6 +136,7 @@ class World:
                 watch=self._watch,
                 before=self._before,
                 scrubs=scrubs,
+                guarded="guard" in self.faults,
             )
             for n in range(count)
         ]
@@ -152,7 +154,9 @@ class World:
         return FleetRef(name, paths, self._config(name), self.home, None)
 
     def _config(self, name: str) -> FleetConfig:
-        return configured(name=name, servers=tuple(engine.url for engine in self.listed))
+        token = "SKYCTL_SIMULATED_TOKEN" if "guard" in self.faults else None
+        urls = tuple(engine.url for engine in self.listed)
+        return configured(name=name, servers=urls, control_token_env=token)
 
     def edit_list(self, engines: Sequence[Engine]) -> None:
         """Somebody edits the fleet file."""
@@ -174,6 +178,7 @@ class World:
 
     def _watch(self, engine: Engine, what: str) -> None:
         self.tell(f"{engine.name}: {what}")
+        self.refusals += what.startswith("refuses")
         if engine.serving and engine.loading_by is not None:
             engine.answered = True
         if engine.completed:
@@ -209,7 +214,7 @@ class World:
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
             return
-        if caller is not None and caller.label == people.STRANGER:
+        if caller is not None and caller.label == people.STRANGER and not engine.guarded:
             return  # nothing of ours stands in its way
         if any(flock.process is owner for flock in self.kernel.flocks.values()):
             who = plain(caller.label) if caller else "?"
@@ -424,28 +429,42 @@ class World:
         self._until_quiet("guardians")
         self.tell("the operator recovers")
         if self.other is not None:  # each repairs, and thaws, what is its own
-            repairs = self._operate("recover", lambda: self._recover(self.other)).result or ()
-            if any(not repair.ok for repair in repairs):
-                self._push_whole("elsewhere", self.other)
-            self._operate("wake", lambda: self._verb(Wake(), self.other))
-            self._operate("resume", lambda: self._verb(Resume(), self.other))
+            self._operate_elsewhere()
+        self.recovered = True
         last = self._operate("last recover", self._recover)
         self.recovery_looked_at = {engine.url: engine.seen_at for engine in self.engines}
         found = self._operate("last look", self._find).result or ()
         checks.at_the_end(self, last, {one.server: one.explained for one in found})
         if not self.is_down():
+            if any("--fleet other" in one.detail for one in found):
+                self._operate_elsewhere()
             self._restart_quarantined({one.server for one in found if one.action != "nothing"})
             self._operate_on()
 
+    def _operate_elsewhere(self) -> None:
+        """The operator of the other fleet types whatever may help."""
+        repairs = self._operate("recover", lambda: self._recover(self.other)).result or ()
+        if any(not repair.ok for repair in repairs):
+            self._push_whole("elsewhere", self.other)
+        self._operate("wake", lambda: self._verb(Wake(), self.other))
+        self._operate("resume", lambda: self._verb(Resume(), self.other))
+
     def _operate_on(self) -> None:
         """The operator types whatever may help, until each server serves."""
+        refusals = self.refusals
+        self._type_all()
+        if self.refusals > refusals:  # which say that a freeze can be taken over
+            self._operate("resume", lambda: self._verb(Resume(force=True)))
+            self._type_all()
+        checks.after_all(self)
+
+    def _type_all(self) -> None:
         asleep = tuple(self.name_of(engine) for engine in self.engines if engine.asleep)
         if asleep:  # a push takes none that sleeps
             self._operate("wake", lambda: self._verb(Wake(servers=asleep, tags=("weights",))))
         self._push_whole("last")
         self._operate("wake", lambda: self._verb(Wake()))
         self._operate("resume", lambda: self._verb(Resume()))
-        checks.after_all(self)
 
     def _push_whole(self, name: str, ref: FleetRef | None = None) -> None:
         number = self.checkpoints.next_number()
@@ -479,7 +498,7 @@ class World:
             self.violate(f"hangs: the supervisor is at work for ever ({what})")
         for process in self.commands:
             # one that is stopped does not end by itself: recovery ends it where it keeps others out
-            waits = process.stopped and (what in _BEFORE_RECOVERY or not self.kernel.locks(process))
+            waits = process.stopped and not (self.recovered and self.kernel.locks(process))
             if not process.dead and not waits:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")

@@ -14,6 +14,7 @@ import pytest
 
 from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
+from skyctl.core.recovery import clear
 from skyctl.core.registry import FleetRef
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError, NotFoundError, ServerError, UsageError, WeightsGone
@@ -24,9 +25,11 @@ from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
-from skyctl.store.in_doubt import touch
+from skyctl.store.in_doubt import InDoubt, in_doubt, leave_to_next_push, put_in_doubt, touch
 from skyctl.store.journal import JobEvent
 from skyctl.store.paths import fleet_paths
+from skyctl.store.server_locks import ServerLocks
+from skyctl.store.server_names import name_servers, record_names
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
@@ -262,6 +265,45 @@ async def test_a_push_that_recovery_makes_fails_as_what_it_failed_of(
     with pytest.raises(WeightsGone) as caught:
         await actions.bring(target.name)
     assert caught.value.to_json() == failed.to_json()
+
+
+async def test_before_a_first_push_recovery_mixes_no_base_with_what_another_fleet_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = StubServer(), StubServer()
+    async with attached(tmp_path, monkeypatch, *stubs) as fleet:
+        await fleet.recover()
+        stubs[1].engine.weight_version = "elsewhere"
+        fleet.state.update_server("far-0", quarantine="it did not answer")
+        repairs = await fleet.recover()
+        assert [repair.ok for repair in repairs] == [False, True]
+        assert "far-1 holds elsewhere" in repairs[0].detail
+        assert "skyctl sync-weights CKPT" in repairs[0].detail
+        assert fleet.state.weights().version is None and not await fleet.jobs()
+
+
+async def test_what_another_fleets_push_left_is_found_and_is_that_fleets_to_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        (target,) = await fleet._servers.locate()
+        paths = fleet_paths("near")
+        paths.prepare()
+        with FleetState(paths.database) as near:
+            record_names(near, name_servers("near", [("", target.url)], {}))
+            locks = ServerLocks(paths, lambda: in_doubt(near))
+            claim = locks.take_all({"near-0": target.url}, "push-1", shared=False, pushes=True)
+            doubt = InDoubt("near-0", "push-1", "update", half_updated=True, thaw=True)
+            put_in_doubt(near, {"near-0": doubt})
+            claim.release()
+            (found,) = await fleet.findings()
+            assert found.detail.endswith("type: skyctl recover --fleet near")
+            with pytest.raises(ConflictError, match="fleet near, which has not repaired it"):
+                await fleet.recover()
+            clear(near, "near-0")
+            leave_to_next_push(near, "near-0")  # whole weights: nobody need wait
+            assert [found.detail for found in await fleet.findings()] == [""]
+            await fleet.resume(Resume())
 
 
 async def test_an_only_server_that_does_not_answer_is_named(
