@@ -256,4 +256,11 @@ DEFECTS: dict[str, Defect] = {
     "33 a push that dies early hides the session that one before it left open": Defect(
         "attached", {"skyctl.states.PushStage.before_sessions": False}
     ),
+    "35 a server thaws for whoever has its token": Defect(
+        "attached", {"skyctl.engines.inside.guard._Freeze._is_other": lambda *_: False}
+    ),
+    "36 recovery brings the base beside what another fleet pushed": Defect(
+        "attached",
+        {"skyctl.service.attached_recovery._Actions._refuse_mixture": _nothing_awaited},
+    ),
 }
