@@ -437,14 +437,19 @@ class World:
         checks.at_the_end(self, last, {one.server: one.explained for one in found})
         if not self.is_down():
             if any("--fleet other" in one.detail for one in found):
-                self._operate_elsewhere()
+                self._operate_elsewhere(again=True)
             self._restart_quarantined({one.server for one in found if one.action != "nothing"})
             self._operate_on()
 
-    def _operate_elsewhere(self) -> None:
-        """The operator of the other fleet types whatever may help."""
+    def _operate_elsewhere(self, *, again: bool = False) -> None:
+        """The operator of the other fleet recovers it. `again`: types whatever else may help."""
         repairs = self._operate("recover", lambda: self._recover(self.other)).result or ()
-        if any(not repair.ok for repair in repairs):
+        failed = [repair.server for repair in repairs if not repair.ok]
+        if failed and again:
+            for name in failed:
+                self._start_again(self.engines[int(name.removeprefix("other-"))])
+            self._operate("wake", lambda: self._verb(Wake(tags=("weights",)), self.other))
+        if failed:
             self._push_whole("elsewhere", self.other)
         self._operate("wake", lambda: self._verb(Wake(), self.other))
         self._operate("resume", lambda: self._verb(Resume(), self.other))
@@ -479,8 +484,12 @@ class World:
     def _restart_quarantined(self, names: Collection[str]) -> None:
         """Whoever started them does, as `recover` says."""
         for engine in self.engines:
-            if self.name_of(engine) in names and engine.process is not None:
-                self.kernel.kill(engine.process)
+            if self.name_of(engine) in names:
+                self._start_again(engine)
+
+    def _start_again(self, engine: Engine) -> None:
+        if engine.process is not None:
+            self.kernel.kill(engine.process)
         self._restart_servers()
 
     def _restart_servers(self) -> None:
