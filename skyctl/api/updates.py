@@ -21,6 +21,7 @@ from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
 from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
 from skyctl.core.urls import control_token
+from skyctl.engines.inside.guard import HOLDER_HEADER
 from skyctl.live.file import write_tensors
 from skyctl.live.model import dtype_name
 from skyctl.push.request import PushRequest, PushResult
@@ -85,7 +86,7 @@ class Update:
     servers: tuple[SendTarget, ...]
     """Each server, with its ranks in the trainer's group."""
     headers: dict[str, str] = field(repr=False)
-    """HTTP headers that every call to these servers needs."""
+    """HTTP headers that every call to these servers needs: they say whose freeze it is."""
     master_address: str
     """Where the trainer listens as rank 0."""
     master_port: int
@@ -123,11 +124,14 @@ async def updating(
 
     if not opened.servers:
         await ended()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if opened.holder:
+        headers[HOLDER_HEADER] = opened.holder
     update = Update(
         request.weight_version or "",
         opened.job,
         opened.servers,
-        {"Authorization": f"Bearer {token}"} if token else {},
+        headers,
         at.master_address,
         at.master_port,
     )

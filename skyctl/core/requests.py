@@ -201,6 +201,8 @@ class OpenedUpdate:
 
     job: str
     servers: tuple[SendTarget, ...] = ()
+    holder: str = ""
+    """Whose freeze it is, to their guards: the trainer's calls carry it."""
 
 
 @dataclass(frozen=True)

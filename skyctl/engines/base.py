@@ -59,7 +59,7 @@ class Refusal(StrEnum):
     CANNOT_RELOAD = "it cannot reload what it did not load from disk"
     CANNOT_NAME = "it cannot give names to adapters: it runs without skyctl's plug-in"
     NO_ADAPTERS = "it was not started to take LoRA adapters"
-    FROZEN_BY_ANOTHER = "another fleet froze it, and alone thaws it"
+    FROZEN_BY_ANOTHER = "another fleet froze it, and alone changes it"
 
 
 REFUSED_WHILE_PAUSED = "Generation is paused"

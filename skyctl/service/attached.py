@@ -178,7 +178,8 @@ class AttachedFleet(RecordedFleet):
         )
         job = await self._begin(request.push, trainer)
         self._trainers[job] = trainer
-        return OpenedUpdate(job, await trainer.targets(self._pushes[job]))
+        servers = await trainer.targets(self._pushes[job])
+        return OpenedUpdate(job, servers, self._servers.targets[0].holder)
 
     async def close_update(self, request: CloseUpdate) -> None:
         close_sender(self.state, request.job)

@@ -384,7 +384,8 @@ class Supervisor(RunningFleet, SupervisorService):
         if await hung_up.get()():
             close_sender(self.state, job.id)
             trainer.report("the client of the update has gone meanwhile")
-        return OpenedUpdate(job.id, servers)
+        holder = next((replica.target.holder for replica in self.replicas.values()), "")
+        return OpenedUpdate(job.id, servers, holder)
 
     async def close_update(self, request: CloseUpdate) -> None:
         """Called after the push has ended, it releases the servers that waited for it."""

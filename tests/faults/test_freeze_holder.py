@@ -64,7 +64,8 @@ def test_only_the_fleet_that_froze_servers_thaws_them(scene: Scene) -> None:
     for verb in ("resume", "pause", "wake"):
         refused = scene.other.json(verb, expect=1)
         assert "fleet stubs on" in json.dumps(refused) and "--force" in json.dumps(refused), verb
-    for path in ("/resume", "/wake_up", "/pause", "/sleep"):
+    weights = ("/start_weight_update", "/collective_rpc", "/v1/load_lora_adapter")
+    for path in ("/resume", "/wake_up", "/pause", "/sleep", *weights):
         answers = scene.raw(path)
         assert {answer.status_code for answer in answers} == {409}, path
         assert "froze this server" in answers[0].json()["error"]["message"]

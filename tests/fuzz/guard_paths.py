@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-from skyctl.engines.inside.guard import TOKEN_VARIABLE
+from skyctl.engines.inside.guard import HOLDER_HEADER, TOKEN_VARIABLE, VLLM, Routes
 
 TOKEN, KEY = "t" * 64, "k" * 64
 OPEN = frozenset({"/health", "/ping"})
@@ -106,9 +106,17 @@ def spellings(table: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
                 yield "", other, path + ending
 
 
-async def send(app: Any, recorder: Recorder, root: str, method: str, sent: str, given: str) -> Any:
+async def send(
+    app: Any,
+    recorder: Recorder,
+    root: str,
+    method: str,
+    sent: str,
+    given: str,
+    holder: str = "",
+) -> Any:
     """The template of the route that a request reaches, or None. `sent` becomes a scope as in
-    uvicorn.
+    uvicorn. `holder`: the fleet that it acts for.
     """
     scope: dict[str, Any] = {
         "type": "websocket" if method == "WEBSOCKET" else "http",
@@ -125,6 +133,8 @@ async def send(app: Any, recorder: Recorder, root: str, method: str, sent: str, 
     }
     if method != "WEBSOCKET":
         scope["method"] = method
+    if holder:
+        scope["headers"].append((HOLDER_HEADER.encode(), holder.encode()))
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -140,6 +150,7 @@ async def send(app: Any, recorder: Recorder, root: str, method: str, sent: str, 
 async def try_paths(
     build: Callable[[str | None, Recorder], tuple[Any, list[tuple[str, str]]]],
     is_control: Callable[[str], bool],
+    routes: Routes = VLLM,
 ) -> Result:
     """`build` makes the guarded application, with or without an API key."""
     result = Result()
@@ -163,7 +174,33 @@ async def try_paths(
                 result.requests += 1
                 if await send(app, recorder, "", method, plain, given) != path:
                     result.closed.append(f"{method} {plain} {given[:1]!r}")
+        await _try_frozen(app, recorder, table, is_control, routes, result)
     return result
+
+
+async def _try_frozen(
+    app: Any,
+    recorder: Recorder,
+    table: list[tuple[str, str]],
+    is_control: Callable[[str], bool],
+    routes: Routes,
+    result: Result,
+) -> None:
+    """The same spellings with the control token, while another fleet's freeze lasts."""
+    [pause] = routes.pauses
+    await send(app, recorder, "", "POST", pause, TOKEN, "a fleet a")
+    for request in spellings(table):
+        for holder in ("", "b fleet b"):
+            result.requests += 1
+            route = await send(app, recorder, *request, TOKEN, holder)
+            if route and route not in OPEN | routes.reports and is_control(route):
+                result.opened.append(f"{request} for {holder!r} reached the frozen {route}")
+    for method, path in table:
+        if is_control(path) and path not in routes.thaws:
+            result.requests += 1
+            plain = path.replace("{", "").replace("}", "").replace(":path", "")
+            if await send(app, recorder, "", method, plain, TOKEN, "a fleet a") != path:
+                result.closed.append(f"{method} {plain} of the fleet that froze")
 
 
 def environment(key_variable: str, key: str | None) -> dict[str, str]:

@@ -55,7 +55,7 @@ def sglang(key: str | None, recorder: guard_paths.Recorder) -> tuple[Any, list[t
 
 
 async def test_no_spelling_of_a_path_opens_a_route_of_sglang() -> None:
-    result = await guard_paths.try_paths(sglang, sglang_requires_control)
+    result = await guard_paths.try_paths(sglang, sglang_requires_control, serve.ROUTES)
     assert (result.opened, result.closed) == ([], [])
     assert {"/skyctl/state", keeper.RELEASE, "/dumper/{method}"} < set(result.control)
     assert result.requests > 100_000

@@ -20,8 +20,8 @@ a minute a line says how many there were.
 A server that restarts in a fleet that has moved on to other weights answers inference without the
 control token with 503 until it has those weights: it does so while a file exists (`_Closure`).
 
-A freeze belongs to the fleet that made it: until that fleet thaws the engine, others are answered
-409 (`_Freeze`), whatever their token.
+A freeze belongs to the fleet that made it: until that fleet thaws the engine, others have inference
+and what only reports, and are answered 409 on all other routes (`_Freeze`), whatever their token.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Routes(NamedTuple):
     """Control routes that freeze the engine."""
     thaws: frozenset[str] = frozenset()
     """Control routes that let it generate again; with `tags` they wake a part, and do not."""
-    others: frozenset[str] = frozenset()
-    """Control routes that touch what a frozen engine holds."""
+    reports: frozenset[str] = frozenset()
+    """Control routes that change nothing."""
 
 
 VLLM = Routes(
@@ -131,7 +131,9 @@ VLLM = Routes(
     ),
     pauses=frozenset({"/pause"}),
     thaws=frozenset({"/resume", "/wake_up"}),
-    others=frozenset({"/sleep"}),
+    reports=frozenset(
+        {"/get_world_size", "/is_paused", "/is_sleeping", "/server_info", "/weight_info"}
+    ),
 )
 _BEARER, _SOON = (b"www-authenticate", b"Bearer"), (b"retry-after", b"1")
 
@@ -303,7 +305,8 @@ class _Closure:
 
 
 class _Freeze:
-    """Who froze the engine: no other fleet thaws it, or freezes it as well, until that one is done.
+    """Who froze the engine: until that fleet is done, no other thaws it, freezes it as well, or
+    touches its weights.
 
     Requests that name no fleet freeze for nobody in particular. Each process of a server with
     several (`--api-server-count`) knows of the requests that it answered itself.
@@ -311,19 +314,20 @@ class _Freeze:
 
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
+        self._switches = routes.pauses | routes.thaws
         self._holder = ""
 
     async def passing(
         self, application: Application, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Pass a request on, unless it would thaw what another fleet froze."""
+        """Pass a request on, unless it would touch what another fleet froze."""
         path, routes = route_path(scope), self._routes
-        if path not in routes.pauses | routes.thaws | routes.others:
+        if path not in self._switches and not (self._holder and self._acts(path)):
             await application(scope, receive, send)
             return
         requester, order = _header(scope, HOLDER_HEADER), _header(scope, FREEZE_HEADER)
         if order != "take-over" and self._is_other(requester):
-            await answer(send, 409, self._refusal())
+            await _refuse_frozen(scope, send, self._holder.partition(" ")[2] or "another fleet")
             return
         before = self._holder
         if path in routes.pauses:
@@ -345,17 +349,12 @@ class _Freeze:
     def _after_pause(self, before: str, order: str) -> str:
         return "" if order == "release" else self._holder or before
 
+    def _acts(self, path: str) -> bool:
+        """Whether a request to this path may change the engine."""
+        return path not in _OPEN | self._routes.reports and not is_data(path, self._routes)
+
     def _is_other(self, requester: str) -> bool:
         return bool(self._holder) and requester.partition(" ")[0] != self._holder.partition(" ")[0]
-
-    def _refusal(self) -> Mapping[str, Any]:
-        holder = self._holder.partition(" ")[2] or "another fleet"
-        message = (
-            f"{holder} {FROZEN_BY_ANOTHER}: only that fleet thaws it, with `skyctl resume`. Where "
-            "that fleet is gone, take the freeze over: `skyctl resume --force`"
-        )
-        error = {"message": message, "type": "FrozenByAnother", "param": None, "code": 409}
-        return {"error": error}
 
 
 def _query(scope: Scope) -> Mapping[str, Sequence[str]]:
@@ -409,6 +408,19 @@ async def _refuse(scope: Scope, send: Send, refusal: Refusal) -> None:
         await send({"type": "websocket.close", "code": code, "reason": reason})
     else:
         await answer(send, refusal.status, refusal.body, *refusal.headers)
+
+
+async def _refuse_frozen(scope: Scope, send: Send, holder: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1013, "reason": FROZEN_BY_ANOTHER})
+        return
+    message = (
+        f"{holder} {FROZEN_BY_ANOTHER}: until that fleet thaws it, with `skyctl resume`, others "
+        "change nothing here. Where that fleet is gone, take the freeze over: `skyctl resume "
+        "--force`. A trainer in `Fleet.update` sends `update.headers`"
+    )
+    error = {"message": message, "type": "FrozenByAnother", "param": None, "code": 409}
+    await answer(send, 409, {"error": error})
 
 
 async def answer(

@@ -60,7 +60,7 @@ ROUTES = Routes(
     ),
     pauses=frozenset({"/pause_generation"}),
     thaws=frozenset({"/continue_generation"}),
-    others=frozenset({"/release_memory_occupation", "/resume_memory_occupation"}),
+    reports=frozenset({"/skyctl/state"}),
 )
 """SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or report."""
 
