@@ -147,10 +147,17 @@ def other_settings(base: BaseWeights, launched: BaseFiles | None) -> str:
     return ""
 
 
-def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, digest: str) -> str:
+def other_weights(
+    base: BaseWeights,
+    launched: BaseFiles | None,
+    place: str,
+    digest: str,
+    unread: str = "",
+) -> str:
     """Why a server that no push has reached must not serve; "" if it may. Pure.
 
-    `digest` is that of its weights in this engine and arrangement (`place`), "" if it cannot say.
+    `digest` is that of its weights in this engine and arrangement (`place`), "" if it cannot say;
+    `unread` is why it did not say what it can.
     Digests decide where there are two, files only where not. Equal digests prove equal weights also
     where the engine or its arguments are others.
     """
@@ -162,6 +169,8 @@ def other_weights(base: BaseWeights, launched: BaseFiles | None, place: str, dig
     if launched and base.files.shards:
         same = launched.shards == base.files.shards
         return "" if same else "its checkpoint was overwritten since the fleet came up"
+    if unread:
+        return f"its weights could not be read ({unread})"
     if base.digests and not digest:
         return "its weights cannot be compared with those that the fleet began with"
     return ""

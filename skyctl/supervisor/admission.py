@@ -26,7 +26,7 @@ from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwri
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushFleet, PushObserver, PushServer
-from skyctl.push.verify import arrangement_of, weights_digest
+from skyctl.push.verify import CannotDigest, arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
 from skyctl.store.in_doubt import (
@@ -118,17 +118,17 @@ async def compare_with_base(
     push its weights are compared by digest.
     """
     model, launched = replica.spec.base_as_written, replica.launched
-    engine, digest = "", replica.row.weights_digest or ""
+    engine, digest, unread = "", replica.row.weights_digest or "", ""
     began = state.weights().version is None and replica.row.weight_version is None
     if began and not digest:
-        engine, digest = await _digest_at_start(replica, plan, client)
+        engine, digest, unread = await _digest_at_start(replica, plan, client)
     base = base_weights(state).get(model, BaseWeights())
     place = f"{engine} {arrangement_of(digest)}"
     problem = other_settings(base, launched)
     instead = "begin again with what they are now: skyctl down, then skyctl up"
     settings_differ = bool(problem)
     if began and not settings_differ:
-        problem = other_weights(base, launched, place, digest)
+        problem = other_weights(base, launched, place, digest, unread)
         instead = "push what the fleet is to serve: skyctl sync-weights CKPT"
     replica.compared = True
     if problem:
@@ -150,25 +150,26 @@ async def compare_with_base(
 
 async def _digest_at_start(
     replica: Replica, plan: FleetPlan, client: ControlClient
-) -> tuple[str, str]:
+) -> tuple[str, str, str]:
     """The engine of a server, with its arguments, and the digest of its weights; "" if it cannot
-    say, or the fleet verifies nothing.
+    say, or the fleet verifies nothing. Third, why it did not say what it can.
     """
     transfer = plan.config.weight_transfer
     if not transfer.verify or "dummy" in replica.spec.argv:  # random weights
-        return "", ""
+        return "", "", ""
     if Feature.PUSH not in engines.ENGINES[plan.config.engine].supports:
-        return "", ""  # nothing moves its weights, and it need not have workers to ask
+        return "", "", ""  # nothing moves its weights, and it need not have workers to ask
     server = engines.server(client, replica.target, timeout_s=plan.config.control_timeout_s)
     try:
         weights = await weights_digest(server, timeout_s=transfer.update_timeout_s)
         version = await server.version()
     except ServerError as error:
         _LOG.warning("%s: its weights were not checked: %s", replica.name, error.message)
-        return "", ""
+        cannot = isinstance(error, CannotDigest) or error.status == 404
+        return "", "", "" if cannot else error.message
     if weights.how and plan.device == "cpu":  # checksums of linear layers are of nothing there
-        return "", ""
-    return f"{version}+{arguments_of(replica.spec)}", weights.digest
+        return "", "", ""
+    return f"{version}+{arguments_of(replica.spec)}", weights.digest, ""
 
 
 async def bring_to_weights(

@@ -136,6 +136,21 @@ def test_digests_decide_and_files_only_where_there_are_not_two(
     assert problem in answer and bool(problem) == bool(answer)
 
 
+@pytest.mark.parametrize(
+    ("base", "launched", "problem"),
+    [
+        (BASE, FILES, ""),  # by its files it is the same
+        (BASE, None, "could not be read (no answer)"),
+        (BaseWeights(), BaseFiles(), "could not be read (no answer)"),  # the first of its fleet
+    ],
+)
+def test_a_server_whose_weights_could_not_be_read_serves_only_by_its_files(
+    base: BaseWeights, launched: BaseFiles | None, problem: str
+) -> None:
+    answer = other_weights(base, launched, "", "", "no answer")
+    assert problem in answer and bool(problem) == bool(answer)
+
+
 def test_servers_that_differ_in_their_port_alone_have_the_same_arguments() -> None:
     one = spec("--model", "m", "--host", "127.0.0.1", "--port", "1")
     other = spec("--model", "m", "--host", "127.0.0.1", "--port", "2")
