@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from skyctl.supervisor.resident import Supervisor
 
-_PASSED = ("content-type", "accept", "user-agent")
-_PASSED_PREFIX = "x-"  # the router routes by them, and the guard reads versions there
-_BACK = ("content-type", "retry-after")
+_PASSED = (b"content-type", b"accept", b"user-agent")
+_PASSED_PREFIX = b"x-"  # the router routes by them, and the guard reads versions there
+_BACK = (b"content-type", b"retry-after")
 _CONNECT_TIMEOUT_S = 5.0
 _LOOK_S = 0.5
 
@@ -48,11 +48,11 @@ class Passing:
             )
         headers = [
             (name, value)
-            for name, value in request.headers.items()
+            for name, value in request.headers.raw  # bytes: they may be in any encoding
             if name in _PASSED or name.startswith(_PASSED_PREFIX)
         ]
         if self._key:
-            headers.append(("authorization", f"Bearer {self._key}"))
+            headers.append((b"authorization", f"Bearer {self._key}".encode()))
         query = f"?{request.url.query}" if request.url.query else ""
         try:
             sent = self._http.build_request(
@@ -65,9 +65,9 @@ class Passing:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             return _unavailable(f"{url} does not answer: {error}")
         kept = {
-            name: value
-            for name, value in answer.headers.items()
-            if name in _BACK or name.startswith(_PASSED_PREFIX)
+            name.lower().decode("latin-1"): value.decode("latin-1")
+            for name, value in answer.headers.raw
+            if name.lower() in _BACK or name.lower().startswith(_PASSED_PREFIX)
         }
         return StreamingResponse(_parts(answer), answer.status_code, kept)
 

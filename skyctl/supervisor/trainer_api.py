@@ -333,12 +333,14 @@ async def _body(request: Request) -> dict[str, Any]:
         return {}
     if not isinstance(parsed, dict):
         raise UsageError("the body is not a JSON object")
+    if not _finite(parsed):
+        raise UsageError("the body has numbers or characters that are not JSON")
     return parsed
 
 
 def _required(body: Mapping[str, Any], key: str, *kinds: type) -> Any:
     value = body.get(key)
-    if not isinstance(value, kinds) or not _finite(value):
+    if not isinstance(value, kinds):
         raise UsageError(f"{key}: {' or '.join(kind.__name__ for kind in kinds)}, in JSON")
     return value
 
