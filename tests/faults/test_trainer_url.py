@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
@@ -69,6 +70,28 @@ class Fleet(Supervised):
         _, errors = process.communicate(timeout=BOUND_S)
         return process.returncode or 0, errors
 
+    @contextmanager
+    def delayed(self, call: str, seconds: float, *names: str) -> Iterator[None]:
+        """Servers answer a trainer's call late: these, or all."""
+        rows = self.replicas()
+        fault = {f"/{call}": {"kind": "delay", "seconds": seconds}}
+        for name in names or rows:
+            httpx.post(f"{rows[name]['url']}/stub/faults", json=fault, trust_env=False)
+        try:
+            yield
+        finally:
+            for name in names or rows:  # a server that died is without it anyway
+                with suppress(httpx.TransportError):
+                    httpx.post(f"{rows[name]['url']}/stub/faults", json={}, trust_env=False)
+
+    def until_called(self, url: str, call: str) -> None:
+        """Return once a server carries the next such call out."""
+        state, deadline = f"{url}/stub/state", time.monotonic() + BOUND_S
+        before = httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0)
+        while httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0) == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     def whole(self) -> list[dict[str, Any]]:
         """The servers' states, once all serve: never parts of two checkpoints."""
         self.until("ready")
@@ -84,13 +107,20 @@ class Fleet(Supervised):
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     """With the `auth` of the test's parameter, none if it has none."""
     auth = getattr(request, "param", "none")
-    fleet = Fleet(tmp_path)
-    fleet.port = free_port("127.0.0.1")
+    with trainer_fleet(tmp_path, free_port("127.0.0.1"), auth) as fleet:
+        yield fleet
+
+
+@contextmanager
+def trainer_fleet(directory: Path, port: int, auth: str = "none") -> Iterator[Fleet]:
+    """Such a fleet, up until the end of the block."""
+    fleet = Fleet(directory)
+    fleet.port = port
     fleet.write(
         extra=f"auth: {auth}\ntrainer: {{port: {fleet.port}}}\n"
         "weight_transfer: {backend: sparse_nccl, update_timeout_s: 20}\ncontrol_timeout_s: 5\n"
     )
-    write_checkpoint(tmp_path / "model", tiny_tensors(1))
+    write_checkpoint(directory / "model", tiny_tensors(1))
     fleet.run("up")
     if auth != "none":
         access = fleet.json("urls")["data"]["access"]
@@ -136,11 +166,8 @@ def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway: bool) -> None:
     before = {state["digest"] for state in fleet.states()}
-    if midway:
-        for row in fleet.replicas().values():
-            fault = {f"/{call}": {"kind": "delay", "seconds": 2.0}}
-            httpx.post(f"{row['url']}/stub/faults", json=fault, trust_env=False)
-    code, errors = fleet.trainer("--dies-at", call, *(["--midway"] if midway else []))
+    with fleet.delayed(call, 2.0) if midway else nullcontext():
+        code, errors = fleet.trainer("--dies-at", call, *(["--midway"] if midway else []))
     assert code == -signal.SIGKILL, errors
     committed = call == "finish_weight_update"
     if committed:
@@ -150,8 +177,6 @@ def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway
     if call in UPDATE[:2] and not midway:
         message = fleet.json("jobs")["data"]["jobs"][0]["error"]["message"]
         assert any(words in message for words in ("the trainer (pid", "hung up"))
-    for row in fleet.replicas().values():
-        httpx.post(f"{row['url']}/stub/faults", json={}, trust_env=False)
     code, errors = fleet.trainer(seed=2, version="step-2")
     assert code == 0, errors
     assert {state["weight_version"] for state in fleet.whole()} == {"step-2"}
@@ -160,18 +185,11 @@ def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway
 @pytest.mark.parametrize("call", UPDATE)
 def test_a_server_that_dies_fails_the_update_with_a_sentence(fleet: Fleet, call: str) -> None:
     row = fleet.replicas()["stubs-1"]
-    fault = {f"/{call}": {"kind": "delay", "seconds": 10.0}}
-    httpx.post(f"{row['url']}/stub/faults", json=fault, trust_env=False)
-    process = fleet.train_begun()
-    deadline = time.monotonic() + BOUND_S
-    while (
-        httpx.get(f"{row['url']}/stub/state", trust_env=False).json()["calls"].get(f"/{call}", 0)
-        < 1
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(row["pid"], signal.SIGKILL)
-    _, errors = process.communicate(timeout=BOUND_S)
+    with fleet.delayed(call, 10.0, "stubs-1"):
+        process = fleet.train_begun()
+        fleet.until_called(row["url"], call)
+        os.kill(row["pid"], signal.SIGKILL)
+        _, errors = process.communicate(timeout=BOUND_S)
     assert process.returncode == 1
     assert "stubs-1" in json.loads(errors)["error"]["message"]
     if call == "finish_weight_update":  # the other has verified weights, which no file has

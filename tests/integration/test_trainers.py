@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import shutil
+import statistics
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]
 REPOSITORY = Path(__file__).parents[2]
+STEPS = 12
+"""Of the GRPO run: half a minute."""
 _FLEET = """
 name: trained
 model: ./a
@@ -167,6 +171,27 @@ def test_trls_client_generates_and_its_control_calls_reach_the_fleet(fleet: Trai
     with pytest.raises(Exception, match="409"), client.weight_update():
         assert all(row["state"] == "updating" for row in fleet.data("status")["replicas"])
     assert fleet.run("wait", "--timeout", "60").returncode == 0
+
+
+def test_a_grpo_run_of_trl_raises_its_reward(fleet: Trained, tmp_path: Path) -> None:
+    """Its trainer, its client and its hook, untouched; then compared with a fresh server."""
+    pytest.importorskip("trl", reason="needs TRL")
+    from tests.integration.grpo import train
+
+    trained = Path(shutil.copytree(fleet.directory / "a", fleet.directory / "trained"))
+    rewards, labels = train(fleet.url, trained, tmp_path, steps=STEPS)
+    print([round(reward, 2) for reward in rewards])
+    assert len(rewards) == STEPS
+    assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.15
+    assert labels == [f"grpo-{step}" for step in range(STEPS + 1)]
+    assert fleet.data("weights")["version"] == labels[-1]
+    assert fleet.data("weights", "verify")["agree"] is True
+    jobs = [job for job in fleet.data("jobs")["jobs"] if job["state"] == "succeeded"]
+    assert len(jobs) > STEPS, "each update is a push that was verified"
+    after = fleet.tokens()
+    assert after[0] == after[1]
+    fleet.run("sync-weights", str(trained), "--weight-version", "from-file")
+    assert fleet.tokens() == after, "those of the checkpoint that TRL trained"
 
 
 async def test_skyrls_client_at_the_fleet_url(

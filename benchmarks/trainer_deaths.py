@@ -1,0 +1,221 @@
+"""Deaths during an update through the fleet URL: of the trainer or of a server, at each call.
+
+    python -m benchmarks.trainer_deaths [--rounds 20] [--only trainer server] [--write]
+
+Two stub servers with their supervisor, and four clients that generate on them throughout. The
+trainer dies once a call is answered, or while it is under way (every other round); a server dies
+while it is under way. After each death comes `skyctl recover --yes`, and another update.
+A violation is an answer that no committed weights give, a server that served such weights, servers
+that are not ready with the same weights in the end, and an update that fails although nothing
+dies. Weights that were committed while a server died are in no file: that server waits for the next
+update, which is counted as `waited`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyctl.launch.local.host import free_port
+from tests.faults.test_trainer_url import BOUND_S, Fleet, trainer_fleet
+from tests.faults.test_versions import TOKENS, expected
+from tests.stub.url_trainer import CALLS
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+RESULT = Path(__file__).parent / "results" / "trainer-deaths.json"
+CLIENTS = 4
+
+
+class Clients:
+    """Requests to both servers, and what each got: compared in the end, when it is known which
+    weights were committed."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        rows = fleet.replicas().values()
+        self._urls = [row["url"] for row in rows]
+        self._model = fleet.json("urls")["data"]["model"]
+        self._answers: list[tuple[str, tuple[int, ...], str]] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wrong(self, digests: set[str]) -> tuple[int, int]:
+        """How many were answered, and how many of those by no committed weights."""
+        answers, self._answers = self._answers, []
+        return len(answers), sum(
+            all(list(tokens) != expected(digest, prompt) for digest in digests)
+            for prompt, tokens, versions in answers
+            if versions != "straddles"
+        )
+
+    def _ask(self, number: int) -> None:
+        url = self._urls[number % len(self._urls)]
+        with httpx.Client(trust_env=False, timeout=BOUND_S) as client:
+            for count in range(10**9):
+                if self._over.wait(0.02):
+                    return
+                prompt = f"{number} {count}"
+                body = {"model": self._model, "prompt": prompt, "max_tokens": TOKENS}
+                try:
+                    answer = client.post(f"{url}/v1/completions", json=body)
+                except httpx.TransportError:
+                    continue
+                if answer.status_code != 200:
+                    continue
+                begin, end = (answer.headers.get(f"x-weight-version-{x}") for x in ("begin", "end"))
+                tokens = answer.json()["choices"][0]["token_ids"]
+                self._answers.append((prompt, tuple(tokens), "" if begin == end else "straddles"))
+
+
+class Rounds:
+    """Deaths on one fleet, and what they came to."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.committed = {state["digest"] for state in fleet.states()}
+        self.counts: dict[str, Counter[str]] = {}
+        self.violations: list[str] = []
+        self._number = 0
+        self._checkpoints = [
+            write_checkpoint(fleet.directory / name, tiny_tensors(seed))
+            for name, seed in (("a", 50_000), ("b", 60_000))
+        ]
+
+    def round(self, victim: str, call: str, dice: random.Random) -> None:
+        self._number += 1
+        counts = self.counts.setdefault(f"{victim} at {call}", Counter())
+        counts["rounds"] += 1
+        with Clients(self.fleet) as clients:
+            found = list(self._death(victim, call, dice, counts))
+        answered, wrong = clients.wrong(self.committed)
+        counts["answers"] += answered
+        if wrong:
+            found.append(f"{wrong} of {answered} answers are of no committed weights")
+        counts["violations"] += len(found)
+        self.violations += [f"{victim} at {call}, round {self._number}: {what}" for what in found]
+
+    def _death(
+        self, victim: str, call: str, dice: random.Random, counts: Counter[str]
+    ) -> Iterator[str]:
+        version = f"step-{self._number}"
+        if victim == "trainer":
+            options = ("--midway",) if self._number % 2 else ()
+            with self.fleet.delayed(call, 1.0) if options else nullcontext():
+                code, errors = self.fleet.trainer(
+                    "--dies-at", call, *options, seed=self._number, version=version
+                )
+            if code != -signal.SIGKILL:
+                yield f"the trainer ended with {code}: {errors}"
+        else:
+            self._server_dies(call, dice, version)
+        self.fleet.run("recover", "--yes", expect=None)
+        yield from self._whole("after recover", counts)
+        code, errors = self.fleet.trainer(seed=10_000 + self._number, version=f"{version}-next")
+        if code:
+            yield f"the next update failed: {errors}"
+        yield from self._whole("after the next update", counts)
+        self._checkpoints.reverse()  # recovery restores what exists as files
+        self.fleet.run("sync-weights", str(self._checkpoints[0]))
+        yield from self._whole("after the push", counts)
+
+    def _server_dies(self, call: str, dice: random.Random, version: str) -> None:
+        name = dice.choice(sorted(self.fleet.replicas()))
+        row = self.fleet.replicas()[name]
+        with self.fleet.delayed(call, 5.0, name):
+            process = self.fleet.train_begun(seed=self._number, version=version)
+            self.fleet.until_called(row["url"], call)
+            time.sleep(dice.choice((0.0, dice.random() / 2)))
+            os.kill(row["pid"], signal.SIGKILL)
+            process.communicate(timeout=BOUND_S)
+
+    def _whole(self, when: str, counts: Counter[str]) -> Iterator[str]:
+        deadline = time.monotonic() + BOUND_S
+        while not self._settled(rows := self.fleet.replicas()):
+            if time.monotonic() > deadline:
+                yield f"{when}: {[(row['state'], row['reason']) for row in rows.values()]}"
+                return
+            time.sleep(0.1)
+        states = self.fleet.states()
+        ready = [
+            state
+            for state, row in zip(states, rows.values(), strict=True)
+            if row["state"] == "ready"
+        ]
+        if len(ready) < len(states):
+            counts["waited"] += 1
+        self.committed |= {state["digest"] for state in ready if state["weight_version"]}
+        if len({state["digest"] for state in ready}) != 1:
+            yield f"{when}: servers hold different weights"
+        for state in states:
+            if not set(state["served"]) <= self.committed:
+                yield f"{when}: served {state['served'][-1]}"
+            if state in ready and (state["paused"] or state["update_open"] or state["half_loaded"]):
+                yield f"{when}: left paused, open or half loaded"
+
+    def _settled(self, rows: dict[str, dict[str, Any]]) -> bool:
+        """Whether all are ready, or one waits for weights that no file has."""
+        waits = [row for row in rows.values() if "no file has" in (row["reason"] or "")]
+        ready = [row for row in rows.values() if row["state"] == "ready"]
+        return len(ready) + len(waits) == len(rows) and bool(ready)
+
+
+def main() -> int:
+    """Exit status 1 when there was a violation."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_deaths")
+    parser.add_argument("--rounds", type=int, default=20, help="of each death")
+    parser.add_argument("--only", choices=("trainer", "server"), nargs="+")
+    parser.add_argument("--calls", choices=CALLS, nargs="+", default=CALLS)
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
+    options = parser.parse_args()
+    began, dice = time.monotonic(), random.Random(1)
+    with (
+        tempfile.TemporaryDirectory(prefix="trainer-deaths-") as directory,
+        trainer_fleet(Path(directory), free_port("127.0.0.1")) as fleet,
+    ):
+        rounds = Rounds(fleet)
+        for _ in range(options.rounds):
+            for victim in options.only or ("trainer", "server"):
+                for call in options.calls:
+                    rounds.round(victim, call, dice)
+                    if rounds.violations:
+                        print(rounds.violations[-1], flush=True)
+    result = {
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "seconds": round(time.monotonic() - began),
+        "deaths": {name: dict(counts) for name, counts in rounds.counts.items()},
+        "violations": rounds.violations,
+    }
+    for name, counts in rounds.counts.items():
+        print(f"{name:<45}", *(f"{counts[key]:>6} {key}" for key in sorted(counts)))
+    if options.write:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return int(bool(rounds.violations))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
