@@ -73,8 +73,9 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
+                --parallel) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --attach --timeout --no-router --rollback --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --attach --timeout --no-router --rollback --parallel --no-undo --dry-run --yes -y --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
         "down")

@@ -43,8 +43,11 @@ def status_view(status: FleetStatus) -> RenderableType:
     parts: list[RenderableType] = [headline(status)]
     if status.replicas:
         parts += [Text(), _table(status)]
-    if status.reasons:
+    if status.reasons or status.unapplied:
         parts.append(Text())
+    if status.unapplied:
+        line = Text.assemble(("· ", "cyan"), "the fleet file has changes that are not applied")
+        parts.append(_advised(line, "skyctl plan"))
     return Group(*parts, *reason_lines(status), *restart_lines(status))
 
 

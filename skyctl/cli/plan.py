@@ -12,12 +12,14 @@ from rich.text import Text
 from skyctl import output
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.errors import SkyctlError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from skyctl.core.plan import FleetPlan
     from skyctl.core.registry import FleetRef
+    from skyctl.supervisor.reconcile import Preview
     from skyctl.tables import Table
 
 
@@ -27,16 +29,19 @@ def plan(
     fleet: FleetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print every process `up` would start: command, environment, ports, GPUs. Starts nothing.
+    """Print every process of the fleet file, and what `up` would change. Starts nothing.
 
-    Ports that the file leaves open are free ones and may differ next time. Values of variables
-    named like secrets are shown as ***.
+    Of each process: command, environment, port, GPUs. If the fleet runs: what would start, restart
+    and stop, with the settings that differ; `up --dry-run` prints only that. Ports that the file
+    leaves open are free ones and may differ next time. Values of variables named like secrets are
+    shown as ***.
 
     \b
     Examples:
       skyctl plan
       skyctl plan fleets/production.yaml --json | jq '.data.servers[].argv'
     """
+    from skyctl.cli.change_view import change_lines
     from skyctl.core.planning import plan_here
 
     ref = chosen_fleet(path, file, fleet)
@@ -47,7 +52,24 @@ def plan(
     planned = plan_here(ref.config, ref.base_dir, known_ports=ports, pins=pins)
     for warning in planned.warnings:
         output.warn(warning)
-    output.emit(planned.to_json(), _overview(planned), _table(planned), *_commands(planned))
+    changes = _changes(ref, planned)
+    data = {**planned.to_json(), "changes": changes.to_json() if changes else None}
+    parts: list[Text | Table] = [_overview(planned), _table(planned), *_commands(planned)]
+    if changes is not None and not changes.idle:
+        parts += [Text("\n").join(change_lines(ref.name, changes))]
+    output.emit(data, *parts)
+
+
+def _changes(ref: FleetRef, planned: FleetPlan) -> Preview | None:
+    """What `up` would do; None if what runs does not answer."""
+    from skyctl.cli.fleet_calls import in_loop
+    from skyctl.service.bring_up import preview_of
+
+    try:
+        return in_loop(preview_of(ref, planned))
+    except SkyctlError as error:
+        output.warn(f"not compared with what runs: {error.message}")
+        return None
 
 
 def _emit_attached(ref: FleetRef) -> None:

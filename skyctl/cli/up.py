@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,6 +48,13 @@ def up(
             "--no-undo", help="Leave a replica that does not come back with its new settings."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done, and do nothing.")
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", "-y", help="On a terminal: restart and remove without asking."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the fleet and return when every replica and the router are ready.
@@ -54,12 +62,15 @@ def up(
     The fleet keeps running in the background. After a change of the fleet file, run it again: new
     replicas are started, then those that differ are restarted, drained, one at a time. The first
     that does not come back ends this and gets its old settings again; those after it are not
-    touched. Ctrl-C while it starts stops what this call started.
+    touched. On a terminal it asks before it restarts or removes anything. Ctrl-C stops what this
+    call started; a server that was just being restarted gets its old settings again, and the next
+    `up` goes on.
 
     \b
     Examples:
       skyctl up
       skyctl up fleets/production.yaml --timeout 600
+      skyctl up --dry-run
       skyctl up --parallel 4
       skyctl up --attach
     """
@@ -69,12 +80,36 @@ def up(
         raise UsageError("--attach and --json do not go together")
     ref = chosen_fleet(path, file, fleet)
     refuse_another_file(ref)
+    asks = not yes and output.interactive() and sys.stdin.isatty()
+    if (dry_run or asks) and not _confirmed(ref, not no_router, dry_run=dry_run):
+        return
     status, message = _bring_up(ref, not no_router, parallel, not no_undo, timeout, rollback)
     output.note(message)
     _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
     if attach:
         _stay(ref)
+
+
+def _confirmed(ref: FleetRef, router: bool, *, dry_run: bool) -> bool:
+    """Show what `up` would do; whether to go on, which it asks if something that runs would end.
+
+    Raises:
+        typer.Abort: the answer was no.
+    """
+    from skyctl.cli.change_view import change_lines
+    from skyctl.service.bring_up import preview_up
+
+    changes = in_loop(preview_up(ref, router=router))
+    if dry_run:
+        data = {"name": ref.name, "dry_run": True, "changes": changes.to_json()}
+        output.emit(data, *change_lines(ref.name, changes))
+        return False
+    if changes.disturbs:
+        for line in change_lines(ref.name, changes):
+            output.err.print(line)
+        typer.confirm("do this?", abort=True, err=True)
+    return True
 
 
 def _bring_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -227,7 +228,14 @@ def local_url(host: str, port: int) -> str:
 
 def masked(env: Mapping[str, str]) -> dict[str, str]:
     """`env` with the values of variables that are named like secrets replaced by `***`."""
-    return {
-        name: "***" if any(word in name.upper() for word in _SECRET_WORDS) else value
-        for name, value in env.items()
-    }
+    return {name: "***" if is_secret(name) else value for name, value in env.items()}
+
+
+def is_secret(variable: str) -> bool:
+    """Whether a variable is named like a secret."""
+    return any(word in variable.upper() for word in _SECRET_WORDS)
+
+
+def config_digest(config: FleetConfig) -> str:
+    """Changes with every setting of a fleet file, and with nothing else in it."""
+    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]

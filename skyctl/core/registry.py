@@ -169,6 +169,20 @@ def remember(ref: FleetRef) -> None:
     _copy(json.dumps(origin).encode(), ref.paths.origin)
 
 
+def keep_applied(paths: FleetPaths) -> None:
+    """The fleet file is applied. The one before it is kept for `rollout undo`."""
+    text = paths.fleet_file.read_bytes()
+    if paths.applied_file.exists() and (before := paths.applied_file.read_bytes()) != text:
+        _copy(before, paths.previous_file)
+    _copy(text, paths.applied_file)
+
+
+def restore_applied(paths: FleetPaths) -> None:
+    """The fleet file was not applied: the last that was is the fleet's again."""
+    if paths.applied_file.exists():
+        _copy(paths.applied_file.read_bytes(), paths.fleet_file)
+
+
 def base_dir_of(ref: FleetRef) -> Path:
     """What relative paths of the fleet file were relative to when the fleet came up."""
     return Path(_origin(ref.paths).get("base_dir") or ref.base_dir)

@@ -218,6 +218,10 @@ class FleetStatus:
     """The Tinker API; None where there is none."""
     base: str | None = None
     """What servers are started with: a directory, or `ORG/NAME@COMMIT`."""
+    config_digest: str = ""
+    """Of the fleet file in force; "" where there is no supervisor."""
+    unapplied: bool | None = None
+    """Whether the fleet file is another than the one in force; None if that is not known."""
 
     @property
     def fronts(self) -> dict[str, FrontStatus]:

@@ -32,6 +32,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
+from skyctl.supervisor.reconcile import Preview, preview_of_rows
 
 FOLLOW_POLL_S = 0.5
 
@@ -112,10 +113,7 @@ async def begin_up(
 async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
-        async with SupervisedFleet(ref) as fleet:
-            ports, pins = await fleet.kept()
-        plan = planned(ref.config, ref.base_dir, ports, pins=pins, router=router)
-        plan = usable(plan, ports, ref.file)
+        plan = usable(*await _planned(ref, router), ref.file)
         _forget_attached(ref)
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)
@@ -124,6 +122,33 @@ async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> 
             begun = await client.reconcile(Reconcile(plan, parallel=parallel, undo=undo))
             reached("up.sent")
     return Begun(begun.operation, plan, fresh, begun.joined)
+
+
+async def preview_up(ref: FleetRef, *, router: bool = True) -> Preview:
+    """What `begin_up` would do, after its checks; touches nothing.
+
+    Raises:
+        UsageError: the fleet is attached, or the plan has problems.
+    """
+    refuse_attached(ref)
+    await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir)
+    return await preview_of(ref, usable(*await _planned(ref, router), ref.file))
+
+
+async def preview_of(ref: FleetRef, plan: FleetPlan) -> Preview:
+    """What `up` with this plan would do. Raises SkyctlError if the supervisor does not answer."""
+    async with SupervisorClient.on_this_machine(ref.paths) as client:
+        with suppress(FleetDownError):
+            return await client.preview(Reconcile(plan))
+    async with SupervisedFleet(ref) as fleet:
+        return preview_of_rows(plan, (await fleet.processes()).rows)
+
+
+async def _planned(ref: FleetRef, router: bool) -> tuple[FleetPlan, dict[str, int]]:
+    """The plan of the file, with the ports and models that what runs keeps; and these ports."""
+    async with SupervisedFleet(ref) as fleet:
+        ports, pins = await fleet.kept()
+    return planned(ref.config, ref.base_dir, ports, pins=pins, router=router), ports
 
 
 async def _after_down(ref: FleetRef) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl.core import verb_table
@@ -18,6 +19,7 @@ from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
 if TYPE_CHECKING:
     from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
+    from skyctl.core.status import FleetStatus
 
 # What is on record, and is answered without a supervisor: none is started for it but for a status.
 _ON_RECORD = (
@@ -70,6 +72,17 @@ class SupervisedFleet(RemoteFleet):
                 raise
             answer = await self._on_record(verb, request, error)
         return answer
+
+    async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Says too whether the fleet file differs from the one in force."""
+        from skyctl.core.plan import config_digest
+
+        status = await super().status(request)
+        if not status.config_digest:
+            return status
+        config = self.ref.loaded  # None: the file is the one in force
+        differs = config is not None and config_digest(config) != status.config_digest
+        return replace(status, unapplied=differs)
 
     async def kept(self) -> tuple[dict[str, int], dict[str, str]]:
         """What a new plan of the fleet keeps: the ports of what runs, or of what a live supervisor

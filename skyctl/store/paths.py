@@ -204,6 +204,16 @@ class FleetPaths:
         return self.directory / "fleet.yaml"
 
     @property
+    def applied_file(self) -> Path:
+        """Copy of the last fleet file that was applied without an error."""
+        return self.directory / "applied.yaml"
+
+    @property
+    def previous_file(self) -> Path:
+        """Copy of the one before it."""
+        return self.directory / "previous.yaml"
+
+    @property
     def origin(self) -> Path:
         """Records where that file is, and what its relative paths are relative to."""
         return self.directory / "origin.json"

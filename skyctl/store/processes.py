@@ -7,7 +7,7 @@ What found processes were started with is unknown: `up` replaces them, `down` st
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +55,8 @@ class ProcessRow:
     """In epoch seconds."""
     descendants: tuple[ProcessIdentity, ...] = ()
     """The processes seen below it while it lived."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What it was started with, by name (`reconcile.settings_of`); empty if not on record."""
 
     def alive(self) -> bool:
         """Whether exactly the recorded process runs."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from skyctl.errors import SkyctlError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Increment it with every change of the tables: a file of another version is refused."""
 
 TABLES = """
@@ -16,7 +16,7 @@ CREATE TABLE processes (
     name TEXT PRIMARY KEY, role TEXT NOT NULL, phase TEXT NOT NULL, token TEXT NOT NULL,
     pid INTEGER, create_time REAL, boot_id TEXT, spec_hash TEXT NOT NULL,
     host TEXT NOT NULL, port INTEGER NOT NULL, gpus TEXT NOT NULL, started_at REAL NOT NULL,
-    descendants TEXT NOT NULL DEFAULT '[]');
+    descendants TEXT NOT NULL DEFAULT '[]', settings TEXT NOT NULL DEFAULT '{}');
 -- servers that skyctl did not start are known by their URL (server_names.py)
 CREATE TABLE servers (
     name TEXT PRIMARY KEY, paused INTEGER NOT NULL, sleep_level INTEGER NOT NULL,

@@ -175,13 +175,13 @@ class FleetState(Database):
         identity = row.identity
         self.write(
             "INSERT OR REPLACE INTO processes (name, role, phase, token, pid, create_time, "
-            "boot_id, spec_hash, host, port, gpus, started_at, descendants) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "boot_id, spec_hash, host, port, gpus, started_at, descendants, settings) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.name, row.role, row.phase, row.token,
             identity and identity.pid, identity and identity.create_time,
             identity and identity.boot_id, row.spec_hash, row.host, row.port,
             json.dumps(row.gpus), row.started_at,
-            json.dumps([asdict(d) for d in row.descendants]),
+            json.dumps([asdict(d) for d in row.descendants]), json.dumps(row.settings),
         )  # fmt: skip
 
     def mark_stale(self, name: str) -> None:
@@ -341,6 +341,7 @@ def _process(row: sqlite3.Row) -> ProcessRow:
         row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
         row["started_at"],
         tuple(ProcessIdentity(**identity) for identity in json.loads(row["descendants"])),
+        json.loads(row["settings"]),
     )  # fmt: skip
 
 

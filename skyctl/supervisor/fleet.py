@@ -15,7 +15,7 @@ from skyctl import engines
 from skyctl.core.diagnosis import assess
 from skyctl.core.findings import Condition, Finding
 from skyctl.core.health import routable
-from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import (
@@ -231,6 +231,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         rollout=_rollout(running),
         adapters=tuple(adapter.served_as for adapter in served(running.state).values()),
         tinker=tinker,
+        config_digest=config_digest(running.plan.config) if running.plan else "",
     )
 
 

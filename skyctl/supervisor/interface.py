@@ -13,6 +13,7 @@ from skyctl.core.service import FleetService, Handlers, by_verb, handle, handler
 from skyctl.core.status import OperationKind
 from skyctl.core.verb_table import Verb
 from skyctl.supervisor.client import RemoteFleet
+from skyctl.supervisor.reconcile import Preview
 from skyctl.supervisor.wire import adapter
 
 _UNDO_S = 120.0
@@ -46,6 +47,7 @@ class Begun:
 
 
 RECONCILE: Final[Verb[Reconcile, Begun]] = Verb("reconcile", Reconcile)
+PREVIEW: Final[Verb[Reconcile, Preview]] = Verb("preview", Reconcile)
 ADOPT: Final[Verb[Adopt, int]] = Verb("adopt", Adopt)
 UNDO: Final[Verb[None, None]] = Verb("undo", NoneType, lambda request: _UNDO_S)
 
@@ -59,6 +61,10 @@ class SupervisorService(FleetService):
         A second `up` with the same plan joins the first. Raises ConflictError when busy.
         """
         return await self._ask(RECONCILE, request, Begun)
+
+    async def preview(self, request: Reconcile) -> Preview:
+        """What `reconcile` would do."""
+        return await self._ask(PREVIEW, request, Preview)
 
     async def adopt(self, request: Adopt) -> int:
         """Begin to adopt what runs without a supervisor; returns the operation's number."""
@@ -75,6 +81,7 @@ def own_handlers(fleet: SupervisorService) -> Handlers:
     """What answers each verb of a supervisor's own machine."""
     return handlers(fleet) | by_verb(
         handle(RECONCILE, fleet.reconcile),
+        handle(PREVIEW, fleet.preview),
         handle(ADOPT, fleet.adopt),
         handle(UNDO, fleet.undo),
     )

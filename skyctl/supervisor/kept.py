@@ -23,6 +23,7 @@ from skyctl.states import Phase
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow, Role
 from skyctl.store.state import FleetState
+from skyctl.supervisor.reconcile import settings_of
 from skyctl.supervisor.restarts import decide, forget, remember, remembered
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
@@ -208,6 +209,7 @@ class KeptRunning(ABC):
             port=spec.port,
             gpus=spec.gpus if isinstance(spec, ServerSpec) else (),
             started_at=time.time(),
+            settings=settings_of(spec),
         )
         self._context.state.save_process(intent)
         self._event("starting")

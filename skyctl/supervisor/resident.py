@@ -31,6 +31,7 @@ from skyctl.core.pinning import pin
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
+from skyctl.core.registry import keep_applied, restore_applied
 from skyctl.core.requests import (
     CloseUpdate,
     Control,
@@ -89,6 +90,7 @@ from skyctl.supervisor import adapters, admission, healing, rolling, rollout
 from skyctl.supervisor.fleet import RunningFleet, report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
+from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.wire import spec_hash
 
@@ -143,6 +145,7 @@ class Supervisor(RunningFleet, SupervisorService):
         self._refuse_while_busy()
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
+            self._keep_file(keep_applied)
             return Begun(0)
         before = self.plan
         with self.state.durable():  # no process is started that could not be put on record
@@ -163,11 +166,23 @@ class Supervisor(RunningFleet, SupervisorService):
             self._take_in_force()
             raise
         self.before = None
+        self._keep_file(keep_applied)
 
     def _take_in_force(self) -> None:
         """After a change that was not completed: what runs is the plan, and not the new one."""
         if self.before is not None:
             self._take(rolling.in_force(self, self.before))
+            self._keep_file(restore_applied)
+
+    def _keep_file(self, work: Callable[[FleetPaths], None]) -> None:
+        """Keep or restore the fleet file; the fleet itself needs neither."""
+        try:
+            work(self.paths)
+        except (OSError, SkyctlError) as error:
+            self.state.add_event("fleet", f"the fleet file in force was not kept: {error}")
+
+    async def preview(self, request: Reconcile) -> Preview:
+        return preview(request.plan, self.changes(request.plan), self.state.processes())
 
     async def adopt(self, request: Adopt) -> int:
         """What lives is left alone, even where it differs from the plan. 0: this supervisor already

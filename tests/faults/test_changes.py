@@ -1,0 +1,109 @@
+"""A changed fleet file by the real command: `plan` and `up --dry-run` show what `up` then does."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.stub_fleet import ROOT, StubFleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[StubFleet]:
+    fleet = StubFleet(tmp_path)
+    yield fleet
+    fleet.run("down")
+
+
+def pids(fleet: StubFleet) -> dict[str, int]:
+    status = fleet.json("status")["data"]
+    found = {row["name"]: row["pid"] for row in status["replicas"]}
+    return found | ({"router": status["router"]["pid"]} if status["router"] else {})
+
+
+def test_up_does_what_the_plan_shows_over_ten_random_changes(fleet: StubFleet) -> None:
+    dice = random.Random(11)
+    fleet.write(replicas=2)
+    fleet.run("up")
+    before = pids(fleet)
+    for _ in range(10):
+        faults = dice.choice(["{}", "{ }"])
+        length = dice.choice(["", "args: {max-model-len: 2048}\n"])
+        router = dice.choice(["", "router: {policy: random}\n", "router: {enabled: false}\n"])
+        fleet.write(dice.randint(1, 4), faults, length + router)
+        changes = fleet.json("plan")["data"]["changes"]
+        fleet.run("up", "--yes")
+        after = pids(fleet)
+        did = dict.fromkeys(before.keys() - after.keys(), "stop")
+        did |= dict.fromkeys(after.keys() - before.keys(), "start")
+        did |= {
+            name: "keep" if before[name] == after[name] else "restart"
+            for name in before.keys() & after.keys()
+        }
+        assert did == {change["name"]: change["kind"] for change in changes}
+        before = after
+
+
+def test_status_and_plan_show_what_is_not_applied(fleet: StubFleet) -> None:
+    fleet.write(replicas=1)
+    fleet.run("up")
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text() + "# a remark\n")
+    assert fleet.json("status")["data"]["unapplied"] is False
+    fleet.write(replicas=2, extra="args: {max-model-len: 2048}\nenv: {A_TOKEN: hunter2}")
+    fleet_file = file.read_text().replace("env: {STUB_FAULTS: '{}'}\n", "")
+    file.write_text(fleet_file)
+    assert "has changes that are not applied  → skyctl plan" in fleet.run("status").stdout
+    lines = fleet.run("plan").stdout.splitlines()
+    shown = lines[lines.index("fleet stubs would change:") :]
+    assert "  ~ restart stubs-0" in shown and "  + start   stubs-1" in shown
+    assert "        --max-model-len  not set → 2048" in shown
+    assert "        A_TOKEN          not set → ***" in shown
+    assert "hunter2" not in "".join(lines)
+    before = pids(fleet)
+    assert fleet.run("up", "--dry-run").stdout.splitlines()[:3] == shown[:3]
+    assert pids(fleet) == before
+    fleet.run("up")
+    assert fleet.run("up", "--dry-run").stdout == "fleet stubs is up to date, nothing to do\n"
+    assert fleet.json("status")["data"]["unapplied"] is False
+
+
+@pytest.mark.parametrize(("answer", "changed"), [("n", False), ("y", True)])
+def test_on_a_terminal_up_asks_before_it_restarts(
+    fleet: StubFleet, answer: str, changed: bool
+) -> None:
+    fleet.write(replicas=1)
+    fleet.run("up")
+    fleet.write(replicas=1, extra="args: {max-model-len: 2048}")
+    before = pids(fleet)
+    user, terminal = pty.openpty()
+    environ = {**os.environ, "SKYCTL_HOME": str(fleet.directory / "home"), "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skyctl", "up"],
+        cwd=fleet.directory,
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        stdin=terminal,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    screen = b""
+    while b"do this?" not in screen:
+        screen += os.read(user, 4096)
+    assert b"--max-model-len  \x1b[31mnot set" in screen
+    os.write(user, answer.encode() + b"\n")
+    try:
+        while os.read(user, 4096):
+            pass
+    except OSError:  # it has ended
+        pass
+    os.close(user)
+    assert process.wait(60) == (0 if changed else 130)
+    assert (pids(fleet) != before) is changed
