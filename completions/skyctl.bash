@@ -25,7 +25,7 @@ _skyctl() {
         [[ $word == -* ]] && continue
         if [[ -z $path ]]; then
             path=$word
-        elif [[ " jobs weights adapters " == *" $path "* ]]; then
+        elif [[ " rollout jobs weights adapters " == *" $path "* ]]; then
             path="$path $word"
             break
         else
@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -78,6 +78,20 @@ _skyctl() {
             if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --attach --timeout --no-router --rollback --parallel --no-undo --dry-run --yes -y --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
+        "rollout")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "undo -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "rollout undo")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --parallel) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --parallel --timeout --dry-run --yes -y --json -h --help -q --quiet --no-color --debug" ;;
         "down")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

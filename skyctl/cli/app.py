@@ -48,6 +48,7 @@ VERBS = [
     Verb("plan", "plan", "plan", SETUP),
     Verb("schema", "schema", "schema", SETUP),
     Verb("up", "up", "up", FLEET),
+    Verb("rollout", "rollout", "app", FLEET),
     Verb("down", "up", "down", FLEET),
     Verb("status", "status", "status", FLEET),
     Verb("top", "top", "top", FLEET),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyctl.core.requests import TakenDown
     from skyctl.core.status import FleetStatus
     from skyctl.store.paths import FleetPaths
+    from skyctl.supervisor.reconcile import Preview
 
 
 def up(
@@ -80,10 +81,10 @@ def up(
         raise UsageError("--attach and --json do not go together")
     ref = chosen_fleet(path, file, fleet)
     refuse_another_file(ref)
-    asks = not yes and output.interactive() and sys.stdin.isatty()
+    asks = not yes and on_terminal()
     if (dry_run or asks) and not _confirmed(ref, not no_router, dry_run=dry_run):
         return
-    status, message = _bring_up(ref, not no_router, parallel, not no_undo, timeout, rollback)
+    status, message = bring_up(ref, not no_router, parallel, not no_undo, timeout, rollback)
     output.note(message)
     _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
@@ -97,10 +98,15 @@ def _confirmed(ref: FleetRef, router: bool, *, dry_run: bool) -> bool:
     Raises:
         typer.Abort: the answer was no.
     """
-    from skyctl.cli.change_view import change_lines
     from skyctl.service.bring_up import preview_up
 
-    changes = in_loop(preview_up(ref, router=router))
+    return confirmed(ref, in_loop(preview_up(ref, router=router)), dry_run=dry_run)
+
+
+def confirmed(ref: FleetRef, changes: Preview, *, dry_run: bool = False) -> bool:
+    """The same for changes that are known. Raises typer.Abort."""
+    from skyctl.cli.change_view import change_lines
+
     if dry_run:
         data = {"name": ref.name, "dry_run": True, "changes": changes.to_json()}
         output.emit(data, *change_lines(ref.name, changes))
@@ -112,7 +118,12 @@ def _confirmed(ref: FleetRef, router: bool, *, dry_run: bool) -> bool:
     return True
 
 
-def _bring_up(
+def on_terminal() -> bool:
+    """Whether someone can be asked."""
+    return output.interactive() and sys.stdin.isatty()
+
+
+def bring_up(
     ref: FleetRef,
     router: bool,
     parallel: int,
@@ -124,16 +135,16 @@ def _bring_up(
     from skyctl.service import connect
     from skyctl.service.bring_up import begin_up, undo
 
-    mine = True
+    mine, fresh = True, True
 
     async def work() -> tuple[FleetStatus, str]:
-        nonlocal mine
+        nonlocal mine, fresh
         begun = await begin_up(
             ref, router=router, parallel=parallel, undo=undo_failed, note=output.note
         )
         for warning in begun.plan.warnings:
             output.warn(warning)
-        mine = not begun.joined
+        mine, fresh = not begun.joined, begun.fresh
         async with connect(ref) as fleet:
             if begun.operation == 0:
                 return await fleet.status(), f"fleet {ref.name} is up to date, nothing to do"
@@ -147,6 +158,8 @@ def _bring_up(
         # printed once the loop runs, which takes the next Ctrl-C without a traceback
         output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
         await undo(ref.paths)
+        if not fresh:
+            output.note("what was changed before that stays so; go on with it: skyctl up")
 
     try:
         return in_loop(work())

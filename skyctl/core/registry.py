@@ -164,7 +164,8 @@ def remember(ref: FleetRef) -> None:
     base_dir = str(ref.base_dir.resolve())  # links on the way to it may move while the fleet is up
     origin = _origin(ref.paths) | {"base_dir": base_dir, "kind": kind}
     if ref.file is not None:
-        origin["file"] = str(ref.file.absolute())
+        if ref.file.parent != ref.paths.directory:  # a kept one is not the user's
+            origin["file"] = str(ref.file.absolute())
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
     _copy(json.dumps(origin).encode(), ref.paths.origin)
 
@@ -181,6 +182,22 @@ def restore_applied(paths: FleetPaths) -> None:
     """The fleet file was not applied: the last that was is the fleet's again."""
     if paths.applied_file.exists():
         _copy(paths.applied_file.read_bytes(), paths.fleet_file)
+
+
+def kept_files(ref: FleetRef) -> list[FleetRef]:
+    """The fleet as the last applied file has it, and as the one before it does.
+
+    Raises:
+        FleetFileError: one does not load any more (`${VAR}` that is not set).
+    """
+    from skyctl.fleetfile.load import load_fleet
+
+    paths, base_dir = ref.paths, base_dir_of(ref)
+    return [
+        FleetRef(ref.name, paths, load_fleet(file).config, base_dir, file)
+        for file in (paths.applied_file, paths.previous_file)
+        if file.exists()
+    ]
 
 
 def base_dir_of(ref: FleetRef) -> Path:

@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from skyctl.core.check import learn_arguments
-from skyctl.core.plan import FleetPlan
+from skyctl.core.plan import FleetPlan, config_digest
 from skyctl.core.planning import planned, usable
-from skyctl.core.registry import FleetRef, remember, was_attached
+from skyctl.core.recorded import down_error
+from skyctl.core.registry import FleetRef, kept_files, remember, was_attached
 from skyctl.core.requests import StatusQuery
 from skyctl.core.service import FleetService
 from skyctl.core.status import BY_DOWN, FleetStatus, OperationKind, ended_by_others
@@ -19,6 +20,7 @@ from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
     FleetDownError,
+    NotFoundError,
     SkyctlError,
     VersionMismatch,
 )
@@ -142,6 +144,29 @@ async def preview_of(ref: FleetRef, plan: FleetPlan) -> Preview:
             return await client.preview(Reconcile(plan))
     async with SupervisedFleet(ref) as fleet:
         return preview_of_rows(plan, (await fleet.processes()).rows)
+
+
+async def earlier(ref: FleetRef) -> tuple[FleetRef, Preview]:
+    """What `rollout undo` returns to, and what it would do: the last applied file if the fleet
+    differs from it, else the one before.
+
+    Raises:
+        FleetDownError: the fleet does not run.
+        NotFoundError: no such file is kept.
+    """
+    refuse_attached(ref)
+    async with SupervisedFleet(ref) as fleet:
+        digest = (await fleet.status(StatusQuery(fresh=False))).config_digest
+    if not digest:
+        raise down_error(ref.name)
+    for number, candidate in enumerate(kept_files(ref)):
+        changes = await preview_of(candidate, (await _planned(candidate, True))[0])
+        if number or changes.differs or config_digest(candidate.config) != digest:
+            return candidate, changes
+    raise NotFoundError(
+        f"no earlier file of fleet {ref.name} is kept",
+        hint="one is kept as soon as another was applied: skyctl up",
+    )
 
 
 async def _planned(ref: FleetRef, router: bool) -> tuple[FleetPlan, dict[str, int]]:

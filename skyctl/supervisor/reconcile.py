@@ -83,7 +83,7 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting of a process that is to restart; None: it does not have it."""
+    """One setting of a process that is to start again; None: it does not have it."""
 
     setting: str
     before: str | None
@@ -92,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ProcessChange:
-    """What `up` does with one process, and why it restarts it."""
+    """What `up` does with one process, and in which settings it differs from the last time."""
 
     name: str
     kind: ChangeKind
@@ -113,6 +113,11 @@ class Preview:
     def disturbs(self) -> bool:
         """Whether something that runs ends."""
         return bool(self.of_kind(ChangeKind.RESTART, ChangeKind.STOP))
+
+    @property
+    def differs(self) -> bool:
+        """Whether something runs, or ran last, with other settings."""
+        return self.disturbs or any(process.differences for process in self.processes)
 
     @property
     def idle(self) -> bool:
@@ -183,7 +188,7 @@ def _previewed(
     settings: Mapping[str, Mapping[str, str]],
 ) -> ProcessChange:
     before = settings.get(name)
-    if kind is not ChangeKind.RESTART or not before:
+    if kind is ChangeKind.KEEP or not before:
         return ProcessChange(name, kind)
     after = settings_of(spec)
     names = [*before, *(setting for setting in after if setting not in before)]
@@ -192,7 +197,9 @@ def _previewed(
         for setting in names
         if before.get(setting) != after.get(setting)
     ]
-    return ProcessChange(name, kind, tuple(differences) or (Difference(_ORDER, None, None),))
+    if kind is ChangeKind.RESTART and not differences:
+        differences = [Difference(_ORDER, None, None)]
+    return ProcessChange(name, kind, tuple(differences))
 
 
 def _arguments(argv: Sequence[str]) -> dict[str, str]:

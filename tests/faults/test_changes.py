@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.faults.stub_fleet import ROOT, StubFleet, until_said
 
 
 @pytest.fixture
@@ -107,3 +108,65 @@ def test_on_a_terminal_up_asks_before_it_restarts(
     os.close(user)
     assert process.wait(60) == (0 if changed else 130)
     assert (pids(fleet) != before) is changed
+
+
+def length(fleet: StubFleet) -> set[str | None]:
+    """What the servers run with, by what a file without it would change."""
+    text = (fleet.directory / "fleet.yaml").read_text()
+    fleet.write(replicas=2)
+    changes = fleet.json("plan")["data"]["changes"]
+    (fleet.directory / "fleet.yaml").write_text(text)
+    servers = [change for change in changes if change["name"] != "router"]
+    return {next((d["before"] for d in s["differences"]), None) for s in servers}
+
+
+def test_undo_returns_to_the_file_before_and_a_second_one_comes_back(fleet: StubFleet) -> None:
+    fleet.write(replicas=2)
+    fleet.run("up")
+    none = fleet.json("rollout", "undo", expect=4)["error"]
+    assert "no earlier file" in none["message"] and none["hint"].endswith("skyctl up")
+    fleet.write(replicas=2, extra="args: {max-model-len: 2048}")
+    fleet.run("up")
+    assert length(fleet) == {"2048"}
+    assert "2048 → not set" in fleet.run("rollout", "undo", "--dry-run").stdout
+    assert length(fleet) == {"2048"}
+    fleet.run("rollout", "undo")
+    assert length(fleet) == {None}
+    assert fleet.json("status")["data"]["unapplied"] is True
+    fleet.run("rollout", "undo")
+    assert length(fleet) == {"2048"}
+    assert fleet.json("status")["data"]["unapplied"] is False
+
+
+def test_undo_after_a_change_that_was_left_half_done_returns_to_what_was_applied(
+    fleet: StubFleet,
+) -> None:
+    fleet.write(replicas=2)
+    fleet.run("up")
+    fleet.write(replicas=2, faults='{"exit_at_start": true}')
+    fleet.run("up", "--no-undo", expect=1)
+    assert fleet.replicas()["stubs-0"]["state"] == "failed"
+    untouched = fleet.replicas()["stubs-1"]["pid"]
+    fleet.run("rollout", "undo")
+    rows = fleet.replicas()
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert rows["stubs-1"]["pid"] == untouched
+
+
+def test_a_roll_that_was_interrupted_is_continued_by_up(fleet: StubFleet) -> None:
+    fleet.write(replicas=2)
+    fleet.run("up")
+    before = pids(fleet)
+    fleet.write(replicas=2, faults='{"startup_delay_s": 1.5}')
+    process = fleet.start("up")
+    until_said(process, "stubs-1: st")
+    process.send_signal(signal.SIGINT)
+    _, notes = process.communicate(timeout=60)
+    assert process.returncode == 130 and "go on with it: skyctl up" in notes
+    between = pids(fleet)
+    assert between["stubs-0"] != before["stubs-0"]
+    shown = {c["name"]: c["kind"] for c in fleet.json("plan")["data"]["changes"]}
+    assert shown == {"stubs-0": "keep", "stubs-1": "restart", "router": "keep"}
+    fleet.run("up")
+    after = pids(fleet)
+    assert after["stubs-0"] == between["stubs-0"] and after["stubs-1"] != between["stubs-1"]

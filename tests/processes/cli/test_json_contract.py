@@ -69,6 +69,8 @@ CALLS = [
     "recover --dry-run",
     "restart stubs-0",
     "scale 1",
+    "rollout",
+    "rollout undo",
     "smoke --reuse",
     "down",
 ]
