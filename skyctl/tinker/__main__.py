@@ -29,8 +29,9 @@ from skyctl.tinker.api import Api
 from skyctl.tinker.fleet_servers import connected
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
+from skyctl.tinker.open_models import Limits
 from skyctl.tinker.sampling import Sampling, Servers
-from skyctl.tinker.training import Limits, Training
+from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Worker, WorkerSettings
 from skyctl.tinker.weights import ServedWeights
 

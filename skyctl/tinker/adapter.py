@@ -8,10 +8,10 @@ whole model are what transformers writes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from skyctl.tinker import files
 from skyctl.tinker.losses import LossError
@@ -29,6 +31,8 @@ LARGEST_RANK = 128
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 UNEMBED = ("lm_head",)
+MOST_LOGITS = 1 << 26
+"""Maximum elements of the logits that exist at a time: 256 MiB in float32, a few times over."""
 _PREFIX = "base_model.model."
 
 Parameters = dict[str, Tensor]
@@ -91,6 +95,7 @@ class Base:
                 self._places.setdefault(id(value), []).append((module, leaf))
         for name, linear in self.linears.items():
             linear.register_forward_hook(partial(self._add, name))
+        self._states, self._head = self._split()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             for module in model.modules():  # only these read the flag: dropout stays off below them
@@ -149,7 +154,7 @@ class Base:
             )
         return parameters
 
-    @contextmanager
+    @contextlib.contextmanager
     def using(self, parameters: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Inside, compute with these parameters (None: the base alone), gradients included."""
         before = self._active
@@ -170,21 +175,68 @@ class Base:
         for module, leaf in self._places[id(own)]:
             module._parameters[leaf] = value
 
-    def logits(self, rows: Sequence[Tensor]) -> Tensor:
-        """float32 logits (rows, longest row, vocabulary) of int64 token rows, padded on the right.
-
-        Logits beyond a row's own length are meaningless.
+    def hidden(self, rows: Sequence[Tensor]) -> Tensor:
+        """The last hidden states (rows, longest row, width) of int64 token rows, padded on the
+        right: what `logits` takes. Those beyond a row's own length are meaningless.
         """
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
         for place, row in enumerate(rows):
             tokens[place, : len(row)], mask[place, : len(row)] = row, 1
-        answer = self.model(
-            input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-        )
-        logits: Tensor = answer.logits.float()
-        return logits
+        states: Tensor = self._states(tokens.to(self.device), mask.to(self.device))
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits (…, vocabulary)."""
+        logits: Tensor = self._head(hidden)
+        return logits.float()
+
+    def chunks(self, positions: int) -> list[slice]:
+        """Cuts positions so that the logits of a part stay below `MOST_LOGITS`."""
+        size = max(1, MOST_LOGITS // self.vocabulary)
+        return [slice(begin, begin + size) for begin in range(0, positions, size)]
+
+    def logprobs(self, rows: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
+        """log p of each row's targets (N, K). The gradient computes the logits of one chunk of
+        positions after the other again, so that no two exist at once.
+        """
+        states, most = self.hidden(rows), max(target.shape[1] for target in targets)
+        flat = torch.cat([state[: len(row)] for state, row in zip(states, rows, strict=True)])
+        wide = torch.cat([pad(target, (0, most - target.shape[1])) for target in targets])
+        cuts = self.chunks(len(flat))
+        again = torch.is_grad_enabled() and len(cuts) > 1
+        call = partial(checkpoint, self._picked, use_reentrant=False) if again else self._picked
+        picked = torch.cat([call(flat[cut], wide[cut]) for cut in cuts])
+        split = picked.split([len(row) for row in rows])
+        return [lp[:, : t.shape[1]] for lp, t in zip(split, targets, strict=True)]
+
+    def _picked(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(hidden)
+        return logits.gather(1, targets) - torch.logsumexp(logits, dim=-1, keepdim=True)
+
+    def _split(self) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
+        """What computes the last hidden states, and logits of them; where the model does more than
+        that, its own logits, and nothing.
+        """
+
+        def whole(tokens: Tensor, mask: Tensor) -> Tensor:
+            logits: Tensor = self.model(
+                input_ids=tokens, attention_mask=mask, use_cache=False
+            ).logits
+            return logits
+
+        def states(tokens: Tensor, mask: Tensor) -> Tensor:
+            answer = self.model.base_model(input_ids=tokens, attention_mask=mask, use_cache=False)
+            hidden: Tensor = answer.last_hidden_state
+            return hidden
+
+        head = self.model.get_output_embeddings()
+        probe = torch.arange(2, device=self.device)[None]
+        with contextlib.suppress(AttributeError, TypeError, RuntimeError), torch.no_grad():
+            if torch.equal(head(states(probe, torch.ones_like(probe))), whole(probe, probe >= 0)):
+                return states, head
+        return whole, lambda logits: logits
 
     def write(self, parameters: Parameters, directory: Path, dtype: torch.dtype) -> None:
         """Write the trained parameters: an adapter for PEFT, or a model in `dtype` for

@@ -31,6 +31,8 @@ class Outcome:
     """Further statements of the commit that records it."""
     snapshot: str | None = None
     """The directory of a snapshot that was taken with it."""
+    unit: int | None = None
+    """The seq id of the first of several requests that were computed together."""
 
 
 def skip_gap(
@@ -65,6 +67,9 @@ def record_outcome(connection: sqlite3.Connection, row: sqlite3.Row, outcome: Ou
         "done_order = ?, body = CASE WHEN ? THEN body END WHERE id = ?",
         (state, outcome.result, outcome.type, outcome.category, now, order[0], replayed, row["id"]),
     )
+    if outcome.unit is not None:  # who repeats them computes them together again
+        text = json.dumps({"unit": outcome.unit})
+        connection.execute("UPDATE requests SET extra = ? WHERE id = ?", (text, row["id"]))
 
 
 def answered(value: dict[str, Any]) -> Outcome:

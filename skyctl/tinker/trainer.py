@@ -6,9 +6,9 @@ Every operation is deterministic and all or nothing: one that fails leaves the m
 from __future__ import annotations
 
 import json
-import time
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +17,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from skyctl.tinker import files, losses, wire
+from skyctl.tinker import files, wire
 from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
 from skyctl.tinker.losses import LossError
-from skyctl.tinker.tensors import array_of, output_message, tensor_of
+from skyctl.tinker.passes import Answer, Model, Pass, check_tokens
+from skyctl.tinker.tensors import tensor_of
 
 
 @dataclass
-class Model:
+class Run(Model):
     """One training run."""
 
-    config: LoraConfig
+    config: LoraConfig = field(kw_only=True)
     """How it is trained."""
-    parameters: Parameters
-    """The trained parameters, float32."""
-    optimizer: torch.optim.AdamW
-    """Their optimizer."""
-    gradients: list[Tensor] | None = None
-    """Summed since the last optimizer step, None before any."""
-    tokens: int = 0
-    """Tokens processed for those gradients."""
-    seconds: float = 0.0
-    """Seconds that they took."""
-
-
-@dataclass(frozen=True)
-class Datum:
-    """Tokens (N,) int64, and the inputs of the loss: targets int64, everything else float32."""
-
-    tokens: Tensor
-    inputs: dict[str, Tensor]
+    optimizer: torch.optim.AdamW = field(kw_only=True)
+    """The parameters' optimizer."""
+    passes: Pass | None = None
+    """What is being computed."""
 
 
 class Trainer:
@@ -56,7 +43,7 @@ class Trainer:
         self.base = base
         self.name = name
         self.batch_tokens = batch_tokens
-        self.models: dict[str, Model] = {}
+        self.models: dict[str, Run] = {}
         self._samplers: dict[str, Parameters] = {}
 
     def create(self, model: str, config: Mapping[str, Any]) -> None:
@@ -91,6 +78,19 @@ class Trainer:
         files.check(directory, meta, optimizer=optimizer)
         return LoraConfig(**meta["lora"]), state
 
+    def bytes_of(self, model: str) -> int:
+        """Memory of a model's weights, moments and gradients."""
+        return sum(4 * int(value.nbytes) for value in self.models[model].parameters.values())
+
+    def park(self, model: str) -> None:
+        """Move a model to host memory, until its next operation."""
+        _move(self.models[model], torch.device("cpu"))
+
+    def _on_device(self, model: str) -> Run:
+        run = self.models[model]
+        _move(run, self.base.device)
+        return run
+
     def close(self, model: str) -> None:
         """Drop a model."""
         self.models.pop(model, None)
@@ -99,7 +99,7 @@ class Trainer:
         """Write a checkpoint; returns its size in bytes. A whole model is in float32 if its
         optimizer's state is saved with it, else in the base's dtype.
         """
-        trained = self.models[model]
+        trained = self._on_device(model)
 
         def write(beside: Path) -> None:
             self.base.write(
@@ -118,46 +118,20 @@ class Trainer:
         """Drop what was accumulated since the last step."""
         self.models[model].gradients = None
 
-    def forward_backward(self, model: str, body: bytes) -> bytes:
-        """A serialized ForwardBackwardOutput for a serialized ForwardBackwardRequest.
+    def forward_backward(
+        self, model: str, units: Sequence[Sequence[bytes]], slice_s: float = math.inf
+    ) -> tuple[list[list[Answer]], bool]:
+        """Begin these units of serialized ForwardBackwardRequests. See `go_on`."""
+        trained = self._on_device(model)
+        trained.passes = Pass(self.base, trained, units, self.batch_tokens)
+        return self.go_on(model, slice_s)
 
-        Raises:
-            LossError: it cannot be computed; no gradient was added.
-        """
-        began = time.perf_counter()
-        request = wire.message("ForwardBackwardRequest").FromString(body)
-        config: dict[str, Any] = dict(request.loss_fn_config)
-        for key, value in request.loss_fn_config_v2.items():
-            config[key] = value.text if value.WhichOneof("one") == "text" else value.number
-        losses.check(request.loss_fn, config)
-        if not request.data:
-            raise LossError("the request has no data")
-        data = [self._datum(datum, request.loss_fn) for datum in request.data]
-        trained, backward = self.models[model], not request.forward_only
-        parameters = list(trained.parameters.values())
-        sums: list[Tensor] = []
-        total, outputs = 0.0, []
-        for batch in self._batches(data):
-            with self.base.using(trained.parameters), torch.set_grad_enabled(backward):
-                picked = _logprobs(self.base, batch)
-                each = [
-                    losses.loss_of(request.loss_fn, lp, datum.inputs, config)
-                    for lp, datum in zip(picked, batch, strict=True)
-                ]
-                loss = torch.stack(each).sum()
-                if not bool(torch.isfinite(loss)):
-                    raise LossError(f"the loss is {loss.item()}: no gradient was added")
-                if backward:
-                    gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
-                    sums = _added(sums, gradients)
-                    del gradients  # a whole model's must not exist twice
-            total += float(loss.detach())
-            outputs += [lp.detach().cpu() for lp in picked]
-        if backward:
-            trained.gradients = _added(trained.gradients, sums)
-            trained.tokens += sum(len(datum.tokens) for datum in data)
-            trained.seconds += time.perf_counter() - began
-        return output_message(outputs, total)
+    def go_on(self, model: str, slice_s: float) -> tuple[list[list[Answer]], bool]:
+        """The units that end within about `slice_s` seconds, and whether there are more."""
+        passes = self._on_device(model).passes
+        assert passes is not None
+        answers = passes.run(slice_s)
+        return answers, not passes.over
 
     def optim_step(self, model: str, params: Mapping[str, float]) -> dict[str, float]:
         """One AdamW step over the gradients since the last one, which are then dropped; returns its
@@ -167,7 +141,7 @@ class Trainer:
             LossError: the gradients are not finite, or a parameter makes no sense; the gradients
                 were dropped.
         """
-        trained = self.models[model]
+        trained = self._on_device(model)
         gradients = trained.gradients or [torch.zeros_like(p) for p in trained.parameters.values()]
         trained.gradients = None  # also on failure: a rebuilt model has none either
         speed = {"tokens_per_s": trained.tokens / trained.seconds} if trained.tokens else {}
@@ -202,30 +176,25 @@ class Trainer:
         """
         top, last = request["top"], request["last"]
         row = torch.tensor(request["tokens"], dtype=torch.int64)
-        self._check_tokens(row, "prompt")
-        with torch.no_grad(), self.base.using(self._sampler(request["directory"])):
-            rows = torch.log_softmax(self.base.logits([row])[0, :-1], dim=-1).cpu()
+        check_tokens(self.base, row, "prompt")
         first = 0 if last is None else max(len(row) - 1 - last, 0)
-        answer = wire.message("SampleResponse")()
-        if request["wanted"]:
-            scored = torch.full((len(row),), float("nan"))
-            scored[1 + first :] = rows.gather(1, row[1:, None])[first:, 0]
-            answer.prompt_logprobs = scored.numpy().tobytes()
-        if top:
-            best = rows.topk(min(top, rows.shape[-1]), dim=-1)
-            ids = torch.zeros(len(row), top, dtype=torch.int32)
-            values = torch.full((len(row), top), -99999.0)
-            ids[1 + first :, : best.indices.shape[1]] = best.indices[first:].to(torch.int32)
-            values[1 + first :, : best.values.shape[1]] = best.values[first:]
-            likely = answer.topk_prompt_logprobs
-            likely.token_ids, likely.logprobs = ids.numpy().tobytes(), values.numpy().tobytes()
-            likely.k, likely.length = top, len(row)
+        targets = torch.zeros(len(row) - 1, 0, dtype=torch.int64)
         if body:
             targets = tensor_of("target_tokens", wire.message("Tensor").FromString(body))
             wrong = targets.dim() != 2 or targets.shape[0] != len(row) - 1
             if wrong or (targets.numel() and int(targets.max()) >= self.base.vocabulary):
                 raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
-            picked = rows.gather(1, targets.clamp(min=0)).masked_fill(targets < 0, 0.0)
+        with torch.no_grad(), self.base.using(self._sampler(request["directory"])):
+            scored, ids, values, picked = _scored(self.base, row, top, targets)
+        scored[: 1 + first], ids[: 1 + first], values[: 1 + first] = float("nan"), 0, -99999.0
+        answer = wire.message("SampleResponse")()
+        if request["wanted"]:
+            answer.prompt_logprobs = scored.numpy().tobytes()
+        if top:
+            likely = answer.topk_prompt_logprobs
+            likely.token_ids, likely.logprobs = ids.numpy().tobytes(), values.numpy().tobytes()
+            likely.k, likely.length = top, len(row)
+        if body:
             scores = answer.target_prompt_logprobs
             scores.dense, scores.dtype = picked.numpy().tobytes(), wire.FLOAT32
             scores.shape.extend(targets.shape)
@@ -242,58 +211,37 @@ class Trainer:
             self._samplers[directory] = self.base.read(Path(directory), config)
         return self._samplers[directory]
 
-    def _datum(self, datum: Any, loss: str) -> Datum:
-        chunks = []
-        for chunk in datum.model_input:
-            if chunk.WhichOneof("one") != "encoded_text":
-                raise LossError("images and audio are not offered here: text tokens only")
-            chunks.append(array_of(chunk.encoded_text.tokens, wire.INT32))
-        tokens = torch.from_numpy(np.concatenate(chunks or [np.zeros(0)]).astype(np.int64))
-        self._check_tokens(tokens, "model_input")
-        inputs = {name: tensor_of(name, value) for name, value in datum.loss_fn_inputs.items()}
-        losses.check_inputs(loss, inputs, len(tokens))
-        targets = inputs["target_tokens"]
-        if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < (
-            self.base.vocabulary
-        ):
-            raise LossError(f"target_tokens must be from 0 to {self.base.vocabulary - 1}")
-        return Datum(tokens, {name: value.to(self.base.device) for name, value in inputs.items()})
 
-    def _check_tokens(self, tokens: Tensor, name: str) -> None:
-        if not 1 <= len(tokens) <= self.base.context:
-            raise LossError(f"{name} has {len(tokens)} tokens: 1 to {self.base.context} are taken")
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.base.vocabulary:
-            raise LossError(f"{name} has tokens outside 0 to {self.base.vocabulary - 1}")
-
-    def _batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
-        batches: list[list[Datum]] = []
-        longest = 0
-        for datum in data:
-            longest = max(longest, len(datum.tokens))
-            if batches and longest * (len(batches[-1]) + 1) <= self.batch_tokens:
-                batches[-1].append(datum)
-            else:
-                batches.append([datum])
-                longest = len(datum.tokens)
-        return batches
+def _scored(
+    base: Base, row: Tensor, top: int, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log p of a prompt's tokens (N,); ids and log p of the most likely ones (N, top), and log p of
+    `targets` (N−1, K). The first token has none.
+    """
+    k = min(top, base.vocabulary)
+    scored = torch.full((len(row),), float("nan"))
+    ids = torch.zeros(len(row), top, dtype=torch.int32)
+    values = torch.full((len(row), top), -99999.0)
+    picked = torch.zeros(targets.shape)
+    hidden = base.hidden([row])[0, :-1]
+    for cut in base.chunks(len(hidden)):
+        rows = torch.log_softmax(base.logits(hidden[cut]), dim=-1)
+        after = slice(cut.start + 1, cut.start + 1 + len(rows))
+        scored[after] = rows.gather(1, row[after, None].to(rows.device))[:, 0].cpu()
+        best = rows.topk(k, dim=-1)
+        ids[after, :k], values[after, :k] = best.indices.int().cpu(), best.values.cpu()
+        of_targets = rows.gather(1, targets[cut].clamp(min=0).to(rows.device)).cpu()
+        picked[cut] = of_targets.masked_fill(targets[cut] < 0, 0.0)
+    return scored, ids, values, picked
 
 
-def _added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
-    """Sums with more added in place: a whole model's are as large as the model."""
-    if not sums:
-        return list(more)
-    for total, addend in zip(sums, more, strict=True):
-        total += addend
-    return sums
-
-
-def _model(config: LoraConfig, parameters: Parameters) -> Model:
+def _model(config: LoraConfig, parameters: Parameters) -> Run:
     for value in parameters.values():
         value.requires_grad_(True)
     on_gpu = next(iter(parameters.values())).is_cuda
     # on a CPU one tensor after the other: the same bits whatever other tensors there are
     optimizer = torch.optim.AdamW(parameters.values(), foreach=False, fused=on_gpu)
-    return Model(config, parameters, optimizer)
+    return Run(parameters, config=config, optimizer=optimizer)
 
 
 def _adam(params: Mapping[str, float]) -> dict[str, Any]:
@@ -314,20 +262,19 @@ def _adam(params: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _logprobs(base: Base, batch: Sequence[Datum]) -> list[Tensor]:
-    """log p of each datum's targets, in their shape."""
-    logits = base.logits([datum.tokens for datum in batch])
-    picked = []
-    for row, datum in zip(logits, batch, strict=True):
-        row = row[: len(datum.tokens)]
-        targets = datum.inputs["target_tokens"]
-        two = targets if targets.dim() == 2 else targets[:, None]
-        lp = row.gather(1, two) - torch.logsumexp(row, dim=-1, keepdim=True)
-        picked.append(lp if targets.dim() == 2 else lp[:, 0])
-    return picked
+def _move(run: Run, device: torch.device) -> None:
+    """Move a model's tensors; those that are there stay."""
+    if next(iter(run.parameters.values())).device.type == device.type:
+        return
+    for parameter in run.parameters.values():
+        parameter.data = parameter.data.to(device)
+        state = run.optimizer.state.get(parameter, {})
+        state.update({key: value.to(device) for key, value in state.items()})
+    if run.gradients is not None:
+        run.gradients = [gradient.to(device) for gradient in run.gradients]
 
 
-def _optimizer_tensors(model: Model) -> dict[str, Tensor]:
+def _optimizer_tensors(model: Run) -> dict[str, Tensor]:
     """Moments by parameter; none before the first step."""
     tensors = {}
     for name, parameter in model.parameters.items():
@@ -336,7 +283,7 @@ def _optimizer_tensors(model: Model) -> dict[str, Tensor]:
     return tensors
 
 
-def _restore(model: Model, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+def _restore(model: Run, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     for place, value in tensors.items():
         key, name = place.split("/", 1)
         model.optimizer.state[model.parameters[name]][key] = value.to(device, copy=True)

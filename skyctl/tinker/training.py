@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import shutil
 import sqlite3
 import time
 import uuid
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from skyctl.tinker import worker_messages
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
-from skyctl.tinker.records import request_id
+from skyctl.tinker.open_models import Limits, OpenModels, Run
 from skyctl.tinker.requests import (
     CREATE,
     FORWARD,
@@ -47,51 +48,13 @@ _LOG = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 3
 """A request under which the worker died this often has failed."""
+MOST_TOGETHER, MOST_TOGETHER_BYTES = 256, 32 << 20
+"""Requests, and bytes of their bodies, that the worker gets at once."""
 
 BROKEN = (
     "a forward_backward of this step failed, so its gradient is incomplete: nothing was changed, "
     "and the gradients were dropped"
 )
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When requests are given up, snapshots taken and models dropped from the worker."""
-
-    gap_s: float = 600.0
-    """Seconds that a request waits for a preceding one that never came."""
-    snapshot_steps: int = 20
-    """A snapshot is due after this many steps."""
-    snapshot_s: float = 60.0
-    """A snapshot is due after this many seconds."""
-    snapshot_share: float = 0.1
-    """The share of the time that snapshots may take."""
-    open_models: int = 16
-    """The most models in the worker; at most one of them is trained as a whole."""
-
-
-@dataclass
-class Run:
-    """One model as the scheduler sees it, with the seq ids of accepted requests."""
-
-    next_seq: int
-    """The request whose turn is next."""
-    broken: bool
-    """Whether a forward_backward of the current step has failed."""
-    waiting: set[int] = field(default_factory=set)
-    """Accepted requests that are not done."""
-    arrived: float = 0.0
-    """When the last one came, or was done."""
-    steps: int = 0
-    """Optimizer steps since the snapshot."""
-    snapshot_at: float = field(default_factory=time.monotonic)
-    """When the last snapshot was taken."""
-    snapshot_took_s: float = 0.0
-    """Seconds that it took."""
-    life: int = 0
-    """The worker's life in which the model is open."""
-    tried: int = 0
-    """The worker's life in which it may use memory: opening it was begun."""
 
 
 class Training:
@@ -106,9 +69,9 @@ class Training:
         self._checkpoints = directory / "checkpoints"
         self._bell = bell
         self._limits = limits
-        self._runs: dict[str, Run] = {}
+        self._models = OpenModels(ledger, worker, limits)
+        self._runs, self._turns = self._models.runs, self._models.turns
         self._woken = asyncio.Event()
-        self._turns: list[str] = []
 
     async def load(self) -> None:
         """Load what an earlier process left to do; remove what it wrote and did not record."""
@@ -178,49 +141,99 @@ class Training:
 
     async def _carry_out(self, model: str) -> None:
         run = self._runs[model]
-        request = request_id(model, run.next_seq)
         if model in self._turns:
             self._turns.remove(model)
         self._turns.append(model)
-        row = await self._ledger.row("SELECT * FROM requests WHERE id = ?", request)
-        assert row is not None  # it was accepted
+        if run.life != self._worker.life:
+            run.computing = []
+        rows = run.computing or await self._due(model, run)
         try:
-            outcome = await self._do(model, run, row)
+            outcomes = await self._do(model, run, rows)
         except WorkerDied as error:
-            _LOG.warning("%s %s: %s", row["kind"], request, error)
+            _LOG.warning("%s %s: %s", rows[0]["kind"], rows[0]["id"], error)
             run.life = 0
+            names = [(row["id"],) for row in rows]
             sql = "UPDATE requests SET attempts = attempts + 1 WHERE id = ?"
-            await self._ledger.insist(lambda c: c.execute(sql, (request,)))
-            if row["attempts"] + 1 < MOST_ATTEMPTS:
+            await self._ledger.insist(lambda c: c.executemany(sql, names))
+            if rows[0]["attempts"] + 1 < MOST_ATTEMPTS:
                 return
-            outcome = failed_with(f"{error}, {MOST_ATTEMPTS} times in a row", "server")
+            outcomes = [failed_with(f"{error}, {MOST_ATTEMPTS} times in a row", "server")]
         except Refused as error:
-            outcome = failed_with(str(error), error.category)
             if error.category != "user":
                 run.life = 0  # what it did is unknown: rebuild
-        await self._record(model, run, row, outcome)
+            if len(rows) > 1:
+                run.alone_to = rows[-1]["seq"]
+                return
+            outcomes = [failed_with(str(error), error.category)]
+        if outcomes:
+            await self._record(model, run, rows[: len(outcomes)], outcomes)
 
-    async def _do(self, model: str, run: Run, row: sqlite3.Row) -> Outcome:
+    async def _due(self, model: str, run: Run) -> list[sqlite3.Row]:
+        """The request whose turn it is, and those of passes that follow it up to the next barrier.
+        One that may have killed the worker twice comes alone.
+        """
+        first = run.next_seq
+        last = next(seq for seq in itertools.count(first) if seq + 1 not in run.waiting)
+        rows = await self._ledger.rows(
+            "SELECT * FROM requests WHERE owner = ? AND seq BETWEEN ? AND ? ORDER BY seq",
+            model,
+            first,
+            first if first <= run.alone_to else min(last, first + MOST_TOGETHER - 1),
+        )
+        due, size = rows[:1], 0
+        for row in rows[1:] if rows[0]["kind"] in (FORWARD, FORWARD_BACKWARD) else ():
+            size += len(row["body"] or b"")
+            suspect = max(due[0]["attempts"], row["attempts"]) + 1 >= MOST_ATTEMPTS
+            if row["kind"] != due[0]["kind"] or suspect or size > MOST_TOGETHER_BYTES:
+                break
+            due.append(row)
+        return due
+
+    async def _do(self, model: str, run: Run, rows: list[sqlite3.Row]) -> list[Outcome]:
+        """The outcomes of the first of these requests, perhaps of none."""
+        row = rows[0]
         kind, extra = row["kind"], json.loads(row["extra"] or "{}")
         if "refused" in extra and kind != OPTIM_STEP:
-            return failed_with(extra["refused"], "user")
+            return [failed_with(extra["refused"], "user")]
         if kind == LOAD:
-            return await self._load(model, run, extra)
-        await self._open(model, run)
+            return [await self._load(model, run, extra)]
+        await self._models.ready(model, run)
         if kind == CREATE:
-            return answered({"model_id": model, "type": "create_model"})
+            return [answered({"model_id": model, "type": "create_model"})]
         if kind in (FORWARD, FORWARD_BACKWARD):
-            _, body = await self._ask(run.life, "forward_backward", model, row["body"])
-            return Outcome(body, "application/x-protobuf")
+            return await self._pass(model, run, rows)
         if kind == OPTIM_STEP:
-            return await self._step(model, run, extra)
-        return await self._save(model, run, row, extra)
+            return [await self._step(model, run, extra)]
+        return [await self._save(model, run, row, extra)]
+
+    async def _pass(self, model: str, run: Run, rows: list[sqlite3.Row]) -> list[Outcome]:
+        """Compute the passes of these requests for a while."""
+        slice_s = self._limits.slice_s
+        if run.computing:
+            answer, content = await self._models.ask(run, "go_on", model, slice_s=slice_s)
+        else:
+            bodies = [row["body"] for row in rows]
+            lengths = [len(body) for body in bodies]
+            units = [lengths] if self._limits.join_requests else [[size] for size in lengths]
+            answer, content = await self._models.ask(
+                run, "forward_backward", model, b"".join(bodies), units=units, slice_s=slice_s
+            )
+        outcomes: list[Outcome] = []
+        for answers, errors in zip(
+            worker_messages.cut(content, answer["units"]), answer["errors"], strict=True
+        ):
+            unit = rows[len(outcomes)]["seq"] if len(answers) > 1 else None
+            for body, error in zip(answers, errors, strict=True):
+                outcome = Outcome(body, "application/x-protobuf", unit=unit)
+                outcomes.append(failed_with(error, "user") if error else outcome)
+        run.computing = rows[len(outcomes) :] if answer["more"] else []
+        return outcomes
 
     async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
         if run.broken or "refused" in extra:
-            await self._ask(run.life, "zero_gradients", model)
+            await self._models.ask(run, "zero_gradients", model)
             return failed_with(extra.get("refused", BROKEN), "user")
-        answer, _ = await self._ask(run.life, "optim_step", model, params=extra["params"])
+        answer, _ = await self._models.ask(run, "optim_step", model, params=extra["params"])
         outcome = answered({"metrics": answer["metrics"], "type": "optim_step"})
         run.steps += 1
         since_s = time.monotonic() - run.snapshot_at
@@ -239,11 +252,7 @@ class Training:
         )
         if checkpoint is None:
             return failed_with(f"there is no checkpoint {extra['path']} (any more)", "user")
-        life = await self._worker.ensure()
-        await self._make_room(model, checkpoint)
-        directory, optimizer = checkpoint["directory"], extra["optimizer"]
-        await self._ask(life, "open", model, directory=directory, optimizer=optimizer)
-        run.life = life
+        await self._models.load(model, checkpoint, optimizer=extra["optimizer"])
         outcome = answered({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
         outcome.snapshot = await self._snapshot(model, run)
@@ -257,10 +266,10 @@ class Training:
                 f"{path} is there already; give overwrite=True or another name", "user"
             )
         directory = str(self._checkpoints / uuid.uuid4().hex)
-        answer, _ = await self._ask(
-            run.life, "save", model, directory=directory, optimizer=training
+        answer, _ = await self._models.ask(
+            run, "save", model, directory=directory, optimizer=training
         )
-        config = (await self._model(model))["config"]
+        config = (await self._models.row(model))["config"]
         outcome = answered({"path": path, "type": row["kind"]})
         outcome.rows = [
             *add_checkpoint(model, row["kind"], directory, config, answer["size"], extra)
@@ -273,80 +282,27 @@ class Training:
     async def _snapshot(self, model: str, run: Run) -> str:
         directory = str(self._snapshots / uuid.uuid4().hex)
         began = time.monotonic()
-        await self._ask(run.life, "save", model, directory=directory, optimizer=True)
+        await self._models.ask(run, "save", model, directory=directory, optimizer=True)
         run.snapshot_took_s = time.monotonic() - began
         return directory
 
-    async def _open(self, model: str, run: Run) -> None:
-        """Bring the worker to the model's state after the last recorded request."""
-        life = await self._worker.ensure()
-        if run.life == life:
-            return
-        row = await self._model(model)
-        first = await self._ledger.row(
-            "SELECT state, result FROM requests WHERE owner = ? AND seq = 0", model
-        )
-        if first is not None and first["state"] == "failed":
-            raise Refused(f"this model was not created: {first['result'].decode()}", "user")
-        await self._make_room(model, row)
-        if row["snapshot"] is None:
-            await self._ask(life, "create", model, config=json.loads(row["config"])["lora"])
-        else:
-            await self._ask(life, "open", model, directory=row["snapshot"], optimizer=True)
-        since = await self._ledger.rows(
-            "SELECT * FROM requests WHERE owner = ? AND seq > ? AND seq <= ? AND kind IN (?, ?) "
-            "ORDER BY seq",
-            model,
-            row["snapshot_seq"],
-            row["done_seq"],
-            FORWARD_BACKWARD,
-            OPTIM_STEP,
-        )
-        for request in since:
-            done, kind = request["state"] != "failed", request["kind"]
-            if done and kind == FORWARD_BACKWARD:
-                await self._ask(life, "forward_backward", model, request["body"])
-            elif done:
-                params = json.loads(request["extra"])["params"]
-                await self._ask(life, "optim_step", model, params=params)
-            elif kind == OPTIM_STEP:
-                await self._ask(life, "zero_gradients", model)
-        run.life = life
-        run.steps = sum(request["kind"] == OPTIM_STEP for request in since)
-
-    async def _make_room(self, model: str, row: sqlite3.Row) -> None:
-        """Before a model is opened, drop from the worker the models with the oldest turns, and
-        every other whole model if it is one (`row` has its `config`); they are rebuilt when needed.
-        """
-        life = self._worker.life
-        opened = [name for name in self._turns if self._runs[name].tried == life and name != model]
-        closing = opened[: max(0, len(opened) + 1 - self._limits.open_models)]
-        if json.loads(row["config"])["lora"].get("rank") == 0:
-            rows = await self._ledger.rows(
-                "SELECT id FROM models WHERE json_extract(config, '$.lora.rank') = 0"
-            )
-            whole = {entry["id"] for entry in rows}
-            closing += [name for name in opened if name in whole and name not in closing]
-        for name in closing:
-            self._runs[name].life = self._runs[name].tried = 0
-            await self._ask(None, "close", name)
-        self._runs[model].tried = life
-
-    async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
-        """Record the outcome, the model's position and all that follows from it: one commit."""
-        seq, kind = row["seq"], row["kind"]
-        failed = bool(outcome.category)
-        broken = run.broken
+    async def _record(
+        self, model: str, run: Run, rows: list[sqlite3.Row], outcomes: list[Outcome]
+    ) -> None:
+        """Record outcomes, the model's position and all that follows from them: one commit."""
+        last, outcome, broken = rows[-1], outcomes[-1], run.broken
+        seq, kind, failed = last["seq"], last["kind"], bool(outcome.category)
         if kind == FORWARD_BACKWARD:
-            broken = broken or failed
+            broken = broken or any(outcome.category for outcome in outcomes)
         elif kind == OPTIM_STEP or (kind == LOAD and not failed):
             broken = False
-        old = await self._model(model)
+        old = await self._models.row(model)
 
         def commit(connection: sqlite3.Connection) -> None:
-            for sql, parameters in outcome.rows:
-                connection.execute(sql, parameters)
-            record_outcome(connection, row, outcome)
+            for row, each in zip(rows, outcomes, strict=True):
+                for sql, parameters in each.rows:
+                    connection.execute(sql, parameters)
+                record_outcome(connection, row, each)
             connection.execute(
                 "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
                 (seq, broken, time.time(), model),
@@ -363,17 +319,17 @@ class Training:
                 connection.execute(
                     "UPDATE models SET config = (SELECT config FROM checkpoints WHERE path = ?) "
                     "WHERE id = ?",
-                    (json.loads(row["extra"])["path"], model),
+                    (json.loads(last["extra"])["path"], model),
                 )
 
         await self._ledger.insist(commit)  # the worker has done it, and must not do it again
-        run.waiting.remove(seq)
+        run.waiting.difference_update(row["seq"] for row in rows)
         run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
         if outcome.snapshot is not None:
             run.steps, run.snapshot_at = 0, time.monotonic()
             if old["snapshot"] is not None:
                 shutil.rmtree(old["snapshot"], ignore_errors=True)
-        self._bell.ring(row["id"])
+        self._bell.ring(*(row["id"] for row in rows))
 
     async def _skip_gaps(self) -> None:
         """Fail requests that have waited too long for one that never came, and skip the gap."""
@@ -387,14 +343,3 @@ class Training:
                 run.waiting = {seq for seq in run.waiting if seq >= run.next_seq}
                 run.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
-
-    async def _ask(
-        self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any
-    ) -> tuple[dict[str, Any], bytes]:
-        """The worker's answer, in this life of it. Raises WorkerDied, Refused."""
-        return await self._worker.call({"do": do, "model": model, **fields}, body, life=life)
-
-    async def _model(self, model: str) -> sqlite3.Row:
-        row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
-        assert row is not None  # its requests are in the ledger, so it is too
-        return row

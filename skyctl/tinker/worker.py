@@ -26,6 +26,7 @@ from skyctl.tinker import worker_messages
 from skyctl.tinker.adapter import Base
 from skyctl.tinker.files import DamagedCheckpoint
 from skyctl.tinker.losses import LossError
+from skyctl.tinker.passes import Answer
 from skyctl.tinker.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
@@ -74,8 +75,12 @@ def _do(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict[str
     operation, model = header["do"], header.get("model", "")
     if operation == "create":
         trainer.create(model, header["config"])
-    elif operation == "open":
+        return {"bytes": trainer.bytes_of(model)}, b""
+    if operation == "open":
         trainer.open(model, Path(header["directory"]), optimizer=header["optimizer"])
+        return {"bytes": trainer.bytes_of(model)}, b""
+    if operation == "park":
+        trainer.park(model)
     elif operation == "close":
         trainer.close(model)
     elif operation == "save":
@@ -84,7 +89,10 @@ def _do(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict[str
     elif operation == "zero_gradients":
         trainer.zero_gradients(model)
     elif operation == "forward_backward":
-        return {}, trainer.forward_backward(model, body)
+        units = worker_messages.cut(body, header["units"])
+        return _passes(*trainer.forward_backward(model, units, header["slice_s"]))
+    elif operation == "go_on":
+        return _passes(*trainer.go_on(model, header["slice_s"]))
     elif operation == "optim_step":
         return {"metrics": trainer.optim_step(model, header["params"])}, b""
     elif operation == "prompt_logprobs":
@@ -92,6 +100,15 @@ def _do(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict[str
     else:
         raise ValueError(f"no operation {operation!r}")
     return {}, b""
+
+
+def _passes(units: list[list[Answer]], more: bool) -> tuple[dict[str, Any], bytes]:
+    """The lengths of the answers by unit, or their errors; the answers."""
+    errors = {"errors": [[str(a) if isinstance(a, LossError) else "" for a in u] for u in units]}
+    contents = [[b"" if isinstance(a, LossError) else a for a in unit] for unit in units]
+    lengths = [[len(content) for content in unit] for unit in contents]
+    body = b"".join(content for unit in contents for content in unit)
+    return {**errors, "units": lengths, "more": more}, body
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import struct
 from typing import IO, Any
@@ -37,3 +38,9 @@ async def read_async(reader: asyncio.StreamReader) -> tuple[dict[str, Any], byte
     header, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
     content = await reader.readexactly(header + body)
     return json.loads(content[:header]), content[header:]
+
+
+def cut(body: bytes, units: list[list[int]]) -> list[list[bytes]]:
+    """A body's parts by their lengths."""
+    stream = io.BytesIO(body)
+    return [[stream.read(length) for length in unit] for unit in units]

@@ -26,7 +26,7 @@ import httpx
 from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import ServerError
 from skyctl.tinker.__main__ import serve
-from skyctl.tinker.training import Limits
+from skyctl.tinker.open_models import Limits
 from tests.forking import command
 
 BASE, KEY = "org/tiny", "tml-" + "0" * 32

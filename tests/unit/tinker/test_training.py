@@ -15,7 +15,8 @@ from skyctl.errors import StateUnwritable
 from skyctl.tinker import files, records, requests
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
-from skyctl.tinker.training import Limits, Training
+from skyctl.tinker.open_models import Limits
+from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Refused, WorkerDied
 
 
@@ -38,12 +39,14 @@ class Notes:
         self.calls.append(header["do"])
         if header["do"] == "close":
             self.opened.discard(header["model"])
-        elif header["do"] != "save":
+        elif header["do"] not in ("save", "park"):
             self.opened.add(header["model"])
             self.turns.append(header["model"])
         if header["do"] in self.refused:
             raise Refused("no", "user")
-        return {"metrics": {}, "size": 1}, b""
+        units = header.get("units", [])
+        computed = {"units": units, "errors": [[""] * len(u) for u in units], "more": False}
+        return {"metrics": {}, "size": 1, "bytes": 1, **computed}, body
 
 
 @pytest.fixture
@@ -233,7 +236,7 @@ async def test_the_worker_holds_one_whole_model_and_few_adapters(
     ledger: Ledger, tmp_path: Path
 ) -> None:
     worker = Notes()
-    scheduler = training_of(ledger, tmp_path, worker, open_models=3)
+    scheduler = training_of(ledger, tmp_path, worker, open_models=3, parked_bytes=0)
     kinds = (requests.CREATE, requests.OPTIM_STEP)
     for number in range(4):
         await add(ledger, scheduler, f"whole-{number}", *kinds, rank=0)
@@ -245,6 +248,80 @@ async def test_the_worker_holds_one_whole_model_and_few_adapters(
     task.cancel()
     assert len([name for name in worker.opened if name.startswith("whole")]) == 1
     assert len(worker.opened) <= 3
+
+
+async def test_a_model_whose_place_was_taken_is_parked_and_not_rebuilt(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    scheduler = training_of(ledger, tmp_path, worker, open_models=3, parked_bytes=1)
+    models = [f"m{number}" for number in range(5)]
+    for number in range(3):
+        for model in models:
+            kinds = (requests.OPTIM_STEP,) if number else (requests.CREATE,)
+            await add(ledger, scheduler, model, *kinds, first=number)
+    for model in models[:4]:  # as much as may be parked
+        for _ in range(3):
+            await scheduler._carry_out(model)
+    assert worker.calls.count("create") == 4 and worker.calls.count("close") == 0
+    assert worker.calls.count("park") == 1
+    for _ in range(3):
+        await scheduler._carry_out(models[4])
+    assert worker.calls.count("close") == 1 and models[0] not in worker.opened
+
+
+@pytest.mark.parametrize("joined", [True, False])
+async def test_passes_that_wait_are_computed_at_once_and_repeated_as_they_were(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    worker, asked = Notes(), []
+
+    async def call(header: dict[str, Any], body: bytes = b"", **named: Any) -> Any:
+        if "units" in header:
+            asked.append([len(unit) for unit in header["units"]])
+        return await Notes.call(worker, header, body, **named)
+
+    monkeypatch.setattr(worker, "call", call)
+    scheduler = training_of(ledger, tmp_path, worker, join_requests=joined)
+    kinds = (requests.CREATE, *[requests.FORWARD_BACKWARD] * 3, requests.OPTIM_STEP)
+    await add(ledger, scheduler, "m", *kinds, requests.FORWARD_BACKWARD)
+    task = asyncio.create_task(scheduler.run())
+    assert await until_ended(ledger, "m") == ["done"] * 6
+    once = [[3]] if joined else [[1, 1, 1]]
+    assert asked == [*once, [1]]
+    worker.life += 1  # it died, and is rebuilt
+    await add(ledger, scheduler, "m", requests.OPTIM_STEP, first=6)
+    await until_ended(ledger, "m")
+    task.cancel()
+    again = once if joined else [[1]] * 3
+    assert asked[2:] == [*again, [1]]
+
+
+async def test_a_pass_that_takes_long_gives_way_to_other_models(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, slices = Notes(), 5
+
+    async def call(header: dict[str, Any], body: bytes = b"", **named: Any) -> Any:
+        nonlocal slices
+        answer, content = await Notes.call(worker, header, body, **named)
+        if header["do"] in ("forward_backward", "go_on") and header["model"] == "long":
+            slices -= 1
+            if slices:
+                return {"units": [], "errors": [], "more": True}, b""
+            return {"units": [[0]], "errors": [[""]], "more": False}, b""
+        return answer, content
+
+    monkeypatch.setattr(worker, "call", call)
+    scheduler = training_of(ledger, tmp_path, worker)
+    await add(ledger, scheduler, "long", requests.CREATE, requests.FORWARD_BACKWARD)
+    await add(ledger, scheduler, "short", requests.CREATE, *[requests.OPTIM_STEP] * 2)
+    task = asyncio.create_task(scheduler.run())
+    assert await until_ended(ledger, "long") == ["done", "done"]
+    assert await until_ended(ledger, "short") == ["done"] * 3
+    task.cancel()
+    assert worker.turns[:6] == ["long", "short"] * 3
+    assert worker.calls.count("forward_backward") == 1 and worker.calls.count("go_on") == 4
 
 
 async def test_a_gap_is_given_up_while_another_model_is_busy(

@@ -79,6 +79,15 @@ def request(
     return bytes(message.SerializeToString())
 
 
+def outcome(trainer: Trainer, model: str, body: bytes) -> bytes:
+    """The answer to a single request."""
+    [[answer]], more = trainer.forward_backward(model, [[body]])
+    assert not more
+    if isinstance(answer, LossError):
+        raise answer
+    return answer
+
+
 def asked_of(
     trainer: Trainer,
     directory: Path | None,
@@ -178,7 +187,7 @@ def test_losses_and_their_gradients_are_those_of_the_formula(
     data = [(row, inputs_for(loss, len(row), generator)) for row in ROWS]
     total, gradients, logprobs = reference(trainer, loss, data, config)
     answer = wire.message("ForwardBackwardOutput").FromString(
-        trainer.forward_backward("m", request(loss, data, config))
+        outcome(trainer, "m", request(loss, data, config))
     )
     assert answer.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     assert len(answer.loss_fn_outputs) == len(ROWS)
@@ -203,9 +212,11 @@ def test_several_targets_of_a_token_are_summed_with_their_weights(
     body = request(
         "cross_entropy", [(tokens, {"target_tokens": targets, "weights": weights})], sparse=sparse
     )
-    answer = wire.message("ForwardBackwardOutput").FromString(trainer.forward_backward("m", body))
+    answer = wire.message("ForwardBackwardOutput").FromString(outcome(trainer, "m", body))
     with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
-        rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1)
+        rows = torch.log_softmax(
+            trainer.base.logits(trainer.base.hidden([torch.tensor(tokens)]))[0], -1
+        )
     expected = -(rows.gather(1, targets) * weights).sum()
     assert answer.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
     assert list(answer.loss_fn_outputs[0].fields["logprobs"].trailing_shape) == [2]
@@ -226,7 +237,7 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
     for _ in range(3):
         _, gradients, _ = reference(trainer, "cross_entropy", data, {})
         for datum in data:  # one request each
-            trainer.forward_backward("m", request("cross_entropy", [datum]))
+            outcome(trainer, "m", request("cross_entropy", [datum]))
         metrics = trainer.optim_step("m", params)
         for name, value in mine.items():
             value.grad = gradients[name].float()
@@ -241,6 +252,101 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
                 value.copy_(model.parameters[name])
 
 
+def test_logits_of_a_long_row_never_exist_at_once(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [(7 * place) % 500 for place in range(64)]
+    body = request("cross_entropy", [(tokens, {"target_tokens": torch.tensor(tokens)})])
+    whole, logits = outcome(trainer, "m", body), Base.logits
+    gradients = trainer.models["m"].gradients or []
+    trainer.zero_gradients("m")
+    monkeypatch.setattr("skyctl.tinker.adapter.MOST_LOGITS", 512 * 10)
+    sizes: list[int] = []
+
+    def measured(self: Base, hidden: Tensor) -> Tensor:
+        answer = logits(self, hidden)
+        sizes.append(len(answer))
+        return answer
+
+    monkeypatch.setattr(Base, "logits", measured)
+    first, second = (
+        torch.frombuffer(
+            bytearray(
+                wire.message("ForwardBackwardOutput")
+                .FromString(answer)
+                .loss_fn_outputs[0]
+                .fields["logprobs"]
+                .data
+            ),
+            dtype=torch.float32,
+        )
+        for answer in (whole, outcome(trainer, "m", body))
+    )
+    assert torch.allclose(first, second, atol=1e-5)
+    assert sizes == [10] * 6 + [4] + sizes[7:] and max(sizes) == 10 and len(sizes) == 14
+    for one, other in zip(gradients, trainer.models["m"].gradients or [], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    assert len(asked_of(trainer, None, tokens).prompt_logprobs) == 4 * 64 and max(sizes) == 10
+
+
+def test_rows_of_similar_length_are_computed_together_and_answered_in_order(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [2, 9, 3, 8, 2, 8, 3, 17]
+    data = [([5] * n, {"target_tokens": torch.full((n,), 7)}) for n in lengths]
+    batches: list[list[int]] = []
+    hidden = Base.hidden
+
+    def noted(self: Base, rows: list[Tensor]) -> Tensor:
+        batches.append([len(row) for row in rows])
+        return hidden(self, rows)
+
+    monkeypatch.setattr(Base, "hidden", noted)
+    answer = wire.message("ForwardBackwardOutput").FromString(
+        outcome(trainer, "m", request("cross_entropy", data))
+    )
+    assert batches == [[17], [9], [8, 8], [3, 3, 2, 2]]  # of 16 tokens, padding included
+    assert [len(r.fields["logprobs"].data) // 4 for r in answer.loss_fn_outputs] == lengths
+
+
+def test_requests_that_are_joined_come_to_the_same_and_a_wrong_one_fails_alone(
+    trainer: Trainer,
+) -> None:
+    bodies = [
+        request("cross_entropy", [(row, {"target_tokens": torch.tensor(row)})]) for row in ROWS
+    ]
+    single = [outcome(trainer, "m", body) for body in bodies]
+    gradients = trainer.models["m"].gradients or []
+    trainer.zero_gradients("m")
+    [answers], more = trainer.forward_backward("m", [bodies])
+    assert not more
+    for alone, joined in zip(single, answers, strict=True):
+        assert isinstance(joined, bytes)
+        parsed = [wire.message("ForwardBackwardOutput").FromString(x) for x in (alone, joined)]
+        assert parsed[0].metrics["loss:sum"] == pytest.approx(parsed[1].metrics["loss:sum"])
+    for one, other in zip(gradients, trainer.models["m"].gradients or [], strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    wrong = request("cross_entropy", [([5], {"target_tokens": torch.tensor([600])})])
+    units, _ = trainer.forward_backward("m", [[bodies[0], wrong, bodies[1]]])
+    assert [[type(answer) for answer in unit] for unit in units] == [[bytes], [LossError], [bytes]]
+
+
+def test_passes_in_slices_come_to_the_same_bits(trainer: Trainer) -> None:
+    data = [(row, {"target_tokens": torch.tensor(row)}) for row in ROWS * 4]
+    body = request("cross_entropy", data)
+    at_once = outcome(trainer, "m", body)
+    gradients = trainer.models["m"].gradients or []
+    trainer.zero_gradients("m")
+    units, more = trainer.forward_backward("m", [[body], [body]], 0.0)
+    slices = 1
+    while more:
+        ended, more = trainer.go_on("m", 0.0)
+        units, slices = units + ended, slices + 1
+    assert units == [[at_once], [at_once]] and slices == 7
+    for one, other in zip(gradients, trainer.models["m"].gradients or [], strict=True):
+        assert torch.equal(2 * one, other)
+
+
 def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
     trainer = Trainer(base, name="org/tiny", batch_tokens=16)
     trainer.create("m", WHOLE)
@@ -250,7 +356,7 @@ def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
     data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
     loss, gradients, logprobs = reference(trainer, "cross_entropy", data, {})
     answer = wire.message("ForwardBackwardOutput").FromString(
-        trainer.forward_backward("m", request("cross_entropy", data))
+        outcome(trainer, "m", request("cross_entropy", data))
     )
     assert answer.metrics["loss:sum"] == pytest.approx(loss, abs=1e-4)
     for output, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
@@ -279,7 +385,7 @@ def test_what_is_computed_again_comes_to_the_same_bits(
         trainer.create("m", config)
         for _ in range(2):
             data = [(row, {"target_tokens": torch.tensor(row)}) for row in ROWS]
-            outputs.append(trainer.forward_backward("m", request("cross_entropy", data)))
+            outputs.append(outcome(trainer, "m", request("cross_entropy", data)))
             gradients.append([gradient.clone() for gradient in trainer.models["m"].gradients or ()])
             trainer.optim_step("m", {"learning_rate": 1e-2})
     assert len(entered) == 4  # each step once more for its gradient
@@ -295,15 +401,19 @@ def test_a_tied_embedding_is_trained_once_and_used_in_both_places(tmp_path: Path
     assert "lm_head.weight" not in trainer.models["m"].parameters
     body = request("cross_entropy", [(ROWS[0], {"target_tokens": torch.tensor(ROWS[0])})])
     for _ in range(2):
-        trainer.forward_backward("m", body)
+        outcome(trainer, "m", body)
         trainer.optim_step("m", {"learning_rate": 1e-2})
     trainer.save("m", tmp_path / "c", optimizer=True)
     trainer.open("n", tmp_path / "c", optimizer=True)
-    assert trainer.forward_backward("n", body) == trainer.forward_backward("m", body)
+    assert outcome(trainer, "n", body) == outcome(trainer, "m", body)
     server = Base(str(tmp_path / "c"), device="cpu", dtype="float32")  # what a server would load
     rows = [torch.tensor(ROWS[0])]
     with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
-        assert torch.allclose(trainer.base.logits(rows), server.logits(rows), atol=1e-5)
+        assert torch.allclose(
+            trainer.base.logits(trainer.base.hidden(rows)),
+            server.logits(server.hidden(rows)),
+            atol=1e-5,
+        )
 
 
 def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
@@ -313,7 +423,7 @@ def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
 
     trainer = Trainer(base, name="org/tiny")
     trainer.create("m", WHOLE)
-    trainer.forward_backward("m", request("cross_entropy", single_datum()))
+    outcome(trainer, "m", request("cross_entropy", single_datum()))
     trainer.optim_step("m", {"learning_rate": 1e-2})
     trainer.save("m", tmp_path / "c", optimizer=False)
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto")
@@ -341,15 +451,15 @@ def test_a_checkpoint_gives_back_every_bit(trainer: Trainer, tmp_path: Path, ran
     trainer.save("a", tmp_path / "fresh", optimizer=True)
     trainer.open("b", tmp_path / "fresh", optimizer=True)
     for model in ("a", "b"):
-        trainer.forward_backward(model, body)
+        outcome(trainer, model, body)
         trainer.optim_step(model, {"learning_rate": 1e-2, "grad_clip_norm": 0.1})
     trainer.save("a", tmp_path / "one", optimizer=True)
     trainer.open("b", tmp_path / "one", optimizer=True)
     outputs = []
     for model in ("a", "b"):
-        trainer.forward_backward(model, body)
+        outcome(trainer, model, body)
         trainer.optim_step(model, {"learning_rate": 1e-2, "grad_clip_norm": 0.1})
-        outputs.append(trainer.forward_backward(model, body))
+        outputs.append(outcome(trainer, model, body))
     assert outputs[0] == outputs[1]
     for name, value in trainer.models["a"].parameters.items():
         assert torch.equal(value, trainer.models["b"].parameters[name])
@@ -411,12 +521,12 @@ def test_what_cannot_be_trained_on_is_refused_and_leaves_no_gradient(
     trainer: Trainer, loss: str, data: Any, config: Any, said: str
 ) -> None:
     good = request("cross_entropy", single_datum())
-    trainer.forward_backward("m", good)
+    outcome(trainer, "m", good)
     before = trainer.models["m"].gradients
     with pytest.raises(LossError, match=said):
         # behind a datum that can be, in the batch before
         first = single_datum() * 8 if data and loss == "cross_entropy" else []
-        trainer.forward_backward("m", request(loss, first + data, config))
+        outcome(trainer, "m", request(loss, first + data, config))
     assert trainer.models["m"].gradients is before
 
 
@@ -428,7 +538,7 @@ def test_a_sparse_tensor_may_not_claim_any_shape(trainer: Trainer) -> None:
     target.dtype, target.sparse_csr.values = wire.INT64, b""
     target.shape.extend([1, 2**40])
     with pytest.raises(LossError, match="larger than"):
-        trainer.forward_backward("m", message.SerializeToString())
+        outcome(trainer, "m", message.SerializeToString())
 
 
 def test_only_what_is_asked_for_is_trained(base: Base) -> None:
@@ -451,7 +561,9 @@ def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) ->
     trainer.save("m", tmp_path / "c", optimizer=False)
     tokens = ROWS[0]
     with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
-        rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1).numpy()
+        rows = torch.log_softmax(
+            trainer.base.logits(trainer.base.hidden([torch.tensor(tokens)]))[0], -1
+        ).numpy()
     targets = torch.tensor([[1, -1]] * 5)
     body = tensor(targets).SerializeToString()
     answer = asked_of(trainer, tmp_path / "c", tokens, body, top=2, last=2)
@@ -475,7 +587,7 @@ def test_a_step_that_is_refused_drops_its_gradients(
 ) -> None:
     """As a model does that is rebuilt: nothing of them is in the next step."""
     data = [(ROWS[0], {"target_tokens": torch.tensor(ROWS[0])})]
-    trainer.forward_backward("m", request("cross_entropy", data))
+    outcome(trainer, "m", request("cross_entropy", data))
     with pytest.raises(LossError, match=f"{next(iter(params))}=.* makes no sense"):
         trainer.optim_step("m", params)
     assert trainer.models["m"].gradients is None

@@ -1,0 +1,212 @@
+"""The models of the training worker: opened, parked in host memory, dropped, and rebuilt from the
+ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.requests import FORWARD_BACKWARD, OPTIM_STEP
+from skyctl.tinker.training_process import Refused, Worker
+
+WITHOUT_END_S = 1e9
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When requests are given up, snapshots taken and models dropped from the worker."""
+
+    gap_s: float = 600.0
+    """Seconds that a request waits for a preceding one that never came."""
+    snapshot_steps: int = 20
+    """A snapshot is due after this many steps."""
+    snapshot_s: float = 60.0
+    """A snapshot is due after this many seconds."""
+    snapshot_share: float = 0.1
+    """The share of the time that snapshots may take."""
+    open_models: int = 16
+    """The most models on the trainer's device; at most one of them is trained as a whole."""
+    parked_bytes: int = 16 << 30
+    """Host memory for further adapters in the worker; others are rebuilt at their next turn."""
+    slice_s: float = 0.5
+    """Seconds of a model's passes after which others have a turn."""
+    join_requests: bool = False
+    """Compute requests that wait together at once: faster, and rounded differently."""
+
+
+@dataclass
+class Run:
+    """One model as the scheduler sees it, with the seq ids of accepted requests."""
+
+    next_seq: int
+    """The request whose turn is next."""
+    broken: bool
+    """Whether a forward_backward of the current step has failed."""
+    waiting: set[int] = field(default_factory=set)
+    """Accepted requests that are not done."""
+    arrived: float = 0.0
+    """When the last one came, or was done."""
+    steps: int = 0
+    """Optimizer steps since the snapshot."""
+    snapshot_at: float = field(default_factory=time.monotonic)
+    """When the last snapshot was taken."""
+    snapshot_took_s: float = 0.0
+    """Seconds that it took."""
+    life: int = 0
+    """The worker's life in which the model is open."""
+    tried: int = 0
+    """The worker's life in which it may use memory: opening it was begun."""
+    whole: bool = False
+    """Whether all parameters are trained."""
+    bytes: int = 0
+    """Memory that it needs there."""
+    parked: bool = False
+    """Whether it is in host memory, and not on the device."""
+    computing: list[sqlite3.Row] = field(default_factory=list)
+    """The requests whose passes the worker has begun in this life."""
+    alone_to: int = -1
+    """Up to this request each is computed by itself: one of them has failed."""
+
+
+class OpenModels:
+    """The runs of one API process, and what the worker has of them. `turns` has the names of models
+    in the order of their last turn.
+    """
+
+    def __init__(self, ledger: Ledger, worker: Worker, limits: Limits) -> None:
+        self._ledger = ledger
+        self._worker = worker
+        self._limits = limits
+        self.runs: dict[str, Run] = {}
+        self.turns: list[str] = []
+
+    async def ready(self, model: str, run: Run) -> None:
+        """Bring the worker to the model's state after the last recorded request.
+
+        Raises:
+            WorkerDied: it ended meanwhile. Refused: the model cannot be opened.
+        """
+        life = await self._worker.ensure()
+        if run.life == life:
+            if run.parked:
+                await self._make_room(model)
+                run.parked = False  # its next operation brings it back
+            return
+        row = await self.row(model)
+        first = await self._ledger.row(
+            "SELECT state, result FROM requests WHERE owner = ? AND seq = 0", model
+        )
+        if first is not None and first["state"] == "failed":
+            raise Refused(f"this model was not created: {first['result'].decode()}", "user")
+        if row["snapshot"] is None:
+            await self._new(model, row, "create", config=json.loads(row["config"])["lora"])
+        else:
+            await self._new(model, row, "open", directory=row["snapshot"], optimizer=True)
+        run.steps = await self._repeat(model, row, life)
+        run.life = life
+
+    async def load(self, model: str, checkpoint: sqlite3.Row, *, optimizer: bool) -> None:
+        """Replace a model by a checkpoint. Raises WorkerDied, Refused."""
+        life = await self._worker.ensure()
+        directory = checkpoint["directory"]
+        await self._new(model, checkpoint, "open", directory=directory, optimizer=optimizer)
+        self.runs[model].life = life
+
+    async def ask(
+        self, run: Run, do: str, model: str, body: bytes = b"", **fields: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """The answer of the worker in whose life the model is open. Raises WorkerDied, Refused."""
+        return await self._ask(run.life, do, model, body, **fields)
+
+    async def row(self, model: str) -> sqlite3.Row:
+        """The model's row."""
+        row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
+        assert row is not None  # its requests are in the ledger, so it is too
+        return row
+
+    async def _new(self, model: str, row: sqlite3.Row, do: str, **fields: Any) -> None:
+        """Create or open a model; `row` has its `config`."""
+        run = self.runs[model]
+        run.whole = json.loads(row["config"])["lora"].get("rank") == 0
+        run.computing, run.parked = [], False
+        await self._make_room(model)
+        answer, _ = await self._ask(run.tried, do, model, **fields)
+        run.bytes = answer["bytes"]
+
+    async def _repeat(self, model: str, row: sqlite3.Row, life: int) -> int:
+        """Repeat the recorded requests since the snapshot, in the units in which they were
+        computed; returns the number of steps.
+        """
+        since = await self._ledger.rows(
+            "SELECT * FROM requests WHERE owner = ? AND seq > ? AND seq <= ? AND kind IN (?, ?) "
+            "ORDER BY seq",
+            model,
+            row["snapshot_seq"],
+            row["done_seq"],
+            FORWARD_BACKWARD,
+            OPTIM_STEP,
+        )
+        steps = 0
+        for _, unit in groupby(since, key=_unit_of):
+            rows = list(unit)
+            done, kind = rows[0]["state"] != "failed", rows[0]["kind"]
+            if kind == OPTIM_STEP:
+                steps += 1
+            if done and kind == FORWARD_BACKWARD:
+                await self._compute_again(model, rows, life)
+            elif done:
+                params = json.loads(rows[0]["extra"])["params"]
+                await self._ask(life, "optim_step", model, params=params)
+            elif kind == OPTIM_STEP:
+                await self._ask(life, "zero_gradients", model)
+        return steps
+
+    async def _compute_again(self, model: str, rows: list[sqlite3.Row], life: int) -> None:
+        bodies = [row["body"] for row in rows]
+        units, slice_s = [[len(body) for body in bodies]], WITHOUT_END_S
+        answer, _ = await self._ask(
+            life, "forward_backward", model, b"".join(bodies), units=units, slice_s=slice_s
+        )
+        if answer["errors"] != [[""] * len(bodies)]:
+            raise Refused(f"a step cannot be repeated: {answer['errors']}", "server")
+
+    async def _make_room(self, model: str) -> None:
+        """Before a model comes to the device, park the adapters with the oldest turns in host
+        memory; drop whole models, and what is over the memory's limit.
+        """
+        life, run = self._worker.life, self.runs[model]
+        names = [name for name in self.turns if self.runs[name].tried == life and name != model]
+        on_device = [name for name in names if not self.runs[name].parked]
+        parking = set(on_device[: max(0, len(on_device) + 1 - self._limits.open_models)])
+        host_bytes = 0
+        for name in reversed(names):  # those with the latest turns stay
+            other = self.runs[name]
+            if other.parked or name in parking:
+                host_bytes += other.bytes
+            if (other.whole and (run.whole or name in parking)) or (
+                host_bytes > self._limits.parked_bytes and (other.parked or name in parking)
+            ):
+                other.life = other.tried = 0
+                await self._ask(None, "close", name)
+            elif name in parking:
+                await self._ask(None, "park", name)
+                other.parked = True
+        run.tried = life
+
+    async def _ask(
+        self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        """The worker's answer, in this life of it. Raises WorkerDied, Refused."""
+        return await self._worker.call({"do": do, "model": model, **fields}, body, life=life)
+
+
+def _unit_of(row: sqlite3.Row) -> int:
+    """The seq id of the first request with which this one was computed."""
+    extra = json.loads(row["extra"] or "{}")
+    return int(extra.get("unit", row["seq"]))
