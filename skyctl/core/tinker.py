@@ -47,6 +47,18 @@ class TinkerSettings:
     """The largest rank of an adapter."""
     full_parameters: bool
     """Whether all parameters may be trained."""
+    join_requests: bool
+    """Whether requests of a model that wait together are computed at once."""
+    open_models: int
+    """The most models on the device."""
+    parked_memory: int
+    """Bytes of host memory for further adapters."""
+    keep_runs_s: float
+    """Seconds that a run is kept without a heartbeat of its client."""
+    keep_samplers: int
+    """How many unnamed adapters of a model are kept for samplers."""
+    keep_samplers_s: float
+    """Seconds that one is kept after its last use."""
     max_body: int
     """The most bytes of a request."""
     max_adapters: int

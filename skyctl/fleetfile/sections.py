@@ -320,7 +320,29 @@ class TinkerSection(Section):
         "has its weights pushed to every server.",
     )
     batch_tokens: Size = Field(
-        4096, description="Tokens of one forward pass of the trainer, padding included."
+        4096,
+        description="Tokens of one forward pass of the trainer, padding included; a longer row has "
+        "a pass of its own.",
+    )
+    join_requests: bool | None = Field(
+        None,
+        description="Compute requests of a model that wait together at once: faster, but two runs "
+        "whose requests arrive differently differ in rounding. Default: on a GPU only.",
+    )
+    open_models: Size = Field(16, description="Models on the trainer's device at a time.")
+    parked_memory: ByteSize = Field(
+        16 * 1024**3,
+        description="Host memory for adapters that are not on the device; others are rebuilt.",
+    )
+    keep_runs_s: Seconds = Field(
+        7 * 86400.0,
+        description="A run whose client is gone is kept this long; its checkpoints stay.",
+    )
+    keep_samplers: Size = Field(
+        32, description="Adapters of a model that were saved for a sampling client, without a name."
+    )
+    keep_samplers_s: Seconds = Field(
+        7200.0, description="Such an adapter is kept this long after its last use."
     )
     gradient_checkpointing: bool | None = Field(
         None,
@@ -330,6 +352,12 @@ class TinkerSection(Section):
     max_body: ByteSize = Field(
         64 * 1024 * 1024, description="Largest body of a request; four times that once unpacked."
     )
+
+    @property
+    def joins(self) -> bool:
+        """`join_requests`, or its default for the device."""
+        chosen = self.join_requests
+        return self.device != "cpu" if chosen is None else chosen
 
     @property
     def recomputes(self) -> bool:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 
 from skyctl.core.tinker import TinkerSettings, context_of
-from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.errors import ConflictError, SkyctlError
 from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_tinker_key
 from skyctl.store.owned import FileLock
@@ -27,6 +25,7 @@ from skyctl.store.paths import create_private_file, fleet_paths, private_directo
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker.api import Api
 from skyctl.tinker.fleet_servers import connected
+from skyctl.tinker.housekeeping import Housekeeping, Keep
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.open_models import Limits
@@ -34,15 +33,6 @@ from skyctl.tinker.sampling import Sampling, Servers
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Worker, WorkerSettings
 from skyctl.tinker.weights import ServedWeights
-
-_LOG = logging.getLogger(__name__)
-HOUSEKEEPING_S = 60.0
-UNUSED_SAMPLER_S = 2 * 3600.0
-UNUSED_MODEL_S = 600.0
-"""Weights that were saved for a single sampling client are kept this long after its last use: an
-adapter, and a whole model.
-"""
-RESULT_S = 24 * 3600.0
 
 
 async def beside(settings: TinkerSettings) -> None:
@@ -58,7 +48,12 @@ async def beside(settings: TinkerSettings) -> None:
     async with RemoteFleet.on_this_machine(paths) as fleet:
         weights = ServedWeights(fleet, model, directory, offered=whole)
         async with connected(fleet, weights, context=context, most=most) as servers:
-            await serve(settings, directory, ensure_tinker_key(paths), servers, Limits())
+            limits = Limits(
+                open_models=settings.open_models,
+                parked_bytes=settings.parked_memory,
+                join_requests=settings.join_requests,
+            )
+            await serve(settings, directory, ensure_tinker_key(paths), servers, limits)
 
 
 async def serve(
@@ -78,6 +73,7 @@ async def serve(
     worker = _worker(settings)
     training = Training(ledger, worker, directory, bell, limits)
     sampling = Sampling(ledger, servers, worker, bell)
+    keep = Keep(settings.keep_runs_s, settings.keep_samplers, settings.keep_samplers_s)
     api = Api(settings, key, ledger, worker, training, sampling, bell, servers.context)
     try:
         await training.load()
@@ -86,7 +82,7 @@ async def serve(
         tasks = [
             asyncio.create_task(server.serve(sockets=[listener])),
             asyncio.create_task(training.run()),
-            asyncio.create_task(_keep_house(ledger, sampling)),
+            asyncio.create_task(Housekeeping(ledger, training, sampling, keep).run()),
         ]
         # a part that fails ends the process: its supervisor restarts it
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -156,37 +152,6 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen at {host}:{port}: {error.strerror}",
             hint="another process may have the port: choose one with `tinker: port`",
         ) from error
-
-
-async def _keep_house(ledger: Ledger, sampling: Sampling) -> None:
-    while True:
-        try:
-            await _remove_old(ledger, sampling)
-        except StateUnwritable as error:  # it waits until there is room; clients are told
-            _LOG.warning("%s", error)
-        await asyncio.sleep(HOUSEKEEPING_S)
-
-
-async def _remove_old(ledger: Ledger, sampling: Sampling) -> None:
-    now = time.time()
-    over = await ledger.rows(
-        "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
-        "samplers WHERE samplers.path = checkpoints.path AND used > "
-        "CASE json_extract(config, '$.lora.rank') WHEN 0 THEN ? ELSE ? END))",
-        now,
-        now - UNUSED_MODEL_S,
-        now - UNUSED_SAMPLER_S,
-    )
-    for row in over:
-        try:
-            await sampling.delete(row)
-        except SkyctlError as error:  # servers have it, and keep it for now
-            _LOG.warning("%s: %s", row["directory"], error.message)
-    await ledger.write(
-        "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
-        "AND result IS NOT NULL AND done_at < ? AND seq > 0",
-        now - RESULT_S,
-    )
 
 
 def main() -> int:

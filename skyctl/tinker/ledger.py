@@ -22,7 +22,7 @@ from skyctl.store.paths import place_private_file
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 _BATCH = 256
 _DISK_S = 1.0
 _SCHEMA = """
@@ -36,7 +36,8 @@ CREATE TABLE models (
     done_seq INTEGER NOT NULL DEFAULT -1,     -- the last request whose outcome is recorded
     snapshot_seq INTEGER NOT NULL DEFAULT -1, -- the last request that the snapshot contains
     snapshot TEXT,                            -- a directory; NULL: the fresh adapter
-    broken INTEGER NOT NULL DEFAULT 0         -- a forward_backward since the last step failed
+    broken INTEGER NOT NULL DEFAULT 0,        -- a forward_backward since the last step failed
+    ended REAL                                -- its client is gone: only its checkpoints are left
 );
 CREATE TABLE requests (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,

@@ -4,6 +4,7 @@ ledger.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.requests import FORWARD_BACKWARD, OPTIM_STEP
-from skyctl.tinker.training_process import Refused, Worker
+from skyctl.tinker.training_process import Refused, Worker, WorkerDied
 
 WITHOUT_END_S = 1e9
 
@@ -123,6 +124,15 @@ class OpenModels:
     ) -> tuple[dict[str, Any], bytes]:
         """The answer of the worker in whose life the model is open. Raises WorkerDied, Refused."""
         return await self._ask(run.life, do, model, body, **fields)
+
+    async def forget(self, model: str) -> None:
+        """Drop a model that has ended."""
+        run = self.runs.pop(model, None)
+        if model in self.turns:
+            self.turns.remove(model)
+        if run is not None and run.tried == self._worker.life and run.tried:
+            with contextlib.suppress(WorkerDied):
+                await self._ask(run.tried, "close", model)
 
     async def row(self, model: str) -> sqlite3.Row:
         """The model's row."""

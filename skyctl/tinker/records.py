@@ -65,6 +65,17 @@ def model(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
     return _row(connection, "models", "id", name, f"there is no model {name}")
 
 
+def running(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+    """The row of a model that can be trained. Raises Missing."""
+    row = model(connection, name)
+    if row["ended"] is not None:
+        raise Missing(
+            f"the run {name} has ended, as its client was gone: continue from a checkpoint "
+            "(create_training_client_from_state_with_optimizer)"
+        )
+    return row
+
+
 def checkpoint(connection: sqlite3.Connection, path: str) -> sqlite3.Row:
     """A checkpoint's row. Raises Missing."""
     return _row(connection, "checkpoints", "path", path, f"there is no checkpoint {path}")

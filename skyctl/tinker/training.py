@@ -75,7 +75,9 @@ class Training:
 
     async def load(self) -> None:
         """Load what an earlier process left to do; remove what it wrote and did not record."""
-        for row in await self._ledger.rows("SELECT id, done_seq, broken FROM models"):
+        for row in await self._ledger.rows(
+            "SELECT id, done_seq, broken FROM models WHERE ended IS NULL"
+        ):
             self._runs[row["id"]] = Run(row["done_seq"] + 1, bool(row["broken"]))
         for row in await self._ledger.rows(
             "SELECT owner, seq FROM requests WHERE state = 'accepted' AND owner IN "
@@ -115,6 +117,27 @@ class Training:
             run.waiting.add(seq)
             run.arrived = time.monotonic()
             self._woken.set()
+
+    async def forget(self, models: list[str], session: str) -> bool:
+        """End a session and its models for good; False if requests of them wait."""
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            for model in models:
+                sql = "SELECT 1 FROM requests WHERE owner = ? AND state = 'accepted'"
+                if connection.execute(sql, (model,)).fetchone():
+                    return False
+            for model in models:
+                connection.execute("DELETE FROM requests WHERE owner = ?", (model,))
+                sql = "UPDATE models SET ended = ?, snapshot = NULL WHERE id = ?"
+                connection.execute(sql, (time.time(), model))
+            connection.execute("DELETE FROM sessions WHERE id = ?", (session,))
+            return True
+
+        if not await self._ledger.run(commit):
+            return False
+        for model in models:
+            await self._models.forget(model)
+        return True
 
     async def run(self) -> None:
         """Process accepted requests forever."""

@@ -214,7 +214,7 @@ class TrainingRoutes:
             raise ValueError(f"seq_id {seq} is not valid: they begin at 1")
 
         def commit(connection: sqlite3.Connection) -> bool:
-            row = records.model(connection, model)
+            row = records.running(connection, model)
             if records.is_accepted(connection, model, seq, kind):
                 return False
             if seq <= row["done_seq"]:
