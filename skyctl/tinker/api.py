@@ -33,10 +33,12 @@ from skyctl.tinker.bodies import (
     readable,
     refusal,
 )
+from skyctl.tinker.external import ROUTE, ExternalFiles
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
+from skyctl.tinker.questions import Unanswerable
 from skyctl.tinker.records import Missing
-from skyctl.tinker.sampling import Sampling, Unanswerable
+from skyctl.tinker.sampling import Sampling
 from skyctl.tinker.sampling_routes import SamplingRoutes
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Worker
@@ -79,6 +81,7 @@ class Api:
             self.settings, self.ledger, self.worker, self.training, self.bodies
         )
         sampling = SamplingRoutes(self.settings, self.ledger, self.sampling, self.bell, self.bodies)
+        external = ExternalFiles(self.ledger, self.key)
         handlers: dict[str, Handler] = {
             **training.handlers(),
             **sampling.handlers(),
@@ -100,10 +103,14 @@ class Api:
             "GET checkpoints": self._checkpoints,
             f"POST,DELETE {checkpoint}/publish": self._publish,
             f"PUT {checkpoint}/ttl": self._ttl,
+            f"GET {checkpoint}/external_weights_urls": external.urls,
             f"DELETE {checkpoint}": self._delete_checkpoint,
             "GET,POST,PUT,DELETE {anything:path}": refusal(HOSTED, 404),
         }
-        routes = [Route("/api/v1/healthz", _healthz)]
+        routes = [
+            Route("/api/v1/healthz", _healthz),
+            Route(f"/api/v1/{ROUTE}", external.download),
+        ]
         for name, handle in handlers.items():
             methods, path = name.split(" ")
             guarded = self._guarded(handle)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyctl.tinker.offers import INSTEAD
+
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -53,7 +55,7 @@ def gspo(lp: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """ppo with one ratio per sequence: its mean over `sequence_ratio_mask`, constant except for
     each token's own gradient.
     """
-    mask = inputs["sequence_ratio_mask"]
+    mask = (inputs["sequence_ratio_mask"] != 0).float()
     distance = (lp.detach() - inputs["logprobs"]) * mask
     sequence = (distance.sum() / mask.sum().clamp(min=1.0)).exp()
     return _clipped(sequence * (lp - lp.detach()).exp(), inputs, config)
@@ -96,7 +98,9 @@ def check(name: str, config: Mapping[str, Any]) -> None:
         LossError: with a text for the client.
     """
     if name not in LOSSES:
-        raise LossError(f"loss_fn {name!r} is not offered here; offered: {', '.join(LOSSES)}")
+        advice = f"; {INSTEAD}" if name == "stable_reinforce" else ""
+        offered = ", ".join(LOSSES)
+        raise LossError(f"loss_fn {name!r} is not offered here; offered: {offered}{advice}")
     keys = LOSSES[name][2]
     for key, value in config.items():
         if key not in keys:

@@ -6,6 +6,8 @@ from skyctl.core.tinker import TinkerSettings
 from skyctl.tinker import wire
 from skyctl.tinker.records import Missing
 
+INSTEAD = "instead of stable_reinforce pass loss_fn=importance_sampling, ppo or cispo"
+
 
 def check_base(settings: TinkerSettings, name: str) -> None:
     """Raise Missing for another base model."""

@@ -11,6 +11,8 @@ from typing import Any
 
 CREATE, LOAD = "create_model", "load_weights"
 SAVE, SAVE_SAMPLER = "save_weights", "save_weights_for_sampler"
+SAVE_EXTERNAL = "save_weights_external"
+_CHECKPOINTS = {SAVE: "training", SAVE_SAMPLER: "sampler", SAVE_EXTERNAL: "external"}
 FORWARD, FORWARD_BACKWARD, OPTIM_STEP = "forward", "forward_backward", "optim_step"
 
 Statement = tuple[str, tuple[Any, ...]]
@@ -94,7 +96,7 @@ def add_checkpoint(
         (
             path,
             model,
-            "training" if kind == SAVE else "sampler",
+            _CHECKPOINTS[kind],
             path.rsplit("/", 1)[-1],
             directory,
             config,

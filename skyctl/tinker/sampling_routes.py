@@ -21,7 +21,8 @@ from skyctl.tinker.bodies import (
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.offers import check_base, check_rank
-from skyctl.tinker.sampling import SAMPLE, Sampling, question
+from skyctl.tinker.questions import question
+from skyctl.tinker.sampling import SAMPLE, Sampling
 
 POLL_S = 25.0
 """Shorter than the SDK's deadline of 45 s."""

@@ -293,7 +293,7 @@ class Training:
             run, "save", model, directory=directory, optimizer=training
         )
         config = (await self._models.row(model))["config"]
-        outcome = answered({"path": path, "type": row["kind"]})
+        outcome = answered({"path": path, "size_bytes": answer["size"], "type": row["kind"]})
         outcome.rows = [
             *add_checkpoint(model, row["kind"], directory, config, answer["size"], extra)
         ]

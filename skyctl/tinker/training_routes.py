@@ -19,17 +19,12 @@ from skyctl.tinker.bodies import (
     Bodies,
     Handler,
     readable,
-    refusal,
 )
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.offers import check_base, check_optimizer, check_rank
 from skyctl.tinker.records import Missing
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import Worker
-
-EXTERNAL = (
-    "save_weights_external is not offered here: save_weights_for_sampler writes PEFT directories"
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,9 @@ class TrainingRoutes:
                 self._save_for_sampler, requests.SAVE_SAMPLER
             ),
             "POST load_weights": self._in_order(self._load_weights, requests.LOAD),
-            "POST save_weights_external": self._in_order(refusal(EXTERNAL), requests.SAVE),
+            "POST save_weights_external": self._in_order(
+                self._save_external, requests.SAVE_EXTERNAL
+            ),
         }
 
     def _in_order(self, handle: Handler, kind: str) -> Handler:
@@ -153,6 +150,16 @@ class TrainingRoutes:
             extra["sampler"] = f"{session}:sample:{body.sampling_session_seq_id}"
             extra |= {"session": session, "inflight": body.kind == "inflight"}
         return await self._of_model(body.model_id, body.seq_id, requests.SAVE_SAMPLER, extra)
+
+    async def _save_external(self, request: Request) -> Answer:
+        body = await self.bodies.parsed(request, wire.SaveExternal)
+        if body.age_encryption_recipients:
+            raise ValueError("age_encryption_recipients are not offered here: the files stay here")
+        extra = {
+            "path": f"tinker://{body.model_id}/external_weights/{body.path}",
+            "ttl_seconds": body.ttl_seconds,
+        }
+        return await self._of_model(body.model_id, body.seq_id, requests.SAVE_EXTERNAL, extra)
 
     async def _load_weights(self, request: Request) -> Answer:
         body = await self.bodies.parsed(request, wire.LoadWeights)

@@ -226,6 +226,12 @@ class SaveForSampler(Place):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(Place):
+    path: Name
+    ttl_seconds: Ttl | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadWeights(_Body):
     model_id: str | None = None
     seq_id: Seq | None = None

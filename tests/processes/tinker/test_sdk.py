@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -188,7 +192,7 @@ def test_what_is_not_offered_is_refused_with_a_sentence(client: Any, trainer: An
         (lambda: trainer.save_state("../../etc/passwd"), "should match pattern"),
         (lambda: trainer.save_weights_for_sampler("a/b"), "should match pattern"),
         (lambda: trainer.load_state("tinker://x:train:0/weights/none"), "no checkpoint"),
-        (lambda: trainer.save_weights_external("x"), "not offered"),
+        (lambda: trainer.save_weights_external("../x"), "should match pattern"),
         (lambda: trainer.optim_step(types.DimuonParams(learning_rate=0.1)), "only AdamW"),
         (lambda: trainer.optim_step(types.AdamParams(learning_rate=-1.0)), "makes no sense"),
     ):
@@ -286,6 +290,8 @@ def test_samplers_ask_the_fleet_with_their_adapter(
     for tokens, said in (([13], "no"), ([], "no tokens"), ([65] * 256, "takes 256 in all")):
         with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=said):
             base.sample(types.ModelInput.from_ints(tokens), 1, params).result()
+    full = base.compute_logprobs(types.ModelInput.from_ints([65] * 256)).result()
+    assert len(full) == 256 and None not in full[1:]  # what a sample that fills the context left
 
 
 def test_samplers_in_flight_move_on_together(serving: ServingProcess, trainer: Any) -> None:
@@ -302,6 +308,35 @@ def test_samplers_in_flight_move_on_together(serving: ServingProcess, trainer: A
     second = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
     assert used(first) == used(second) != before[0]
     assert used(fixed) == before[1]
+
+
+def test_a_training_checkpoint_is_downloaded_by_the_vendors_command(
+    serving: ServingProcess, client: Any, trainer: Any, tmp_path: Path
+) -> None:
+    step(trainer)
+    saved = trainer.save_state("leaves").result().path
+    run = subprocess.run(
+        [sys.executable, "-m", "tinker.cli", "checkpoint", "download", saved, "-o", str(tmp_path)],
+        env={**os.environ, "TINKER_BASE_URL": serving.url, "TINKER_API_KEY": KEY},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    [adapter] = tmp_path.rglob("adapter_model.safetensors")
+    assert json.loads((adapter.parent / "adapter_config.json").read_text())["r"] == 8
+    rest = client.create_rest_client()
+    left = rest.list_user_checkpoints().result().checkpoints
+    assert not [c for c in left if c.checkpoint_type == "external"]
+
+    external = trainer.save_weights_external("kept").result().path
+    urls = rest.get_external_weights_urls(external).result().urls
+    url = urls["adapter_model.safetensors"]
+    assert httpx.get(url).content == adapter.read_bytes()
+    assert httpx.get(url[:-1] + ("0" if url[-1] != "0" else "1")).status_code == 403
+    assert httpx.get(url.replace("expires=", "expires=9")).status_code == 403
+    rest.delete_checkpoint_from_tinker_path(external).result()
+    assert httpx.get(url).status_code == 404
 
 
 def test_checkpoints_are_listed_published_and_deleted(client: Any, trainer: Any) -> None:

@@ -19,7 +19,8 @@ from skyctl.tinker import records
 from skyctl.tinker.fleet_servers import FleetServers
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
-from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
+from skyctl.tinker.questions import Unanswerable, question
+from skyctl.tinker.sampling import SAMPLE, Sampling
 
 
 class Busy:
@@ -266,6 +267,22 @@ async def test_an_adapter_whose_loading_was_given_up_goes_before_the_next_is_loa
 def test_numbers_that_no_server_should_see_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Unanswerable, match=r"not finite|negative"):
         question({"prompt": {"chunks": [{"tokens": [1]}]}, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"record_stability_info": True}, "pass loss_fn=importance_sampling"),
+        ({"sampling_params": {"stop": list("abcde")}}, "at most 4 stop strings"),
+        ({"topk_sample_logprobs": 21}, "at most 20 top logprobs"),
+        ({"topk_prompt_logprobs": 1025}, "1024 of a prompt"),
+    ],
+)
+def test_what_is_not_offered_is_refused_with_what_is(change: dict[str, Any], text: str) -> None:
+    prompt = {"prompt": {"chunks": [{"tokens": [1, 2]}]}}
+    question({**prompt, "topk_prompt_logprobs": 500, "sampling_params": {"stop": [*range(40)]}})
+    with pytest.raises(Unanswerable, match=text):
+        question({**prompt, **change})
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "seed"])
