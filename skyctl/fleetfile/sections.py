@@ -341,9 +341,7 @@ class TinkerSection(Section):
     keep_samplers: Size = Field(
         32, description="Adapters of a model that were saved for a sampling client, without a name."
     )
-    keep_samplers_s: Seconds = Field(
-        7200.0, description="Such an adapter is kept this long after its last use."
-    )
+    keep_samplers_s: Seconds = Field(7200.0, description="Seconds that one is kept after its use.")
     gradient_checkpointing: bool | None = Field(
         None,
         description="Compute activations again for the gradient instead of keeping them: less "
@@ -356,8 +354,7 @@ class TinkerSection(Section):
     @property
     def joins(self) -> bool:
         """`join_requests`, or its default for the device."""
-        chosen = self.join_requests
-        return self.device != "cpu" if chosen is None else chosen
+        return self.device != "cpu" if self.join_requests is None else self.join_requests
 
     @property
     def recomputes(self) -> bool:

@@ -76,13 +76,13 @@ class Pass:
         self._base = base
         self._model = model
         self._batch_tokens = batch_tokens
-        self._left = [list(unit) for unit in units]
+        self._units = [list(unit) for unit in units]
         self._unit: Unit | None = None
 
     @property
     def over(self) -> bool:
         """Whether every unit is done."""
-        return not self._left
+        return not self._units
 
     def run(self, slice_s: float) -> list[list[Answer]]:
         """Compute until this much time is over, at least one batch; returns the units that ended.
@@ -91,9 +91,9 @@ class Pass:
         """
         ended: list[list[Answer]] = []
         began = time.perf_counter()
-        while self._left:
+        while self._units:
             try:
-                unit = self._unit = self._unit or self._begun(self._left[0])
+                unit = self._unit = self._unit or self._begun(self._units[0])
                 for batch in unit.batches:
                     self._compute(unit, batch)
                     if time.perf_counter() - began > slice_s:
@@ -101,11 +101,11 @@ class Pass:
                 if len(unit.results) < len(unit.data):
                     break
                 ended.append(self._answers(unit))
-                del self._left[0]
+                del self._units[0]
             except LossError as error:
-                failed = self._left.pop(0)
+                failed = self._units.pop(0)
                 if len(failed) > 1:
-                    self._left[:0] = [[body] for body in failed]
+                    self._units[:0] = [[body] for body in failed]
                 else:
                     ended.append([error])
             self._unit = None

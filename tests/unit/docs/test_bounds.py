@@ -46,7 +46,8 @@ def worst() -> list[list[str]]:
 
 def default(key: str) -> float:
     """Default of a dotted key of the fleet file."""
-    value: Any = FleetConfig(name="f", model="m")
+    file = {"name": "f", "model": "m", "lora": {"max_rank": 32}, "tinker": {}}
+    value: Any = FleetConfig.model_validate(file)
     for part in key.split("."):
         value = getattr(value, part)
     return float(value)
