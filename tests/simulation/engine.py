@@ -186,10 +186,12 @@ class Engine:
         self.thawed_by: Process | None = None
         self.loading_by: Process | None = None  # from the start of its session to the label
         self.answered = False  # in that time
-        self.looked_at = 0.0  # by its loader, whether it is paused
+        self.looked_at = 0.0  # by its loader, whether it is paused and has generated
         self.seen_at = 0.0  # by any of ours
         self.thawed_at = 0.0
-        self.unseen = False  # another program has thawed it and frozen it again between two looks
+        self.meddled_at = 0.0  # thawed by another program
+        self.unseen = False  # that was after the last look
+        self.generated = 0  # tokens: whenever it serves, it has requests
         self.announced: set[str] = set()
         self.next_chunk = 0
         self.sender = 0
@@ -235,6 +237,8 @@ class Engine:
             reply(200, b"")
             return
         if path in ("/version", "/v1/models", "/server_info", "/metrics", "/metrics/"):
+            if caller is self.loading_by:
+                self.looked_at = self._loop.now
             reply(200, self._fact(path))
             return
         answer: Callable[[int, bytes], None] = reply
@@ -300,6 +304,7 @@ class Engine:
         level = self.sleep_level
         return (
             f"{METRICS[0]} {self.requests if not self.asleep else 0}\n"
+            f"vllm:generation_tokens_total {self.generated}\n"
             f'vllm:engine_sleep_state{{sleep_state="awake"}} {float(level == 0)}\n'
             f'vllm:engine_sleep_state{{sleep_state="weights_offloaded"}} {float(level == 1)}\n'
             f'vllm:engine_sleep_state{{sleep_state="discard_all"}} {float(level == 2)}\n'
@@ -352,6 +357,7 @@ class Engine:
         return {"status": "paused"}
 
     def _resume(self, *_: Any) -> Any:
+        self.generated += self.paused
         self.paused = False
         self.requests = 0
         return {"status": "resumed"}

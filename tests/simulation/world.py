@@ -200,16 +200,16 @@ class World:
         if path in _FREEZING and engine.serving:
             self.frozen += self.chaos
             engine.frozen_for_push = self._pushes(caller) and self._push_under_way()
-            if checks.thawed_by_stranger(engine):
-                engine.unseen = engine.looked_at < engine.thawed_at
             engine.thawed_by = None
         elif path in _THAWING:
             engine.thawed_by, engine.thawed_at = caller, self.loop.now
+            if checks.thawed_by_stranger(engine):
+                engine.meddled_at = self.loop.now
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
         elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
-            if engine.serving and checks.thawed_by_stranger(engine):
-                engine.unseen = engine.looked_at < engine.thawed_at
+            if engine.loading_by is not None:
+                engine.unseen = engine.looked_at < engine.meddled_at
             engine.loading_by = None
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
