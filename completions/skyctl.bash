@@ -241,7 +241,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "history verify kept rendezvous forget -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "history verify kept save rendezvous forget -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "weights history")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -260,6 +260,15 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
             esac
             _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "weights save")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --version) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --version --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_files
+            fi ;;
         "weights rendezvous")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

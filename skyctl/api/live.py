@@ -188,7 +188,13 @@ class FleetSide:
         push = PushLive(request, self._offered.key, numbers)
         try:
             job = await self._fleet.push_live(push)
-            return push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+            result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+            if len(result.servers) == 1:
+                result.notes.append(
+                    f"only {result.servers[0].server} has {result.version}: if it restarts, it "
+                    "stays closed until the next push; to keep it: skyctl weights save DIR"
+                )
+            return result
         except NotFoundError:
             self._offered = None
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,8 +17,8 @@ from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef
-from skyctl.core.requests import Forget
-from skyctl.core.results import KeptVersion, WeightsState, push_result
+from skyctl.core.requests import Forget, SaveWeights
+from skyctl.core.results import KeptVersion, SavedWeights, WeightsState, push_result
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
 from skyctl.live.ranks import PATIENCE_S
@@ -268,6 +269,23 @@ class WeightsFleet(SessionHolder):
         """
         async with self._connected() as fleet:
             return await fleet.forget_version(Forget(version))
+
+    async def save_weights(
+        self, directory: str | PathLike[str], *, version: str = ""
+    ) -> SavedWeights:
+        """Have a server write what it runs into a new directory, as a Hugging Face checkpoint. It
+        serves meanwhile; pushes are refused.
+
+        Args:
+            version: which weights the fleet must serve; "" for whichever it does.
+
+        Raises:
+            PreflightError: its weights cannot be read out of it, or the directory is in use.
+            NotFoundError: the fleet serves another version.
+        """
+        path = os.path.abspath(directory) if isinstance(self._ref, FleetRef) else directory  # noqa: PTH100, ASYNC240
+        async with self._connected() as fleet:
+            return await fleet.save_weights(SaveWeights(str(path), version))
 
     async def verify_weights(self) -> Verification:
         """Compare what the servers hold now, byte for byte."""

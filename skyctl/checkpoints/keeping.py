@@ -98,6 +98,14 @@ def _files(source: Checkpoint) -> list[Path]:
     ]
 
 
+def copy_small_files(source: Path, target: Path) -> None:
+    """Copy what belongs to the model at `source`, except its weights and config.json."""
+    for path in sorted(source.iterdir()):
+        index = path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in _SMALL and path.name != "config.json" and not index:
+            shutil.copyfile(path, target / path.name)
+
+
 def _copy(source: Path, target: Path) -> None:
     """Copy one file durably; blocks are shared if the file system can."""
     with source.open("rb") as read, target.open("xb") as write:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -213,6 +214,37 @@ def kept(
         if rows
         else "nothing is kept (skyctl sync-weights CKPT --keep)",
     )
+
+
+@app.command()
+def save(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory.")],
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    version: Annotated[
+        str, typer.Option(metavar="VERSION", help="Refuse unless the fleet serves this version.")
+    ] = "",
+    json: JsonOption = False,
+) -> None:
+    """Write what the servers run into a Hugging Face checkpoint, also what is in no file.
+
+    One server on this machine writes it, a few tensors at a time, and serves in between. Pushes are
+    refused meanwhile.
+
+    \b
+    skyctl weights save checkpoints/step-12
+    skyctl weights save checkpoints/step-12 --version step-12
+    """
+    from skyctl.core.requests import SaveWeights
+
+    request = SaveWeights(str(directory.absolute()), version)
+    saved = call_chosen_fleet(
+        *chosen(context, file, fleet), lambda running: running.save_weights(request)
+    )
+    label = saved.version or "what the servers were started with"
+    message = f"saved {label} to {directory}: {format_bytes(saved.total_bytes)}"
+    output.emit(saved.to_json(), f"{message} in {format_seconds(saved.seconds)}")
 
 
 @app.command()

@@ -158,6 +158,14 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class SaveWeights:
+    """Write what the servers run into a new `directory`; of this `version`, unless it is ""."""
+
+    directory: str
+    version: str = ""
+
+
+@dataclass(frozen=True)
 class Recover:
     """`timeout_s` bounds the wait; a supervisor's recovery goes on after it."""
 

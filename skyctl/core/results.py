@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skyctl.errors import ExitCode, SkyctlError, error_named
@@ -79,3 +79,26 @@ def push_result(job: Job) -> PushResult:
         raise error
     assert job.result is not None  # it succeeded
     return PushResult.from_json(job.result)
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """A checkpoint that was written out of a running server."""
+
+    directory: str
+    """Where it is."""
+    version: str | None
+    """What the fleet serves; None for what it was started with."""
+    server: str
+    """The server that wrote it."""
+    weights_digest: str
+    """What this server computes with."""
+    tensors: int
+    """How many there are."""
+    total_bytes: int
+    """Their size."""
+    seconds: float
+    """How long it took, while users were served."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -37,6 +37,7 @@ from skyctl.core.requests import (
     Recover,
     Restart,
     Resume,
+    SaveWeights,
     Scale,
     Sleep,
     Staging,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from skyctl.core.findings import Finding
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
-    from skyctl.core.results import KeptVersion, Processes, WeightsState
+    from skyctl.core.results import KeptVersion, Processes, SavedWeights, WeightsState
     from skyctl.core.status import FleetStatus
     from skyctl.core.urls import FleetUrls
     from skyctl.push.verify import Verification
@@ -228,6 +229,18 @@ class FleetService:
 
         return await self._ask(verb_table.VERIFY_WEIGHTS, None, Verification)
 
+    async def save_weights(self, request: SaveWeights) -> SavedWeights:
+        """Have a server write its weights as a Hugging Face checkpoint, while it serves.
+
+        Raises:
+            PreflightError: they cannot be read out of it, or the directory is in use.
+            NotFoundError: the fleet serves another version.
+            ConflictError: a push is in progress.
+        """
+        from skyctl.core.results import SavedWeights
+
+        return await self._ask(verb_table.SAVE_WEIGHTS, request, SavedWeights)
+
     async def kept_versions(self) -> tuple[KeptVersion, ...]:
         """The versions of which the fleet keeps its own copy, newest first."""
         from skyctl.core.results import KeptVersion
@@ -380,6 +393,7 @@ def handlers(fleet: FleetService) -> Handlers:
         handle(verbs.EVENTS, fleet.events),
         handle(verbs.WEIGHTS, fleet.weights),
         handle(verbs.VERIFY_WEIGHTS, fleet.verify_weights),
+        handle(verbs.SAVE_WEIGHTS, fleet.save_weights),
         handle(verbs.KEPT_VERSIONS, fleet.kept_versions),
         handle(verbs.FORGET_VERSION, fleet.forget_version),
         handle(verbs.MODEL_PATH, fleet.model_path),

@@ -26,6 +26,7 @@ from skyctl.core.requests import (
     Recover,
     Restart,
     Resume,
+    SaveWeights,
     Scale,
     Sleep,
     StatusQuery,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
     from skyctl.core.requests import OpenedUpdate, Outcomes, Staging, TakenDown
-    from skyctl.core.results import KeptVersion, Processes, WeightsState
+    from skyctl.core.results import KeptVersion, Processes, SavedWeights, WeightsState
     from skyctl.core.status import FleetStatus
     from skyctl.core.urls import FleetUrls
     from skyctl.live.offer import Offered
@@ -62,6 +63,7 @@ SETTLE_WAIT_S = 60.0
 last push left.
 """
 _VERIFY_S = 600.0
+_SAVE_S = 3600.0
 _ASK_S = 60.0
 _DAY_S = 86_400.0
 
@@ -119,6 +121,9 @@ JOB_CHANGES: Final[Verb[JobQuery, JobChanges]] = Verb(
 EVENTS: Final[Verb[EventQuery, tuple[Event, ...]]] = Verb("events", EventQuery)
 WEIGHTS: Final[Verb[None, WeightsState]] = Verb("weights", NoneType)
 VERIFY_WEIGHTS: Final[Verb[None, Verification]] = Verb("verify_weights", NoneType, _verified)
+SAVE_WEIGHTS: Final[Verb[SaveWeights, SavedWeights]] = Verb(
+    "save_weights", SaveWeights, _within(_SAVE_S)
+)
 KEPT_VERSIONS: Final[Verb[None, tuple[KeptVersion, ...]]] = Verb("kept_versions", NoneType)
 FORGET_VERSION: Final[Verb[Forget, int]] = Verb("forget_version", Forget, _observed)
 MODEL_PATH: Final[Verb[None, str | None]] = Verb("model_path", NoneType)

@@ -22,12 +22,13 @@ from skyctl.core.requests import (
     PushLive,
     Recover,
     Resume,
+    SaveWeights,
     Staging,
     StatusQuery,
     Wake,
     Withdraw,
 )
-from skyctl.core.results import WeightsState
+from skyctl.core.results import SavedWeights, WeightsState
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls, access
 from skyctl.core.verb_table import Q, R, Verb
@@ -266,6 +267,16 @@ class AttachedFleet(RecordedFleet):
         targets = await self._servers.locate()
         rows = self._servers.rows().values()
         return await verify_servers(targets, rows, self._client, self.state)
+
+    async def save_weights(self, request: SaveWeights) -> SavedWeights:
+        from skyctl.core.saving import save_weights
+
+        with await self._turn(Act.VERB, f"skyctl weights save {request.directory}"):
+            base = await self.model_path()
+            targets = self.targets
+            return await save_weights(
+                request, targets, base=base, state=self.state, client=self._client
+            )
 
     async def change_adapter(self, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
         from skyctl.adapters.change import change_all

@@ -14,26 +14,19 @@ from skyctl.core import expectations
 from skyctl.core.expectations import (
     arguments_of,
     files_of,
-    informed,
     other_settings,
     other_weights,
 )
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.core.recovery import published
 from skyctl.engines.base import Feature
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, StateUnwritable, WeightsGone
+from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
-from skyctl.push.request import PushFleet, PushObserver, PushServer
+from skyctl.push.request import PushFleet, PushServer
 from skyctl.push.verify import CannotDigest, arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
-from skyctl.store.in_doubt import (
-    clear_doubt,
-    leave_to_next_push,
-    touch,
-)
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.replica import Replica
@@ -170,60 +163,6 @@ async def _digest_at_start(
     if weights.how and plan.device == "cpu":  # checksums of linear layers are of nothing there
         return "", "", ""
     return f"{version}+{arguments_of(replica.spec)}", weights.digest, ""
-
-
-async def bring_to_weights(
-    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
-) -> None:
-    """Push the fleet's weights into this server; quarantine it if that fails.
-
-    If the fleet has moved on to other weights meanwhile, a failure is ignored.
-    """
-    weights = state.weights()
-    try:
-        await push_alone(replica, state, plan, client)
-    except SkyctlError as error:
-        if state.weights() != weights:
-            return  # what was pushed may be gone from disk by now: the caller tries the new weights
-        if isinstance(error, WeightsGone):
-            leave_to_next_push(state, replica.name)
-        again = "push or update again (skyctl sync-weights CKPT)"
-        hint = f"{again}, then: skyctl restart {replica.name}"
-        if isinstance(error, StateUnwritable):
-            hint = f"{error.hint}, then: skyctl recover"
-        replica.update_row(
-            quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
-        )
-
-
-async def push_alone(
-    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
-) -> None:
-    """Push the fleet's weights into this server. Raises SkyctlError."""
-    from skyctl.checkpoints.staging import in_use
-    from skyctl.push.transaction import push
-
-    weights = state.weights()
-    # may read a whole checkpoint
-    verify = plan.config.weight_transfer.verify
-    request = await asyncio.to_thread(published, weights, verify=verify)
-    fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
-    touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
-    with in_use(request.checkpoint):
-        try:
-            result = await push(request, fleet, client=client, observer=PushObserver())
-        except SkyctlError as error:
-            state.expected.learn(error.details.pop("learned", None))
-            raise
-    state.expected.learn(result.learned)
-    clear_doubt(state, replica.name)
-    digest = next((s.weights_digest for s in result.servers), "")
-    replica.update_row(
-        weight_version=weights.version,
-        checkpoint=weights.checkpoint,
-        checkpoint_digest=weights.checkpoint_digest,
-        weights_digest=digest or None,
-    )
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:

@@ -26,6 +26,7 @@ from skyctl.store.journal import Job
 from skyctl.supervisor import admission, rollout
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.pushes import Pushes
+from skyctl.supervisor.weights import push_alone
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
@@ -96,9 +97,7 @@ class _Actions:
         return await self._pushes.again(request, servers)
 
     async def bring(self, name: str) -> None:
-        running = self._running
-        replica = running.replicas[name]
-        await admission.push_alone(replica, running.state, running.require_plan(), running.client)
+        await push_alone(self._running.replicas[name], self._running)
 
     async def replace(self, name: str, reason: str) -> str:
         replica = self._running.replicas[name]

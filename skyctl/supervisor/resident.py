@@ -44,13 +44,15 @@ from skyctl.core.requests import (
     Recover,
     Restart,
     Resume,
+    SaveWeights,
     Scale,
     Sleep,
     StatusQuery,
     TakenDown,
     Withdraw,
 )
-from skyctl.core.results import WeightsState
+from skyctl.core.results import SavedWeights, WeightsState
+from skyctl.core.saving import save_weights
 from skyctl.core.status import (
     BY_DOWN,
     INTERRUPTED,
@@ -92,6 +94,7 @@ from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorServi
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
+from skyctl.supervisor.weights import bring_to_weights
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # one for what the first finds, one for what shows after it
@@ -304,6 +307,19 @@ class Supervisor(RunningFleet, SupervisorService):
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase is Phase.UP]
         return await jobs.verify_servers(targets, self.state.servers(), self.client, self.state)
+
+    async def save_weights(self, request: SaveWeights) -> SavedWeights:
+        near = [r for r in self.named(()) if r.phase is Phase.UP and r.spec.node is None]
+        with await self.arbiter.turn(
+            Act.VERB, f"skyctl weights save {request.directory}", servers=self.urls_of(near)
+        ):
+            return await save_weights(
+                request,
+                [replica.target for replica in near],
+                base=self.require_plan().base,
+                state=self.state,
+                client=self.client,
+            )
 
     async def undo(self) -> None:
         await self._stop_operation(INTERRUPTED)
@@ -609,7 +625,7 @@ class Supervisor(RunningFleet, SupervisorService):
                 break
             weights = self.state.weights()
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
-            await admission.bring_to_weights(replica, self.state, plan, self.client)
+            await bring_to_weights(replica, self)
         if not replica.row.quarantine and not adapters.is_current(self, replica):
             await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)

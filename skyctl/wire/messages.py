@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -90,6 +91,11 @@ ROW_WIDTH = 64
 """Maximum number of columns of a tensor that one question covers."""
 
 
+def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor of this shape."""
+    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+
 @dataclass
 class RowQuestion:
     """Asks for parts of one checkpoint tensor, as the running model holds them.
@@ -123,9 +129,7 @@ class RowQuestion:
     @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns."""
-        if len(self.shape) < 2:
-            return 1, prod(self.shape)
-        return self.shape[0], prod(self.shape[1:])
+        return matrix_of(self.shape)
 
 
 class TensorUse(StrEnum):
@@ -155,6 +159,34 @@ class RowAnswer:
     """None of the requested parts is on this worker, but other workers hold them."""
     reason: str = ""
     """Why the worker cannot compare the tensor."""
+
+
+@dataclass
+class ReadTensor:
+    """A checkpoint tensor that is to be read out of a running model."""
+
+    name: str
+    """Checkpoint name."""
+    dtype: str
+    """torch's name of the dtype: the checkpoint's, or that in which it is written."""
+    shape: list[int]
+    """The checkpoint's shape."""
+    offset: int = 0
+    """Where it begins in the file that it is written to."""
+
+
+@dataclass
+class TensorPart:
+    """What one worker has of a checkpoint tensor. With neither `boxes` nor `reason`: nothing."""
+
+    name: str
+    """Checkpoint name."""
+    dtype: str = ""
+    """torch's name of the dtype that the worker holds it in."""
+    boxes: list[list[int]] = field(default_factory=list)
+    """(row, column, height, width) in the tensor as a matrix (see `RowQuestion`)."""
+    reason: str = ""
+    """Why it cannot be read."""
 
 
 _EXPONENTS = {"bfloat16": ("H", 0x7F80), "float32": ("I", 0x7F80_0000), "float16": ("H", 0x7FFF)}

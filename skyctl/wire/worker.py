@@ -16,6 +16,8 @@ class WorkerMethod(StrEnum):
     FIT = "skyctl_fit"
     ADAPTER_FIT = "skyctl_adapter_fit"
     DIGEST = "skyctl_weight_digest"
+    TENSOR_PARTS = "skyctl_tensor_parts"
+    WRITE_TENSORS = "skyctl_write_tensors"
     REPACK_TIED = "skyctl_repack_tied"
     LEAVE_GROUP = "skyctl_leave_group"
     FREE_CACHED = "skyctl_free_cached"

@@ -498,16 +498,44 @@ async def test_a_replica_that_dies_while_it_takes_the_fleets_weights_is_not_rout
         assert (await stub_state(supervisor, "a"))["digest"] == expected
 
 
-async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
+async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_sibling(
+    tmp_path: Path,
+) -> None:
+    async with two_pushable(tmp_path) as (supervisor, new):
+        await pushed(supervisor, new)
+        expected = (await stub_state(supervisor, "b"))["digest"]
+        (new / "model.safetensors").unlink()
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: routed(supervisor) == {"b"})
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert (await stub_state(supervisor, "a"))["digest"] == expected
+        assert not list(supervisor.paths.staging.iterdir())
+
+
+async def test_a_replica_whose_sibling_is_not_what_is_on_record_is_quarantined(
     tmp_path: Path,
 ) -> None:
     async with two_pushable(tmp_path) as (supervisor, new):
         await pushed(supervisor, new)
         (new / "model.safetensors").unlink()
+        supervisor.replicas["b"].update_row(weights_digest="another")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        assert routed(supervisor) == {"b"}
+        assert "b does not hold the weights" in (supervisor.replicas["a"].row.quarantine or "")
+
+
+async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined_without_a_sibling(
+    tmp_path: Path,
+) -> None:
+    async with two_pushable(tmp_path) as (supervisor, new):
+        await pushed(supervisor, new)
+        (new / "model.safetensors").unlink()
+        supervisor.replicas["b"].update_row(quarantine="a test")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         await eventually(lambda: supervisor.replicas["a"].phase == "up")
-        assert routed(supervisor) == {"b"}
+        assert routed(supervisor) == set()
         assert "skyctl sync-weights" in (supervisor.replicas["a"].row.quarantine or "")
         held = supervisor.paths.hold_file("a")
         assert held.exists()  # who asks it directly would hear the weights it was started from

@@ -17,7 +17,7 @@ from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
 from tests.stub.group import StubGroup
-from tests.stub.rows import answers
+from tests.stub.rows import answers, parts, write
 from tests.stub.state import EngineRefused, StubEngine
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -246,6 +246,12 @@ class StubServer:
                 "rows": answers(self.engine.contents, asked),
             }
             return JSONResponse({"results": [answer] * workers})
+        if method == "skyctl_tensor_parts":
+            has = parts(self.engine.contents, body["kwargs"]["tensors"])
+            return JSONResponse({"results": [has] * workers})
+        if method == "skyctl_write_tensors":
+            write(self.engine.contents, **body["kwargs"])
+            return JSONResponse({"results": [None] * workers})
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})

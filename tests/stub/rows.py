@@ -14,7 +14,14 @@ from typing import Any
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
 from skyctl.errors import SkyctlError
-from skyctl.wire.messages import RowAnswer, RowQuestion, row_number
+from skyctl.wire.messages import (
+    ReadTensor,
+    RowAnswer,
+    RowQuestion,
+    TensorPart,
+    matrix_of,
+    row_number,
+)
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Larger tensors are not kept: a stub stands in for models of any size."""
@@ -123,3 +130,24 @@ def _answer(contents: Contents, question: RowQuestion) -> RowAnswer:
 def _itemsize(dtype: str) -> int:
     by_name = {torch_name(name, ""): bits // 8 for name, bits in DTYPE_BITS.items() if bits >= 8}
     return by_name[dtype]
+
+
+def parts(contents: Contents, tensors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What every worker of a stub has of tensors: all."""
+    answer = []
+    for tensor in (ReadTensor(**tensor) for tensor in tensors):
+        if tensor.name in contents:
+            boxes = [[0, 0, *matrix_of(tensor.shape)]]
+            part = TensorPart(tensor.name, contents[tensor.name][0], boxes)
+        else:
+            part = TensorPart(tensor.name, reason="the stub has not kept it")
+        answer.append(asdict(part))
+    return answer
+
+
+def write(contents: Contents, path: str, inode: int, tensors: Sequence[Mapping[str, Any]]) -> None:
+    """Write tensors to their places in a file."""
+    with Path(path).open("r+b") as file:
+        assert os.fstat(file.fileno()).st_ino == inode
+        for tensor in (ReadTensor(**tensor) for tensor in tensors):
+            os.pwrite(file.fileno(), contents[tensor.name][1], tensor.offset)

@@ -60,6 +60,7 @@ CALLS = [
     "sync-weights b --keep --weight-version k1",
     "weights kept",
     "sync-weights model --weight-version k2",
+    "weights save saved",
     "weights forget k1",
     "doctor",
     "help",

@@ -334,12 +334,12 @@ def _read(placement: Placement, question: RowQuestion) -> list[tuple[int, int, i
         return []
     held_rows = [row - placement.row + placement.held_row for row in rows]
     first = begin - placement.column + placement.held_column
-    values = _values(placement, held_rows, first, first + end - begin)
+    values = values_of(placement, held_rows, first, first + end - begin)
     return [(row, begin, end, values[number]) for number, row in enumerate(rows)]
 
 
-def _values(placement: Placement, rows: list[int], begin: int, end: int) -> torch.Tensor:
-    """Shape [rows, end - begin], in the dtype that the layer computes with."""
+def values_of(placement: Placement, rows: list[int] | slice, begin: int, end: int) -> torch.Tensor:
+    """Shape [rows, end - begin], in the dtype that the layer computes with, or NotComparable."""
     layer = placement.layer
     parameter = getattr(layer, placement.attribute)
     if parameter.device.type == "meta":
@@ -353,7 +353,7 @@ def _values(placement: Placement, rows: list[int], begin: int, end: int) -> torc
     return matrix[rows, begin:end]
 
 
-def _packed_values(layer: Any, rows: list[int], begin: int, end: int) -> torch.Tensor:
+def _packed_values(layer: Any, rows: list[int] | slice, begin: int, end: int) -> torch.Tensor:
     columns = torch.arange(end - begin)
     probe = torch.zeros(end - begin, input_size(layer), dtype=layer.weight.dtype)
     probe[columns, columns + begin] = 1
@@ -364,7 +364,7 @@ def _packed_values(layer: Any, rows: list[int], begin: int, end: int) -> torch.T
 
 
 def _expert_values(
-    layer: Any, parameter: Any, expert: int, rows: list[int], begin: int, end: int
+    layer: Any, parameter: Any, expert: int, rows: list[int] | slice, begin: int, end: int
 ) -> torch.Tensor:
     weights = parameter.data[expert]
     method = layer.quant_method

@@ -15,7 +15,7 @@ from skyctl.engines.vllm.inside.experts import (
     update_problem,
 )
 from skyctl.wire.layouts import Program
-from skyctl.wire.messages import DIGEST_VERSION, RowQuestion
+from skyctl.wire.messages import DIGEST_VERSION, ReadTensor, RowQuestion
 from skyctl.wire.nccl import leave_group, nccl_problem, nccl_settings
 
 if TYPE_CHECKING:
@@ -84,6 +84,22 @@ class SkyctlWorkerExtension:
             "not_finite": not_finite(model) if finite else "",
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
+
+    def skyctl_tensor_parts(self, tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A `TensorPart` for each `ReadTensor`, in order; see `checkpoint.py`."""
+        from skyctl.engines.vllm.inside.checkpoint import parts_of
+
+        questions = [ReadTensor(**tensor) for tensor in tensors]
+        return [asdict(part) for part in parts_of(self.model_runner.get_model(), questions)]
+
+    def skyctl_write_tensors(
+        self, path: str, inode: int, tensors: Sequence[dict[str, Any]]
+    ) -> None:
+        """Write this worker's part of each `ReadTensor` into a file; see `checkpoint.py`."""
+        from skyctl.engines.vllm.inside.checkpoint import write_tensors
+
+        model = self.model_runner.get_model()
+        write_tensors(model, path, inode, [ReadTensor(**tensor) for tensor in tensors])
 
     def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
         """Call another of these methods and keep its answer for `skyctl_answers` (`answers.py`).

@@ -1,0 +1,161 @@
+"""Bring a server that starts, or that recovery repairs, to the fleet's weights: from files, or from
+a sibling where no file has them.
+
+The sibling writes what it runs into a file in memory and serves meanwhile (`push/saving.py`); from
+there on it is a push like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from skyctl import engines
+from skyctl.checkpoints.configs import ALL_KEYS
+from skyctl.checkpoints.live import running_model
+from skyctl.checkpoints.staging import in_use, staged, sweep
+from skyctl.core.expectations import informed
+from skyctl.core.recovery import published
+from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
+from skyctl.push.request import PushObserver, PushRequest
+from skyctl.push.saving import write_weights
+from skyctl.push.verify import arrangement_of
+from skyctl.states import Phase
+from skyctl.store.in_doubt import clear_doubt, in_doubt, leave_to_next_push, touch
+from skyctl.supervisor.admission import is_current, push_fleet
+from skyctl.supervisor.fleet import RunningFleet
+from skyctl.supervisor.replica import Replica
+
+
+async def bring_to_weights(replica: Replica, running: RunningFleet) -> None:
+    """Push the fleet's weights into this server; quarantine it if that fails.
+
+    If the fleet has moved on to other weights meanwhile, a failure is ignored.
+    """
+    state = running.state
+    weights = state.weights()
+    try:
+        await push_alone(replica, running)
+    except SkyctlError as error:
+        if state.weights() != weights:
+            return  # what was pushed may be gone from disk by now: the caller tries the new weights
+        if isinstance(error, WeightsGone):
+            leave_to_next_push(state, replica.name)
+        again = "push or update again (skyctl sync-weights CKPT)"
+        hint = f"{again}, then: skyctl restart {replica.name}"
+        if isinstance(error, StateUnwritable):
+            hint = f"{error.hint}, then: skyctl recover"
+        replica.update_row(
+            quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
+        )
+
+
+async def push_alone(replica: Replica, running: RunningFleet) -> None:
+    """Push the fleet's weights into this server. Raises SkyctlError."""
+    from skyctl.push.transaction import push
+
+    state, plan = running.state, running.require_plan()
+    weights = state.weights()
+    async with _request_for(replica, running) as request:
+        fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
+        # first: this process may die meanwhile
+        touch(state, replica.name, "a push of its own")
+        try:
+            result = await push(request, fleet, client=running.client, observer=PushObserver())
+        except SkyctlError as error:
+            state.expected.learn(error.details.pop("learned", None))
+            raise
+    digest = next((s.weights_digest for s in result.servers), "")
+    _refuse_unlike(replica, running, digest)
+    state.expected.learn(result.learned)
+    clear_doubt(state, replica.name)
+    replica.update_row(
+        weight_version=weights.version,
+        checkpoint=weights.checkpoint,
+        checkpoint_digest=weights.checkpoint_digest,
+        weights_digest=digest or None,
+    )
+
+
+@asynccontextmanager
+async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator[PushRequest]:
+    """Pushes the fleet's weights, which stay where they are while the context is open.
+
+    Raises:
+        WeightsGone: no file has them, and no sibling that could write them.
+        SkyctlError: nothing was pushed yet.
+    """
+    state = running.state
+    verify = running.require_plan().config.weight_transfer.verify
+    try:
+        # may read a whole checkpoint
+        request = await asyncio.to_thread(published, state.weights(), verify=verify)
+    except WeightsGone as error:
+        sibling, reason = _sibling_of(replica, running), error.message
+        if sibling is None:
+            raise
+    else:
+        with in_use(request.checkpoint):
+            yield request
+        return
+    state.add_event(replica.name, f"taking its weights from {sibling.name}: {reason}")
+    async with AsyncExitStack() as stack:
+        try:
+            request = await stack.enter_async_context(_written_by(sibling, running))
+        except SkyctlError as error:
+            raise WeightsGone(f"{reason}, and {error.message}") from error
+        yield request
+
+
+def _sibling_of(replica: Replica, running: RunningFleet) -> Replica | None:
+    """A server on this machine that has the fleet's weights."""
+    doubts = in_doubt(running.state)
+    for sibling in running.replicas.values():
+        up = sibling is not replica and sibling.phase is Phase.UP and sibling.spec.node is None
+        row = sibling.row
+        whole = not row.quarantine and not row.sleep_level and sibling.name not in doubts
+        if up and whole and is_current(running.state, sibling):
+            return sibling
+    return None
+
+
+@asynccontextmanager
+async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[PushRequest]:
+    """A request with the weights that a sibling runs."""
+    state, plan, paths = running.state, running.require_plan(), running.paths
+    transfer = plan.config.weight_transfer
+    model = await asyncio.to_thread(running_model, plan.base)
+    server = engines.server(running.client, sibling.target, timeout_s=plan.config.control_timeout_s)
+    in_memory = paths.shared is None
+    try:
+        with staged(
+            paths.staging, needed_bytes=model.total_bytes, in_memory=in_memory
+        ) as directory:
+            await write_weights(
+                server,
+                model,
+                directory,
+                digest=sibling.row.weights_digest or "",
+                timeout_s=transfer.update_timeout_s,
+            )
+            yield PushRequest(
+                checkpoint=str(directory),
+                weight_version=state.weights().version,
+                verify=transfer.verify,
+                scan_nan=False,  # they were accepted when they were pushed
+                allow_config=(ALL_KEYS,),
+            )
+    finally:
+        await asyncio.to_thread(sweep, paths.staging, state.checkpoints())
+
+
+def _refuse_unlike(replica: Replica, running: RunningFleet, digest: str) -> None:
+    """Raise ServerError if a sibling that holds the model in the same way has other weights on
+    record."""
+    for sibling in running.replicas.values():
+        recorded = sibling.row.weights_digest or ""
+        if sibling is replica or not recorded or not is_current(running.state, sibling):
+            continue
+        if arrangement_of(recorded) == arrangement_of(digest) and recorded != digest:
+            raise ServerError(f"{replica.name} did not get the weights of {sibling.name}")
