@@ -7,9 +7,11 @@ rank 0         gather, plan ◄──┘ answer ─┘                          
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -116,7 +118,7 @@ class Trainer:
         fleet is frozen meanwhile, or for the end of it. The weights may change once this returns.
 
         Args:
-            version: label of the new weights, the same on every rank.
+            version: label of the new weights, the same on every rank; "" derives it from them.
             scan_nan: refuse NaN and infinity before anything is paused.
             keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these.
             transport: "live" has servers copy out of the ranks' GPUs; others are how they take the
@@ -136,7 +138,7 @@ class Trainer:
         request = PushRequest(
             checkpoint="",
             transport=transport,
-            weight_version=version,
+            weight_version=version or None,
             pause_mode=mode,
             verify=verify,
             scan_nan=False,  # the ranks do it
@@ -152,7 +154,8 @@ class Trainer:
             side = self._fleet_side
             if "partials" in bodies[0]:
                 numbers = await asyncio.to_thread(side.numbers, bodies)
-                result = await side.push_live(numbers, request, on_event, timeout_s)
+                labelled = replace(request, weight_version=version or _label_of(numbers))
+                result = await side.push_live(numbers, labelled, on_event, timeout_s)
             else:
                 path = Path(bodies[0]["path"])
                 result = await side.push(path, request, on_event, timeout_s)
@@ -346,6 +349,11 @@ class Trainer:
             else:
                 answers.append({"key": offered.key, "sums": offered.rows(rank), "plan": plan})
         return answers, offered
+
+
+def _label_of(numbers: Mapping[str, Mapping[str, int]]) -> str:
+    text = json.dumps(numbers, sort_keys=True)
+    return f"{LIVE}@{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def _refuse_not_finite(bodies: list[Body]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
+from skyctl.api.direct import is_direct, push_direct
 from skyctl.api.session import SessionHolder
 from skyctl.api.trainer import TrainerOptions
 from skyctl.api.trainer_opening import TrainerOpening
@@ -65,14 +66,16 @@ class WeightsFleet(SessionHolder):
         dtypes must be those of the Hugging Face checkpoint the servers run; sharded tensors are
         gathered by the caller (on one rank: `(name, tensor.full_tensor())`).
 
-        Tensors are taken one by one: copied to host memory, written to a private directory, and
-        pushed from there once all have been checked, so the servers keep running until then. That
-        costs one copy of each tensor off its device and one write, and the size of the model in
-        /dev/shm if it fits (twice that during the push), else on the disk of the state directory.
-        The fleet keeps them until other weights replace them or it goes down, because a replica
-        that restarts is given the same weights. The tensors may change again as soon as the
-        iterator has been read, and at the latest when this returns. Dead processes leave nothing:
-        what they wrote is swept by the fleet's next push, `up` or `down`.
+        Servers copy tensors on a GPU of their machine out of this process, as in a push by
+        `trainer`: no file has them then. Others are taken one by one: copied to host memory,
+        written to a private directory, and pushed from there once all have been checked, so the
+        servers keep running until then. That costs one copy of each tensor off its device and one
+        write, and the size of the model in /dev/shm if it fits (twice that during the push), else
+        on the disk of the state directory. The fleet keeps them until other weights replace them or
+        it goes down, because a replica that restarts is given the same weights. The tensors may
+        change again as soon as the iterator has been read, and at the latest when this returns.
+        Dead processes leave nothing: what they wrote is swept by the fleet's next push, `up` or
+        `down`.
 
         Args:
             weight_version: label of the new weights; derived from their digest when None.
@@ -131,11 +134,17 @@ class WeightsFleet(SessionHolder):
             if isinstance(source, str | PathLike):
                 request = replace(request, checkpoint=self._path(source))
                 job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
-            else:
-                job = await push_tensors(
-                    fleet, source, request, dtype=dtype, on_event=on_event, timeout_s=timeout_s
-                )
-        return push_result(job)
+                return push_result(job)
+            options: dict[str, Any] = {"dtype": dtype, "on_event": on_event, "timeout_s": timeout_s}
+            reason = ""
+            if is_direct(source, request):
+                result, reason = await push_direct(self, source, request, **options)
+                if result is not None:
+                    return result
+            result = push_result(await push_tensors(fleet, source, request, **options))
+            if reason:
+                result.notes.append(f"the tensors went through a file: {reason}")
+            return result
 
     def trainer(
         self,

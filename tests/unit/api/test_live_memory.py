@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from skyctl.api.live import FleetSide
+from skyctl.errors import PreflightError
 from skyctl.live.offer import Offer, Offered, planned
 from skyctl.push.request import PushResult
 from skyctl.service.attached import AttachedFleet
@@ -172,3 +173,31 @@ async def test_servers_that_cannot_copy_take_a_file(tmp_path: Path) -> None:
         outline = side.outline(live[0].plan())
         assert outline.way == "file"
         assert "servers cannot copy out of the trainer's memory" in outline.reason
+
+
+async def test_tensors_on_a_gpu_are_copied_without_a_file(tmp_path: Path, copying: Copying) -> None:
+    weights = state_dict(50)
+    async with attached(tmp_path, stubs(write_checkpoint(tmp_path / "base"))) as fleet:
+        result = await fleet.sync_weights(weights)
+        assert result.transport == "live" and result.version.startswith("live@")
+        assert copying.numbers == [expected([weights])]
+        assert (await fleet.sync_weights(weights)).version == result.version
+        weights["lm_head.weight"] += 1
+        assert (await fleet.sync_weights(weights)).version != result.version
+
+
+@pytest.mark.parametrize("transport", ["auto", "live"])
+async def test_tensors_that_servers_cannot_copy_go_through_a_file_with_a_note(
+    tmp_path: Path, copying: Copying, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    async def offer(*_: Any) -> Offered:
+        raise PreflightError("not proven yet")
+
+    monkeypatch.setattr(AttachedFleet, "offer", offer)
+    async with attached(tmp_path, stubs(write_checkpoint(tmp_path / "base"))) as fleet:
+        if transport == "live":
+            with pytest.raises(PreflightError, match="not proven yet"):
+                await fleet.sync_weights(state_dict(50), transport=transport)
+        else:
+            result = await fleet.sync_weights(state_dict(50))
+            assert result.transport != "live" and "not proven yet" in result.notes[-1]
