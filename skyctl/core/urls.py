@@ -36,8 +36,8 @@ SKYRL_ARGS = ("enable-scale-out",)
 _NOTES = {
     "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
     "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
-    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
-    "evaluate here, push with skyctl",
+    "prime-rl": "its weight updates (weight_broadcast.type = 'filesystem') want the fleet URL for "
+    "admin_base_url: write `trainer:` into the fleet file; or push with skyctl",
 }
 _TARGETS_MODE = 0o644  # Prometheus runs as another user, and the file holds no secret
 

@@ -2,6 +2,7 @@
 
     /get_world_size, /init_weight_transfer_engine, /start_weight_update,
     /update_weights, /finish_weight_update            one update (`supervisor/trainer_update.py`)
+    /update_weights with `weight_dir`                 a push of a checkpoint, for prime-rl
     /pause, /resume, /sleep, /wake_up, LoRA           the fleet's verbs
     /is_paused, /is_sleeping, /v1/version, …          read from all servers, or from the first
     inference                                         passed on to the router (`passing.py`)
@@ -27,6 +28,7 @@ from starlette.routing import Route
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import caller, hung_up
+from skyctl.core.job_result import push_result
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.engines.inside.guard import (
     TOKEN_VARIABLE,
@@ -47,6 +49,7 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.http.fanout import fan_out, require_all
+from skyctl.push.request import PushRequest
 from skyctl.states import PauseMode, Phase
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.supervisor.passing import Passing
@@ -54,6 +57,8 @@ from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.trainer_update import TrainerUpdate
 
 VERSION = "/v1/version"
+REPLACE_ADAPTER = "/load_lora_adapter"
+"""Of prime-rl: loads an adapter whether or not its name is served."""
 ROUTES = Routes(VLLM.key_variable, VLLM.data | {VERSION})
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _LONGEST_NAME = 200
@@ -99,6 +104,7 @@ class TrainerApi:
             "/sleep": self._sleep,
             "/wake_up": self._wake,
             "/v1/load_lora_adapter": self._load_adapter,
+            REPLACE_ADAPTER: self._load_adapter,
             "/v1/unload_lora_adapter": self._unload_adapter,
             **dict.fromkeys(_EVERYWHERE, self._everywhere),
         }
@@ -142,9 +148,23 @@ class TrainerApi:
         return JSONResponse({"message": "Weight update started", "job": job})
 
     async def _update_weights(self, request: Request) -> Response:
-        info = _required(await _body(request), "update_info", dict, list)
+        content = await _body(request)
+        if "weight_dir" in content:
+            return await self._push(content["weight_dir"])
+        info = _required(content, "update_info", dict, list)
         await self._update.update(info, request.is_disconnected)
         return JSONResponse({"message": "Weights updated"})
+
+    async def _push(self, directory: Any) -> Response:
+        """prime-rl's update: a checkpoint that its trainer has written, and removes later."""
+        if not isinstance(directory, str) or not directory.isprintable() or directory[:1] != "/":
+            raise UsageError(
+                "weight_dir: the path of a checkpoint",
+                hint='prime-rl: weight_broadcast.type = "filesystem"',
+            )
+        job = await self._fleet.start_push(PushRequest(directory, keep=True))
+        result = push_result(await self._fleet.wait_job(job))
+        return JSONResponse({"message": "Weights updated", "weight_version": result.version})
 
     async def _finish(self, request: Request) -> Response:
         version = (await _body(request)).get("weight_version")
@@ -217,7 +237,8 @@ class TrainerApi:
         name, path = _name(body.get("lora_name")), body.get("lora_path")
         if not isinstance(path, str) or not path.isprintable() or not path:
             raise UsageError("lora_path: a directory")
-        new = None if body.get("load_inplace") is True else True
+        inplace = body.get("load_inplace") is True or request.scope["path"] == REPLACE_ADAPTER
+        new = None if inplace else True
         change = await self._fleet.load_adapter(LoadAdapter(name=name, directory=path, new=new))
         served = change.adapter.served_as if change.adapter is not None else name
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully: {served}")

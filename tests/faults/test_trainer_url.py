@@ -236,6 +236,23 @@ def test_verbs_reach_every_server(fleet: Fleet) -> None:
     fleet.whole()
 
 
+def test_prime_rls_calls_push_a_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
+    """`prime_rl/utils/client.py` pauses, names a directory and resumes, whatever the answer is."""
+    written = write_checkpoint(tmp_path / "step_3", tiny_tensors(3))
+    (written / "NCCL_READY").touch()
+    before = {state["digest"] for state in fleet.states()}
+    for directory, status in (("/none", 404), ("step_3", 400), (None, 400), (str(written), 200)):
+        assert fleet.post("pause?mode=keep&clear_cache=false").status_code == 200
+        answer = fleet.post("update_weights", {"weight_dir": directory})
+        assert answer.status_code == status, answer.text
+        assert all(state["paused"] for state in fleet.states())
+        assert fleet.post("resume").status_code == 200
+        changed = {state["digest"] for state in fleet.whole()} != before
+        assert changed == (status == 200)
+    assert answer.json()["weight_version"].startswith("step_3@")
+    assert fleet.get("v1/version").json()["version"] == answer.json()["weight_version"]
+
+
 @pytest.mark.parametrize("fleet", ["all", "control"], indirect=True)
 def test_the_fleet_url_wants_the_fleets_keys(fleet: Fleet, request: pytest.FixtureRequest) -> None:
     token, fleet.token = fleet.token, ""

@@ -36,6 +36,7 @@ CONTROL: dict[str, Any] = {
     "/sleep": None,
     "/wake_up": None,
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/reset_prefix_cache": None,
     "/reset_encoder_cache": None,
@@ -236,6 +237,8 @@ class Client:
         right = CONTROL.get(path)
         if path == "/update_weights" and dice.random() < 0.5:
             right = body("update_weights", "", dice.randrange(9))
+        if path == "/update_weights" and dice.random() < 0.1:
+            right = {"weight_dir": "/none"}
         if path == "/finish_weight_update":
             right = {"weight_version": f"step-{dice.randrange(10**6)}"}
         kind = dice.random()
