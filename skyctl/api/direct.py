@@ -9,8 +9,8 @@ from skyctl.api.trainer import TrainerOptions, open_trainer
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.live.ranks import Hub
 from skyctl.push.request import PushRequest, PushResult
+from skyctl.states import LIVE
 from skyctl.store.journal import JobEvent
-from skyctl.store.state import LIVE
 
 if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder

@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import caller, hung_up
-from skyctl.core.job_result import push_result
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
+from skyctl.core.results import push_result
 from skyctl.engines.inside.guard import (
     TOKEN_VARIABLE,
     VLLM,
