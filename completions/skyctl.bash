@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout down status ls top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -106,6 +106,8 @@ _skyctl() {
                 --interval) true; return ;;
             esac
             _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help -q --quiet --no-color --debug" ;;
+        "ls")
+            _skyctl_words "--json -h --help -q --quiet --no-color --debug" ;;
         "top")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

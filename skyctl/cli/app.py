@@ -51,6 +51,7 @@ VERBS = [
     Verb("rollout", "rollout", "app", FLEET),
     Verb("down", "up", "down", FLEET),
     Verb("status", "status", "status", FLEET),
+    Verb("ls", "ls", "ls", FLEET),
     Verb("top", "top", "top", FLEET),
     Verb("wait", "wait", "wait", FLEET),
     Verb("logs", "logs", "logs", FLEET),

@@ -162,7 +162,7 @@ def remember(ref: FleetRef) -> None:
     ref.paths.prepare()
     kind = "attached" if ref.attached else "supervised"
     base_dir = str(ref.base_dir.resolve())  # links on the way to it may move while the fleet is up
-    origin = _origin(ref.paths) | {"base_dir": base_dir, "kind": kind}
+    origin = origin_of(ref.paths) | {"base_dir": base_dir, "kind": kind}
     if ref.file is not None:
         if ref.file.parent != ref.paths.directory:  # a kept one is not the user's
             origin["file"] = str(ref.file.absolute())
@@ -202,10 +202,10 @@ def kept_files(ref: FleetRef) -> list[FleetRef]:
 
 def base_dir_of(ref: FleetRef) -> Path:
     """What relative paths of the fleet file were relative to when the fleet came up."""
-    return Path(_origin(ref.paths).get("base_dir") or ref.base_dir)
+    return Path(origin_of(ref.paths).get("base_dir") or ref.base_dir)
 
 
-def _origin(paths: FleetPaths) -> dict[str, str]:
+def origin_of(paths: FleetPaths) -> dict[str, str]:
     """`file`, `base_dir` and `kind` of a remembered fleet; {} for another."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(paths.origin.read_bytes()))
@@ -219,7 +219,7 @@ def _copy(text: bytes, path: Path) -> None:
 
 def was_attached(paths: FleetPaths) -> bool:
     """Whether the fleet is remembered as one whose servers skyctl did not start."""
-    return _origin(paths).get("kind") == "attached"
+    return origin_of(paths).get("kind") == "attached"
 
 
 def refuse_another_file(ref: FleetRef) -> None:
@@ -231,7 +231,7 @@ def refuse_another_file(ref: FleetRef) -> None:
             still exists.
     """
     runs = supervisor_running(ref.paths)
-    origin = _origin(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
+    origin = origin_of(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
     before = Path(origin.get("file", ""))
     if ref.file is None or not before.is_file() or before.samefile(ref.file):
         return
@@ -326,7 +326,7 @@ def _up_from(file: Path) -> FleetRef | None:
         text = file.read_bytes()
         for name in known_fleets() if b"$" not in text else ():
             paths = fleet_paths(name)
-            origin = _origin(paths)
+            origin = origin_of(paths)
             if (origin.get("file"), origin.get("kind")) != (str(absolute), "supervised"):
                 continue
             if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
@@ -338,7 +338,7 @@ def _from_name(name: str) -> FleetRef:
     from skyctl.fleetfile.load import load_fleet
 
     paths = fleet_paths(name)
-    origin = _origin(paths)
+    origin = origin_of(paths)
     original, base_dir = origin.get("file"), origin.get("base_dir")
     if original is not None and Path(original).exists():
         try:

@@ -32,6 +32,7 @@ CALLS = [
     "validate",
     "plan",
     "up",
+    "ls",
     "status --exit-code",
     "status",
     "wait",
@@ -265,7 +266,7 @@ def test_every_command_about_a_fleet_takes_file_fleet_and_json() -> None:
         for function in functions:
             parameters = inspect.signature(function).parameters
             assert {"json", "as_json"} & set(parameters), verb.name
-            if verb.name not in ("init", "schema", "help"):
+            if verb.name not in ("init", "ls", "schema", "help"):
                 assert {"file", "fleet"} <= set(parameters), verb.name
 
 
