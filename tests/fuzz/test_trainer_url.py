@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from skyctl.core.service import Resume
+from skyctl.core.requests import Resume
 from skyctl.engines.inside.guard import VLLM, Application
 from skyctl.errors import SkyctlError
 from skyctl.supervisor.resident import Supervisor
