@@ -46,7 +46,6 @@ CHANGING = (
     "/update_weight_version",
 )
 """Requests that change a server."""
-GUARDED = VLLM.pauses | VLLM.thaws | VLLM.others
 
 Weights = dict[str, int]
 
@@ -89,7 +88,7 @@ class Guarded:
     def __init__(self, freeze: _Freeze, request: Request, reply: Reply) -> None:
         path, _, query = request.path.partition("?")
         headers = [(key.encode(), value.encode()) for key, value in request.headers.items()]
-        scope = {"path": path, "query_string": query.encode(), "headers": headers}
+        scope = {"type": "http", "path": path, "query_string": query.encode(), "headers": headers}
         self._reply = reply
         self._answer = (500, b"")
         self._way: Coroutine[Any, Any, None] = freeze.passing(
@@ -242,7 +241,7 @@ class Engine:
             reply(200, self._fact(path))
             return
         answer: Callable[[int, bytes], None] = reply
-        if self.guarded and path in GUARDED:
+        if self.guarded:
             answer = passing = Guarded(self._freeze, request, reply)
             if not passing.passes:
                 self._watch(self, f"refuses {path} of {caller}")
