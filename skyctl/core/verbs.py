@@ -78,13 +78,7 @@ async def run(
         meanwhile = number != before + 1 and isinstance(request, Pause | Resume)
         changes = {o.server: _changes(request, o, rows[o.server]) for o in outcomes if o.ok}
         if meanwhile:
-            # what another verb recorded meanwhile stays, unless the server says otherwise
-            now = {row.name: row.paused for row in state.servers()}
-            changes = {
-                name: change
-                for name, change in changes.items()
-                if now.get(name, False) == rows[name].paused
-            }
+            changes = _unless_recorded(changes, rows, state)
         _record(request, changes, outcomes, doubts, state)
         if called:
             state.add_event(*_event(request, [_held_back(outcome, behind) for outcome in outcomes]))
@@ -99,6 +93,18 @@ async def run(
         reported.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     )
+
+
+def _unless_recorded(
+    changes: Mapping[str, dict[str, Any]], rows: Mapping[str, ServerRow], state: FleetState
+) -> dict[str, dict[str, Any]]:
+    """The changes of servers whose pause no other verb has recorded meanwhile."""
+    now = {row.name: row.paused for row in state.servers()}
+    return {
+        name: change
+        for name, change in changes.items()
+        if now.get(name, False) == rows[name].paused
+    }
 
 
 def _record(
