@@ -38,6 +38,8 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     refused = fleet.json("restart", expect=4)
     assert "skyctl up" in refused["error"]["hint"]
 
+    assert fleet.json("ls")["data"]["fleets"] == []
+
     up = fleet.run("up")
     assert "stubs-0: ready" in up.stderr and "is ready after" in up.stderr
     assert "healthy" in up.stdout
@@ -46,6 +48,11 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     rows = fleet.replicas()
     assert {row["state"] for row in rows.values()} == {"ready"}
     assert all(row["routed"] for row in rows.values())
+
+    [listed] = fleet.json("ls")["data"]["fleets"]
+    assert (listed["name"], listed["state"], listed["servers"]) == ("stubs", "healthy", 2)
+    assert listed["supervisor_pid"] == fleet.json("status")["data"]["supervisor_pid"]
+    assert "healthy" in fleet.run("ls").stdout
 
     logs = fleet.run("logs", "-n", "5")
     assert "stubs-0    │ " in logs.stdout and "supervisor │ " in logs.stdout
@@ -78,6 +85,8 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     assert "stopped router, stubs-0" in down.stdout
     assert not psutil.pid_exists(row["pid"])
     assert "nothing was running" in fleet.run("down").stdout
+    [listed] = fleet.json("ls")["data"]["fleets"]
+    assert (listed["state"], listed["servers"]) == ("down", None)
 
 
 def test_a_taken_port_is_refused_before_anything_starts(fleet: StubFleet) -> None:

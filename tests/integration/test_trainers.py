@@ -174,7 +174,7 @@ def test_trls_client_generates_and_its_control_calls_reach_the_fleet(fleet: Trai
 
 
 def test_a_grpo_run_of_trl_raises_its_reward(fleet: Trained, tmp_path: Path) -> None:
-    """Its trainer, its client and its hook, untouched; then compared with a fresh server."""
+    """Its trainer, client and hook are untouched; the answers are those after a push of files."""
     pytest.importorskip("trl", reason="needs TRL")
     from tests.integration.grpo import train
 

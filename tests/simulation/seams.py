@@ -209,12 +209,13 @@ def _create_private_file(path: Path, flags: int = 0) -> int:
     return _OS.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
+_TASKS = f"asyncio.tasks.{'_all' if sys.version_info < (3, 12) else '_scheduled'}_tasks.add"
 SEAMS: dict[str, Any] = {
     "time.time": lambda: EPOCH + _now(),
     "time.monotonic": lambda: UPTIME + _now(),
     "time.perf_counter": lambda: UPTIME + _now(),
     "time.sleep": _sleep,
-    "asyncio.tasks._all_tasks.add": lambda task: None,  # nobody asks for all tasks of a loop
+    _TASKS: lambda task: None,  # the tasks of a loop are not asked for
     "skyctl.store.journal.own_identity": _own_identity,
     "skyctl.store.locks.os": _OS,
     "skyctl.store.owned.os": _OS,
