@@ -14,10 +14,9 @@ display it are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
-from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, overload
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core import verb_table
@@ -46,7 +45,7 @@ from skyctl.core.requests import (
     Wake,
     Withdraw,
 )
-from skyctl.core.verb_table import Q, R, Verb
+from skyctl.core.verb_table import Handlers, Q, R, Verb, by_verb, handle
 from skyctl.live.offer import Offer, Offered
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous, SendTarget
@@ -341,35 +340,6 @@ class FleetService:
     async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         """The ends of the logs, by name. Raises NotFoundError for an unknown name."""
         return await self._ask(verb_table.LOGS, request, dict[str, tuple[str, ...]])
-
-
-@dataclass(frozen=True)
-class Handler:
-    """What answers a verb."""
-
-    verb: Verb[Any, Any]
-    method: Callable[..., Awaitable[Any]]
-
-    async def answer(self, request: Any) -> Any:
-        """The result; a verb without a request takes None."""
-        return await (self.method() if self.verb.request is NoneType else self.method(request))
-
-
-Handlers = dict[Verb[Any, Any], Handler]
-
-
-@overload
-def handle(verb: Verb[None, R], method: Callable[[], Awaitable[R]]) -> Handler: ...
-@overload
-def handle(verb: Verb[Q, R], method: Callable[[Q], Awaitable[R]]) -> Handler: ...
-def handle(verb: Verb[Any, Any], method: Callable[..., Awaitable[Any]]) -> Handler:
-    """A handler whose method takes and returns what its verb has."""
-    return Handler(verb, method)
-
-
-def by_verb(*answering: Handler) -> Handlers:
-    """These handlers, by their verbs."""
-    return {handler.verb: handler for handler in answering}
 
 
 def handlers(fleet: FleetService) -> Handlers:

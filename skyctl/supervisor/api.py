@@ -23,8 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyctl.core.arbiter import caller, hung_up
-from skyctl.core.service import Handlers
-from skyctl.core.verb_table import Q, R, Verb
+from skyctl.core.verb_table import Handlers, Q, R, Verb
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
 from skyctl.supervisor.wire import (
     CALLER_HEADER,

@@ -9,9 +9,9 @@ from types import NoneType
 from typing import Final
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import FleetService, Handlers, by_verb, handle, handlers
+from skyctl.core.service import FleetService, handlers
 from skyctl.core.status import OperationKind
-from skyctl.core.verb_table import Verb
+from skyctl.core.verb_table import Handlers, Verb, by_verb, handle
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.reconcile import Preview
 from skyctl.supervisor.wire import adapter

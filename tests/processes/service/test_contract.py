@@ -199,5 +199,5 @@ def test_every_verb_has_a_handler_and_none_but_the_supervisors_own_takes_a_plan(
     fleet = SupervisorClient("f", Mock())
     listed = {verb for verb in vars(verb_table).values() if isinstance(verb, Verb)}
     assert set(handlers(fleet)) == listed
-    names = {"reconcile", "adopt", "undo"}
+    names = {"preview", "reconcile", "adopt", "undo"}
     assert {verb.name for verb in set(own_handlers(fleet)) - listed} == names
