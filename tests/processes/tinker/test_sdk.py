@@ -326,8 +326,8 @@ def test_a_training_checkpoint_is_downloaded_by_the_vendors_command(
     [adapter] = tmp_path.rglob("adapter_model.safetensors")
     assert json.loads((adapter.parent / "adapter_config.json").read_text())["r"] == 8
     rest = client.create_rest_client()
-    left = rest.list_user_checkpoints().result().checkpoints
-    assert not [c for c in left if c.checkpoint_type == "external"]
+    kept = rest.list_checkpoints(trainer.model_id).result().checkpoints
+    assert [checkpoint.tinker_path for checkpoint in kept] == [saved]
 
     external = trainer.save_weights_external("kept").result().path
     urls = rest.get_external_weights_urls(external).result().urls
