@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout down status ls top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -134,6 +134,14 @@ _skyctl() {
             if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -F --follow -n --lines --probes --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
+        "events")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --since) true; return ;;
+                -n|--lines) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet -F --follow --since -n --lines --json -h --help -q --quiet --no-color --debug" ;;
         "restart")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

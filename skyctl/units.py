@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 import time
+from datetime import datetime
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _LONGEST = 64  # in characters; keeps float() finite
+_AGE = re.compile(r"^(\d+(?:\.\d+)?)([smhd])$")
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -26,6 +29,21 @@ def parse_bytes(text: str | int) -> int:
     has_b = match.string.strip().lower().endswith("b")
     base = 1000 if (unit and has_b and not binary) else 1024
     return int(float(number) * base ** _POWERS[unit.lower()])
+
+
+def parse_moment(text: str) -> float:
+    """Seconds since the epoch, from a time before now (`90s`, `10m`, `2h`, `1d`) or an ISO 8601
+    time, which is local unless it says otherwise.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if (match := _AGE.match(text)) and len(text) <= _LONGEST:
+        return time.time() - float(match[1]) * _UNIT_S[match[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(f"{text!r} is no time; write it like 10m or 2026-01-31T18:00") from None
 
 
 def finite_or(text: str, default: float) -> float:

@@ -55,6 +55,7 @@ VERBS = [
     Verb("top", "top", "top", FLEET),
     Verb("wait", "wait", "wait", FLEET),
     Verb("logs", "logs", "logs", FLEET),
+    Verb("events", "events", "events", FLEET),
     Verb("restart", "replicas", "restart", FLEET),
     Verb("recover", "recover", "recover", FLEET),
     Verb("scale", "replicas", "scale", FLEET),
@@ -78,7 +79,7 @@ _ADVICE = {
     errno.EDQUOT: "free space where it is written",
     errno.ENAMETOOLONG: "give a shorter path",
 }
-_LOOKS = ("status", "top", "wait", "logs")
+_LOOKS = ("status", "top", "wait", "logs", "events")
 _registered: list[Verb] = []
 
 app = typer.Typer(

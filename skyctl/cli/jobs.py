@@ -11,14 +11,23 @@ from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import find
+from skyctl.errors import NotFoundError
 from skyctl.push.request import live_source
 from skyctl.units import format_ago
 
 if TYPE_CHECKING:
+    from skyctl.core.following import JobChanges
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
 
+LatestArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="ID", help="Job id (default: the newest).", autocompletion=complete.jobs
+    ),
+]
 JobArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Job id.", autocompletion=complete.jobs)
 ]
@@ -66,7 +75,7 @@ def jobs(
 @app.command()
 def show(
     context: typer.Context,
-    job_id: JobArgument,
+    job_id: LatestArgument = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     timeline: Annotated[
@@ -77,6 +86,7 @@ def show(
     """One job: what was asked, how far it came, how it ended, and when each stage ran.
 
     \b
+    skyctl jobs show
     skyctl jobs show push-3
     skyctl jobs show push-3 --timeline
     """
@@ -86,10 +96,10 @@ def show(
     from skyctl.core.results import job_error
     from skyctl.core.timeline import timeline as timeline_of
 
-    query = JobQuery(job_id)
-    changes = call_chosen_fleet(
-        *chosen(context, file, fleet), lambda running: running.job_changes(query)
-    )
+    async def newest_or_named(running: FleetService) -> JobChanges:
+        return await running.job_changes(JobQuery(job_id or await _newest(running)))
+
+    changes = call_chosen_fleet(*chosen(context, file, fleet), newest_or_named)
     job, drawn = changes.job, timeline_of(changes.events)
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
     if timeline:
@@ -138,6 +148,13 @@ def wait(
             return await follow_job(running, job_id, timeout_s=timeout)
 
     emit_job(run_following(follow(), lambda: f"{job_id} goes on: skyctl jobs wait {job_id}"))
+
+
+async def _newest(running: FleetService) -> str:
+    listed_jobs = await running.jobs()
+    if not listed_jobs:
+        raise NotFoundError("there are no jobs yet", hint="push weights: skyctl sync-weights CKPT")
+    return listed_jobs[0].id
 
 
 def _percent(job: Job) -> str | None:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from skyctl import output
+from skyctl.cli.events import event_lines
 from skyctl.cli.fleet_view import ROUTED, headline, reason_lines
 from skyctl.units import format_bytes, format_seconds
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
         RouterSample,
         TinkerSample,
     )
-    from skyctl.store.state import Event
 
 _LONGEST_VERSION = 24
 _GAP = 2  # blanks between columns
@@ -48,7 +48,7 @@ def once_view(sample: FleetSample) -> RenderableType:
     if sample.replicas:
         parts += [Text(), *_table(sample, None, len(sample.replicas)), *_below(sample, None)]
     if sample.events:
-        parts += [Text(), *_event_lines(sample.events[-5:])]
+        parts += [Text(), *event_lines(sample.events[-5:])]
     return Group(*parts)
 
 
@@ -64,7 +64,7 @@ def screen_view(sample: FleetSample, failure: str, width: int, height: int) -> R
     body = [*_table(sample, width, max(1, room)), *below]
     events_room = height - 4 - len(body) - 1
     if sample.events and events_room > 0:
-        body += [Text(), *_event_lines(sample.events[-events_room:])]
+        body += [Text(), *event_lines(sample.events[-events_room:])]
     return _page([head, Text()], body, _foot(failure, width), height)
 
 
@@ -238,18 +238,6 @@ def _job_line(job: JobSample) -> RenderableType:
     text = f"{job.id} {job.stage}" + (f"  {size}" if job.total_bytes else "")
     text += f"  {format_seconds(job.running_s)}  {job.checkpoint}"
     return output.progress_line(job.done_bytes, job.total_bytes or 1, text)
-
-
-def _event_lines(events: Sequence[Event]) -> list[Text]:
-    width = max(len(event.subject) for event in events)
-    return [
-        Text.assemble(
-            (time.strftime("%H:%M:%S  ", time.localtime(event.at)), "dim"),
-            (f"{event.subject:<{width}}  ", "cyan"),
-            " ".join(event.message.split()),
-        )
-        for event in events
-    ]
 
 
 def _text(cell: Any) -> Text:

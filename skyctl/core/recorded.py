@@ -58,7 +58,7 @@ class RecordedFleet(FleetService):
         return await job_changes(self.state, request.job, request.after, wait_s=wait_s)
 
     async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
-        return tuple(self.state.events(request.limit))
+        return tuple(self.state.events(request.limit, after=request.after, since=request.since))
 
     async def weights(self) -> WeightsState:
         return WeightsState(tuple(self.state.servers()), tuple(self.state.journal.pushes()))

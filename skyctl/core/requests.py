@@ -145,9 +145,13 @@ class Withdraw:
 
 @dataclass(frozen=True)
 class EventQuery:
-    """The latest lines of the fleet's history."""
+    """The latest `limit` lines of the fleet's history: of those with a `sequence` above `after`,
+    and not older than `since` (seconds since the epoch).
+    """
 
     limit: int = 100
+    after: int = 0
+    since: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,14 @@ class FleetWeights:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of the fleet's history (`at` in seconds since the epoch)."""
+    """One line of the fleet's history (`at` in seconds since the epoch); later ones have larger
+    numbers.
+    """
 
     at: float
     subject: str
     message: str
+    sequence: int
 
 
 class FleetState(Database):
@@ -324,11 +327,13 @@ class FleetState(Database):
         if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
             prune_events(self)
 
-    def events(self, limit: int = 100) -> list[Event]:
-        """The latest events, oldest first."""
+    def events(self, limit: int = 100, *, after: int = 0, since: float = 0.0) -> list[Event]:
+        """The latest events, oldest first: numbered above `after`, and not older than `since`."""
         rows = self.rows(
-            "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
-        )
+            "SELECT at, subject, message, sequence FROM events WHERE sequence > ? AND at >= ? "
+            "ORDER BY sequence DESC LIMIT ?",
+            after, since, limit,
+        )  # fmt: skip
         return [Event(*row) for row in reversed(rows)]
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,27 @@ def fleet(tmp_path: Path) -> Iterator[StubFleet]:
     if (tmp_path / "home").exists():
         fleet.write()  # in case the test broke the file
         fleet.run("down", "--drain-timeout", "0")
+
+
+def test_events_are_shown_since_a_time_and_followed(fleet: StubFleet) -> None:
+    assert fleet.run("events").stdout == "no events yet\n"
+    fleet.run("up")
+    assert "there are no jobs yet" in fleet.run("jobs", "show", expect=4).stderr
+    assert fleet.run("events").stdout.splitlines()[-1].endswith("fleet    up: done")
+    following = fleet.start("events", "--follow", "-n", "1")
+    assert following.stdout is not None and following.stdout.readline().endswith("up: done\n")
+    began = time.time()
+    fleet.run("pause")
+    assert following.stdout.readline().endswith("fleet  pause (mode abort): 2 of 2 servers\n")
+    following.send_signal(signal.SIGINT)
+    assert following.wait(20) == 0
+    [pause] = fleet.json("events", "--since", datetime.fromtimestamp(began).isoformat())["data"][
+        "events"
+    ]
+    assert (pause["subject"], pause["at"] >= began) == ("fleet", True)
+    every = fleet.json("events", "--since", "10m")["data"]["events"]
+    assert every[-1] == pause and len(every) > 2
+    assert "--since: 'soon' is no time" in fleet.run("events", "--since", "soon", expect=2).stderr
 
 
 def test_the_life_of_a_fleet(fleet: StubFleet) -> None:

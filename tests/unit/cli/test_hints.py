@@ -175,7 +175,7 @@ def test_every_option_that_is_named_exists(root: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("jobs show --json", "Missing argument 'ID'"),
+        ("jobs wait --json", "Missing argument 'ID'"),
         ("scale", "Missing argument 'N'"),
         ("resme", "No such command 'resme'"),
         ("status shows how it left them", "unexpected extra argument"),

@@ -45,7 +45,7 @@ class ToldFleet(FleetService):
         return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
 
     async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
-        return (Event(0.0, "tiny-0", "started"),)
+        return (Event(0.0, "tiny-0", "started", 1),)
 
     async def job(self, job_id: str) -> Job:
         assert self._job is not None and self._job.id == job_id
@@ -85,6 +85,6 @@ def fleet_sample(*replicas: ReplicaSample, **fields: Any) -> FleetSample:
         "router": RouterSample("ready", 2, 10, 1, 0, 4.0, 0.5, 2.0, 80 * 1024**2),
         "tinker": TinkerSample("ready", 130.0, 2 * 1024**3),
         "job": JobSample("push-3", "update", 512 * 1024**2, 1024**3, "runs/step-200", 1.5),
-        "events": (Event(0.0, "tiny-0", "started"), Event(1.0, "fleet", "up: done")),
+        "events": (Event(0.0, "tiny-0", "started", 1), Event(1.0, "fleet", "up: done", 2)),
     }
     return FleetSample(replicas=replicas, **{**defaults, **fields})

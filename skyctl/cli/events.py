@@ -1,0 +1,98 @@
+"""`skyctl events`: the history of a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from skyctl import output
+from skyctl.cli.fleet_calls import call_chosen_fleet
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.core.requests import EventQuery
+from skyctl.errors import UsageError
+from skyctl.units import parse_moment
+
+if TYPE_CHECKING:
+    from skyctl.service import FleetService
+    from skyctl.store.state import Event
+
+_POLL_S = 0.5
+_ALL = 1_000_000
+
+
+def events(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    follow: Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")] = False,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="From then on: 90s, 10m, 2h or 1d ago, or an ISO 8601 time."
+        ),
+    ] = None,
+    lines: Annotated[
+        int | None,
+        typer.Option("-n", "--lines", min=0, help="The latest lines (default: 100, or --since)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what happened in the fleet, newest last: starts, deaths, pauses, pushes, repairs.
+
+    \b
+    Examples:
+      skyctl events
+      skyctl events --since 10m
+      skyctl events --since 2026-01-31T18:00 --json | jq -r '.data.events[].message'
+      skyctl events --follow
+    """
+    if follow and as_json:
+        raise UsageError("--follow and --json do not go together")
+    limit = lines if lines is not None else _ALL if since else 100
+    query = EventQuery(limit, since=_moment(since) if since else 0.0)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way out
+            call_chosen_fleet(file, fleet, lambda running: _follow(running, query))
+        return
+    listed = call_chosen_fleet(file, fleet, lambda running: running.events(query))
+    views = event_lines(listed, dated=True) or [
+        Text("no events since then" if since else "no events yet")
+    ]
+    output.emit({"events": [asdict(event) for event in listed]}, *views)
+
+
+def event_lines(events: Sequence[Event], *, dated: bool = False) -> list[Text]:
+    """One line each: when, whose, and what happened."""
+    when = "%Y-%m-%d %H:%M:%S  " if dated else "%H:%M:%S  "
+    width = max((len(event.subject) for event in events), default=0)
+    return [
+        Text.assemble(
+            (time.strftime(when, time.localtime(event.at)), "dim"),
+            (f"{event.subject:<{width}}  ", "cyan"),
+            " ".join(event.message.split()),
+        )
+        for event in events
+    ]
+
+
+def _moment(text: str) -> float:
+    try:
+        return parse_moment(text)
+    except ValueError as error:
+        raise UsageError(f"--since: {error}") from error
+
+
+async def _follow(running: FleetService, query: EventQuery) -> None:
+    """Print the events, then each new one; never returns."""
+    while True:
+        if listed := await running.events(query):
+            query = EventQuery(_ALL, listed[-1].sequence)
+            for line in event_lines(listed, dated=True):
+                output.out.print(line, soft_wrap=True)
+        await asyncio.sleep(_POLL_S)
