@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from skyctl.core.findings import Finding
-    from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus
+    from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, TinkerStatus
 
 _HEALTH = {
     Health.HEALTHY: "green",
@@ -43,12 +43,22 @@ def status_view(status: FleetStatus) -> RenderableType:
     parts: list[RenderableType] = [headline(status)]
     if status.replicas:
         parts += [Text(), _table(status)]
+    if (tinker := status.tinker) is not None and tinker.worker_pid is not None:
+        parts += [Text(), _training_line(tinker)]
     if status.reasons or status.unapplied:
         parts.append(Text())
     if status.unapplied:
         line = Text.assemble(("· ", "cyan"), "the fleet file has changes that are not applied")
         parts.append(_advised(line, "skyctl plan"))
     return Group(*parts, *reason_lines(status), *restart_lines(status))
+
+
+def _training_line(tinker: TinkerStatus) -> Text:
+    models = "1 model" if tinker.models == 1 else f"{tinker.models} models"
+    facts = f"tinker trains in process {tinker.worker_pid} on {tinker.device}: {models}"
+    if tinker.operation is not None:
+        facts += f", {tinker.operation} for {format_seconds(tinker.operation_s or 0.0)}"
+    return Text(facts, "dim")
 
 
 def restart_lines(status: FleetStatus) -> list[Text]:

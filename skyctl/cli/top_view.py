@@ -230,6 +230,8 @@ def _tinker_line(tinker: TinkerSample) -> Text:
         line.append(f"   {_cpu(tinker.cpu_percent)} CPU", "dim")
     if tinker.rss_bytes is not None:
         line.append(f"   {format_bytes(tinker.rss_bytes)}", "dim")
+    if tinker.operation is not None:
+        line.append(f"   {tinker.operation} for {format_seconds(tinker.operation_s or 0.0)}")
     return line
 
 

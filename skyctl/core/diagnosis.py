@@ -135,6 +135,9 @@ def _processes(
             hint = "skyctl doctor" if unreachable else f"skyctl logs {name}"
             hint = "" if front.state.in_transition else hint
             yield _not_ready(name, front, front.reason, hint, operation)
+    if tinker is not None and tinker.state is ReplicaState.READY and tinker.reason:
+        detail = f"reports: {tinker.reason}"
+        yield Finding("tinker", Condition.FAILED, detail, hint="skyctl logs tinker")
 
 
 def _not_ready(

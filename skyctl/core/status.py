@@ -131,6 +131,22 @@ class RouterStatus(FrontStatus):
     workers: int | None = None
 
 
+@dataclass(frozen=True)
+class TinkerStatus(FrontStatus):
+    """The Tinker API, with its training process."""
+
+    worker_pid: int | None = None
+    """Of the training process; None while there is none."""
+    device: str | None = None
+    """Where it computes."""
+    models: int | None = None
+    """How many models it holds."""
+    operation: str | None = None
+    """What it does now; None: nothing."""
+    operation_s: float | None = None
+    """For how long it has been doing that."""
+
+
 class OperationKind(StrEnum):
     """What a supervisor does to its processes, one at a time."""
 
@@ -214,7 +230,7 @@ class FleetStatus:
     """How far a rolling push is; None without one."""
     adapters: tuple[str, ...] = ()
     """Those it serves, as `name@version`."""
-    tinker: FrontStatus | None = None
+    tinker: TinkerStatus | None = None
     """The Tinker API; None where there is none."""
     base: str | None = None
     """What servers are started with: a directory, or `ORG/NAME@COMMIT`."""

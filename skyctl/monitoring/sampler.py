@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from skyctl import engines
 from skyctl.core.requests import EventQuery, StatusQuery
-from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus, TinkerStatus
 from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
@@ -129,7 +129,7 @@ class Sampler:
             status=status,
             replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
             router=self._router(status.router, router_metrics, trees, at),
-            tinker=TinkerSample(tinker.state, **_usage(tinker, trees)) if tinker else None,
+            tinker=_tinker_sample(tinker, trees) if tinker else None,
             job=await self._job(status),
             events=tuple(await self._fleet.events(EventQuery(EVENTS))),
         )
@@ -236,6 +236,16 @@ class Sampler:
             checkpoint=str(job.request.get("checkpoint", "")),
             running_s=max(0.0, time.time() - job.created_at),
         )
+
+
+def _tinker_sample(tinker: TinkerStatus, trees: Mapping[int, TreeUsage]) -> TinkerSample:
+    return TinkerSample(
+        tinker.state,
+        **_usage(tinker, trees),
+        models=tinker.models,
+        operation=tinker.operation,
+        operation_s=tinker.operation_s,
+    )
 
 
 def _usage(process: ReplicaStatus | FrontStatus, trees: Mapping[int, TreeUsage]) -> dict[str, Any]:

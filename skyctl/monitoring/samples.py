@@ -82,8 +82,17 @@ class TinkerSample:
     """The Tinker API with its training process; None where unknown."""
 
     state: str
+    """What the API does now."""
     cpu_percent: float | None
+    """100 per busy core of its process tree."""
     rss_bytes: int | None
+    """Memory of its process tree."""
+    models: int | None = None
+    """How many models the training process holds."""
+    operation: str | None = None
+    """What the training process does now."""
+    operation_s: float | None = None
+    """For how long it has been doing that."""
 
 
 @dataclass(frozen=True)

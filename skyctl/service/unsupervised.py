@@ -19,6 +19,7 @@ from skyctl.core.status import (
     Health,
     ReplicaStatus,
     RouterStatus,
+    TinkerStatus,
 )
 from skyctl.core.urls import access, control_token
 from skyctl.http.client import ControlClient
@@ -74,7 +75,7 @@ class UnsupervisedFleet(RecordedFleet):
             health=Health.DEGRADED if running else Health.DOWN,
             replicas=replicas if running else (),
             router=_front(RouterStatus, fronts.get("router")) if running else None,
-            tinker=_front(FrontStatus, fronts.get("tinker")) if running else None,
+            tinker=_front(TinkerStatus, fronts.get("tinker")) if running else None,
             reasons=reasons,
             supervised=False,
             weight_version=state.weights().version,

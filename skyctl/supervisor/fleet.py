@@ -20,10 +20,10 @@ from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import (
     FleetStatus,
-    FrontStatus,
     Operation,
     ReplicaStatus,
     RouterStatus,
+    TinkerStatus,
 )
 from skyctl.engines.base import Server, ServerMetrics
 from skyctl.engines.logs import latest_message, tail, this_run
@@ -235,7 +235,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     )
 
 
-def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, FrontStatus | None]:
+def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, TinkerStatus | None]:
     """Of the router and of the Tinker API; None where there is none."""
     router = tinker = None
     if running.router is not None:
@@ -245,7 +245,7 @@ def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, FrontSt
             workers=len(running.router.workers),
         )
     if running.tinker is not None:
-        tinker = FrontStatus(**_front_row(running.tinker))
+        tinker = TinkerStatus(**_front_row(running.tinker), **running.tinker.training)
     return router, tinker
 
 

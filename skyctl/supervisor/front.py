@@ -10,6 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from skyctl.core.plan import FrontSpec
 from skyctl.errors import SkyctlError
@@ -22,6 +23,7 @@ from skyctl.units import format_seconds
 READY_TIMEOUT_S = 60.0
 FRONT_TIMEOUT_S = 10.0
 ASK_INTERVAL_S = 5.0
+_TRAINING = ("worker_pid", "device", "models", "operation", "operation_s")
 
 
 @dataclass(kw_only=True)
@@ -136,10 +138,25 @@ class TinkerChild(Front):
 
     role = "tinker"
 
+    def __init__(self, spec: FrontSpec, context: FrontContext) -> None:
+        super().__init__(spec, context)
+        self._worker: Mapping[str, Any] = {}  # what the API reports of its training process
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """What `status` shows of the training process; nothing while the API is not ready."""
+        worker = self._worker if self.state is ReplicaState.READY else {}
+        return {name: worker.get(name) for name in _TRAINING}
+
     async def _first_answer(self) -> None:
         target = ServerTarget(self.name, self.spec.url)
-        await self._context.client.call(target, "GET", "/api/v1/healthz", timeout_s=FRONT_TIMEOUT_S)
+        answer = await self._context.client.call(
+            target, "GET", "/api/v1/healthz", timeout_s=FRONT_TIMEOUT_S
+        )
+        self._worker = answer.get("worker") or {} if isinstance(answer, dict) else {}
 
     async def _tend(self) -> None:
         await self._first_answer()
         self._heard = True
+        if fault := self._worker.get("fault"):
+            raise SkyctlError(fault)

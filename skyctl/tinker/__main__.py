@@ -75,6 +75,7 @@ async def serve(
     sampling = Sampling(ledger, servers, worker, bell)
     keep = Keep(settings.keep_runs_s, settings.keep_samplers, settings.keep_samplers_s)
     api = Api(settings, key, ledger, worker, training, sampling, bell, servers.context)
+    starting = asyncio.create_task(worker.start())  # its faults show before a client needs it
     try:
         await training.load()
         await sampling.load()
@@ -91,6 +92,8 @@ async def serve(
         for task in done:
             task.result()
     finally:
+        starting.cancel()
+        await asyncio.wait({starting})
         await sampling.stop()
         await worker.stop()
         ledger.close()

@@ -108,7 +108,7 @@ class Api:
             "GET,POST,PUT,DELETE {anything:path}": refusal(HOSTED, 404),
         }
         routes = [
-            Route("/api/v1/healthz", _healthz),
+            Route("/api/v1/healthz", self._healthz),
             Route(f"/api/v1/{ROUTE}", external.download),
         ]
         for name, handle in handlers.items():
@@ -141,6 +141,10 @@ class Api:
                 raise HTTPException(503, error.message) from error
 
         return guarded
+
+    async def _healthz(self, request: Request) -> Response:
+        worker = {**self.worker.report(), "models": self.training.open_models}
+        return JSONResponse({"status": "ok", "worker": worker})
 
     async def _client_config(self, request: Request) -> Answer:
         return {"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True}
@@ -246,10 +250,6 @@ class Api:
         path = checkpoint_path(request)
         row = await self.ledger.run(lambda c: records.checkpoint(c, path))
         await self.sampling.delete(row)
-
-
-async def _healthz(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -73,6 +73,12 @@ class Training:
         self._runs, self._turns = self._models.runs, self._models.turns
         self._woken = asyncio.Event()
 
+    @property
+    def open_models(self) -> int:
+        """How many models the worker holds."""
+        life = self._worker.life if self._worker.pid is not None else 0
+        return sum(0 < life == run.tried for run in self._runs.values())
+
     async def load(self) -> None:
         """Load what an earlier process left to do; remove what it wrote and did not record."""
         for row in await self._ledger.rows(

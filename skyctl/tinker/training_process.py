@@ -10,12 +10,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import psutil
 
 from skyctl.tinker import worker_messages
 
 START_TIMEOUT_S = 900.0
+HUNG_AFTER_S = 60.0
+_SHOWN = {"go_on": "forward_backward"}
+"""What `status` calls an operation, where that is not its name."""
 
 
 class WorkerDied(Exception):
@@ -63,6 +69,43 @@ class Worker:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
         self._failures = 0
+        self._fault = ""  # why the latest start failed
+        self._operation: tuple[str, float] | None = None
+        self._progress: tuple[Any, float] = None, 0.0  # CPU time used, and since when
+
+    def report(self) -> dict[str, Any]:
+        """What `status` shows of it."""
+        operation, began = self._operation or (None, 0.0)
+        return {
+            "worker_pid": self.pid,
+            "device": self.settings.device,
+            "operation": operation,
+            "operation_s": None if operation is None else time.monotonic() - began,
+            "fault": self._fault or self._hung(),
+        }
+
+    def _hung(self) -> str:
+        """That it has used no CPU for so long that it cannot be at work, or "". On a GPU, waiting
+        for a kernel uses CPU.
+        """
+        if self._process is None or self._operation is None:
+            return ""
+        (operation, began), pid = self._operation, self._process.pid
+        try:
+            used = psutil.Process(pid).cpu_times()
+        except psutil.Error:  # it has just ended
+            return ""
+        if used != self._progress[0] or began > self._progress[1]:
+            self._progress = used, time.monotonic()
+        idle_s = time.monotonic() - self._progress[1]
+        if idle_s < HUNG_AFTER_S:
+            return ""
+        return f"the training worker (pid {pid}) has done nothing for {idle_s:.0f} s of {operation}"
+
+    async def start(self) -> None:
+        """Start it before a request needs it. Whether it did is in `report`."""
+        with contextlib.suppress(WorkerDied):
+            await self.ensure()
 
     @property
     def pid(self) -> int | None:
@@ -79,7 +122,8 @@ class Worker:
         async with self._turn:
             if self._streams is None:
                 await asyncio.sleep(min(2.0**self._failures - 1, 30.0))
-                await self._start()
+                with self._noted("start"):
+                    await self._start()
             return self.life
 
     async def call(
@@ -104,16 +148,25 @@ class Worker:
                 raise WorkerDied("another worker lives now")
             reader, writer = self._streams
             try:
-                async with asyncio.timeout(self.settings.timeout_s):
-                    writer.write(worker_messages.pack(header, body))
-                    await writer.drain()
-                    answer, content = await worker_messages.read_async(reader)
+                with self._noted(_SHOWN.get(header["do"], header["do"])):
+                    async with asyncio.timeout(self.settings.timeout_s):
+                        writer.write(worker_messages.pack(header, body))
+                        await writer.drain()
+                        answer, content = await worker_messages.read_async(reader)
             except (OSError, EOFError, TimeoutError) as error:
                 await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
         if "error" in answer:
             raise Refused(answer["error"], answer["category"])
         return answer, content
+
+    @contextlib.contextmanager
+    def _noted(self, operation: str) -> Iterator[None]:
+        self._operation = (operation, time.monotonic())
+        try:
+            yield
+        finally:
+            self._operation = None
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -140,11 +193,12 @@ class Worker:
             self._failures += 1
             if isinstance(error, OSError | EOFError | TimeoutError):
                 took = time.monotonic() - began
-                raise WorkerDied(
+                self._fault = (
                     f"the training worker did not start ({took:.0f} s); its output has the reason"
-                ) from error
+                )
+                raise WorkerDied(self._fault) from error
             raise
-        self._failures = 0
+        self._failures, self._fault = 0, ""
         self.life += 1
 
     async def stop(self) -> None:

@@ -39,7 +39,7 @@ def tinker(fleet: StubFleet) -> dict[str, Any]:
 
 def healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/api/v1/healthz").json() == {"status": "ok"}
+        return httpx.get(f"{url}/api/v1/healthz").json()["status"] == "ok"
     except httpx.TransportError:
         return False
 
@@ -79,6 +79,26 @@ def test_an_api_that_is_killed_is_back_at_its_address_and_down_ends_it(fleet: St
     assert gone(second["pid"]) and not healthy(url)
     assert "tinker" in fleet.json("logs", "tinker")["data"]["logs"]
     assert key_file.read_text() == key
+
+
+def test_a_base_that_cannot_be_trained_is_shown_before_a_client_asks(fleet: StubFleet) -> None:
+    write(fleet)
+    fleet.json("up")
+    deadline = time.monotonic() + 60
+    while not (row := tinker(fleet))["reason"]:
+        assert time.monotonic() < deadline, row
+        time.sleep(0.1)
+    assert "the training worker did not start" in row["reason"]
+    assert (row["state"], row["worker_pid"], row["models"], row["device"]) == (
+        "ready",
+        None,
+        0,
+        "cpu",
+    )
+    status = fleet.json("status")["data"]
+    [reason] = status["reasons"]
+    assert status["health"] == "degraded" and reason["hint"] == "skyctl logs tinker"
+    assert reason["message"].startswith("the Tinker API reports: the training worker did not")
 
 
 def test_an_api_outlives_its_supervisor_and_another_address_restarts_it_alone(

@@ -107,7 +107,7 @@ class ServingProcess:
         deadline = time.monotonic() + 60
         while True:
             try:
-                assert self.get("healthz") == {"status": "ok"}
+                assert self.get("healthz")["status"] == "ok"
                 return
             except httpx.TransportError:
                 assert self.process.poll() is None, (self.directory / "log").read_text()
@@ -150,6 +150,7 @@ class ForkedWorker:
 
     def __init__(self, pid: int) -> None:
         self.pid, self._ended = pid, os.pidfd_open(pid)
+        self.returncode: int | None = None
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -160,7 +161,9 @@ class ForkedWorker:
         await ended.wait()
         loop.remove_reader(self._ended)
         os.close(self._ended)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222 - it ended
+        status = os.waitpid(self.pid, 0)[1]  # noqa: ASYNC222 - it ended
+        self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
 
 
 async def fork_worker(*words: str, pass_fds: list[int], **streams: int) -> ForkedWorker:

@@ -77,6 +77,13 @@ def test_training_lowers_the_loss_and_resumes_to_the_bit(client: Any, trainer: A
     trainer.save_state("six", overwrite=True).result()
 
 
+def test_the_process_that_trains_is_shown(serving: ServingProcess, trainer: Any) -> None:
+    step(trainer)
+    worker = serving.get("healthz")["worker"]
+    assert (worker["worker_pid"], worker["device"]) == (serving.worker_pid(), "cpu")
+    assert worker["fault"] == "" and worker["models"] > 0
+
+
 def test_a_model_of_rank_0_is_trained_and_sampled_as_a_whole(
     serving: ServingProcess, client: Any
 ) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from skyctl import output
 from skyctl.cli.fleet_view import OperationView, status_view
-from skyctl.core.status import FleetStatus, Health, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, Health, ReplicaStatus, RouterStatus, TinkerStatus
 from skyctl.states import ReplicaState
 
 NAMES = ("policy-qwen3-0", "policy-qwen3-1")
@@ -55,6 +56,17 @@ def test_a_status_has_whole_names_states_and_versions(width: int) -> None:
     for line, name, state in zip(table[1:], NAMES, ("ready", "quarantined"), strict=False):
         assert line.startswith(name) and state in line.split() and VERSION in line
     assert ("MEMORY" in table[0]) == (width == 120)
+
+
+def test_a_status_says_what_is_trained_where_there_is_a_training_process() -> None:
+    api = TinkerStatus(ReplicaState.READY, "http://127.0.0.1:8200", device="cuda:7", models=1)
+    without = shown(status_view(replace(status(), tinker=api)), width=120)
+    idle = replace(api, worker_pid=77)
+    lines = shown(status_view(replace(status(), tinker=idle)), width=120)
+    assert lines == [*without, "", "tinker trains in process 77 on cuda:7: 1 model"]
+    busy = replace(idle, models=3, operation="optim_step", operation_s=75.0)
+    *_, line = shown(status_view(replace(status(), tinker=busy)), width=120)
+    assert line == "tinker trains in process 77 on cuda:7: 3 models, optim_step for 1m15s"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

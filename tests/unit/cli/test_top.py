@@ -46,6 +46,7 @@ def test_rates_are_summed_over_the_fleet_and_the_rest_is_named() -> None:
     text = "\n".join(drawn(once_view(sample())))
     assert "680" in text  # two times 340 tokens/s
     assert "4.0 requests/s" in text and "0.5 errors/s" in text
+    assert "tinker  ready   130% CPU   2.0 GiB   optim_step for 1m15s" in text
     assert "push-3 update  512.0 MiB of 1.0 GiB" in text
     assert "up: done" in text
 

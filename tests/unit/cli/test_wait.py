@@ -11,11 +11,11 @@ from skyctl.cli import wait as waiting
 from skyctl.cli.wait import Condition, wait_for
 from skyctl.core.status import (
     FleetStatus,
-    FrontStatus,
     Operation,
     OperationKind,
     ReplicaStatus,
     RouterStatus,
+    TinkerStatus,
 )
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 from skyctl.states import ReplicaState
@@ -30,7 +30,7 @@ def status(*replicas: ReplicaStatus, router: str = "ready", tinker: str = "ready
     if not replicas:
         return FleetStatus("tiny", "down", (), None)
     made = RouterStatus(ReplicaState(router), "http://h:2")
-    api = FrontStatus(ReplicaState(tinker), "http://h:3")
+    api = TinkerStatus(ReplicaState(tinker), "http://h:3")
     return FleetStatus("tiny", "healthy", replicas, made, tinker=api)
 
 

@@ -96,6 +96,14 @@ def test_users_reach_no_server_without_the_router(front: FrontStatus, health: He
     assert verdict == health
 
 
+def test_a_tinker_api_that_cannot_train_is_a_fault_and_keeps_no_user_out() -> None:
+    api = FrontStatus(ReplicaState.READY, "http://h:8", reason="the training worker did not start")
+    verdict, (reason,) = assess(replicas("ready"), ROUTER, api)
+    assert (verdict, reason.fault) == (Health.DEGRADED, True)
+    assert reason.message == "the Tinker API reports: the training worker did not start"
+    assert assess(replicas("ready"), ROUTER, FrontStatus(ReplicaState.READY, "http://h:8"))[1] == ()
+
+
 def test_a_server_that_died_is_no_ordinary_start() -> None:
     verdict, (reason,) = assess(replicas("starting", **DIED), ROUTER)
     assert verdict == Health.UNAVAILABLE

@@ -83,7 +83,7 @@ def fleet_sample(*replicas: ReplicaSample, **fields: Any) -> FleetSample:
         "took_s": 0.01,
         "status": status(),
         "router": RouterSample("ready", 2, 10, 1, 0, 4.0, 0.5, 2.0, 80 * 1024**2),
-        "tinker": TinkerSample("ready", 130.0, 2 * 1024**3),
+        "tinker": TinkerSample("ready", 130.0, 2 * 1024**3, 3, "optim_step", 75.0),
         "job": JobSample("push-3", "update", 512 * 1024**2, 1024**3, "runs/step-200", 1.5),
         "events": (Event(0.0, "tiny-0", "started", 1), Event(1.0, "fleet", "up: done", 2)),
     }

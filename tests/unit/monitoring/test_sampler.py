@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from skyctl.core.status import FrontStatus, ReplicaStatus
+from skyctl.core.status import ReplicaStatus, TinkerStatus
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.sampler import Sampler
@@ -88,14 +88,21 @@ async def test_the_routers_page_gives_its_rates_and_the_tinker_api_is_beside_it(
         'vllm_router_requests_total{route="/v1/completions"} 30\n'
         'vllm_router_request_errors_total{route="/v1/completions"} 1\n',
     ]
-    api = FrontStatus(ReplicaState.STARTING, "http://127.0.0.1:3", rss_bytes=7)
+    api = TinkerStatus(
+        ReplicaState.STARTING,
+        "http://127.0.0.1:3",
+        rss_bytes=7,
+        models=2,
+        operation="save",
+        operation_s=1.5,
+    )
     async with sampler(ToldFleet(status(replica(), tinker=api)), clock, pages) as looks:
         await looks.sample()
         clock.now += 2.0
         sample = await looks.sample()
         silent = (await looks.sample()).router
     router = sample.router
-    assert sample.tinker == TinkerSample("starting", None, 7)
+    assert sample.tinker == TinkerSample("starting", None, 7, 2, "save", 1.5)
     assert router is not None and silent is not None
     assert (router.requests, router.requests_per_s, router.errors_per_s) == (30, 10.0, 0.5)
     assert (silent.state, silent.requests, silent.requests_per_s) == ("ready", None, None)
