@@ -106,7 +106,10 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
         assert tuple(greedy(samplers[-1], row[:4]).tokens) == tokens[-1]
         assert tuple(greedy(trained, row[:4]).tokens) == tuple(answer.tokens)
 
-        os.kill(fleet.data("status")["tinker"]["pid"], signal.SIGKILL)
+        status = fleet.data("status")
+        assert (status["health"], status["reasons"]) == ("healthy", [])
+        assert status["tinker"]["worker_pid"] and status["tinker"]["models"] > 0
+        os.kill(status["tinker"]["pid"], signal.SIGKILL)
         late = samplers[0].sample(types.ModelInput.from_ints(row[:4]), 1, params(20))
         assert list(late.result(timeout=120).sequences[0].tokens) == list(answers[0].tokens)
         assert list(greedy(base, row[:4]).tokens) == list(before.tokens)
