@@ -228,7 +228,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "show wait -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "show wait cancel -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "jobs show")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -238,6 +238,15 @@ _skyctl() {
                 _skyctl_ask
             fi ;;
         "jobs wait")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
+        "jobs cancel")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;

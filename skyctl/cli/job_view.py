@@ -58,6 +58,26 @@ def emit_job(job: Job) -> None:
     output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
 
 
+def going_on(job_id: str) -> str:
+    """What to type after Ctrl-C, which leaves a push to the supervisor."""
+    return f"{job_id} goes on: skyctl jobs wait {job_id}; or undo it: skyctl jobs cancel {job_id}"
+
+
+def emit_cancelled(job: Job, *, was_running: bool) -> None:
+    """Print how a job ended that was to be cancelled; an error only if it failed meanwhile."""
+    views: list[RenderableType] = []
+    if not was_running:
+        views.append(f"{job.id} has ended before: {job.state}")
+    elif job.state == "interrupted" and job.request.get("rolling"):
+        views.append(f"{job.id} is cancelled; parts that were done keep the new weights")
+    elif job.state == "interrupted":
+        views.append(f"{job.id} is cancelled; the servers keep their old weights")
+    else:
+        views += [*job_views(job), f"{job.id} was too far to be undone: {job.state}"]
+    failed = was_running and job.state == "failed"
+    output.emit({"job": job.to_json()}, *views, error=job_error(job) if failed else None)
+
+
 def job_views(job: Job) -> list[RenderableType]:
     """A summary line and a table of servers of an ended job; only the table when it failed."""
     details = job.result or (job.error or {}).get("details") or {}

@@ -45,6 +45,7 @@ def jobs(
     \b
     skyctl jobs
     skyctl jobs wait push-3
+    skyctl jobs cancel push-3
     """
     if context.invoked_subcommand is not None:
         context.obj = (file, fleet)
@@ -137,7 +138,7 @@ def wait(
     \b
     skyctl jobs wait push-3 --timeout 600
     """
-    from skyctl.cli.job_view import emit_job, follow_job
+    from skyctl.cli.job_view import emit_job, follow_job, going_on
     from skyctl.service import connect
 
     ref = find(*chosen(context, file, fleet))
@@ -147,7 +148,45 @@ def wait(
             await running.job(job_id)
             return await follow_job(running, job_id, timeout_s=timeout)
 
-    emit_job(run_following(follow(), lambda: f"{job_id} goes on: skyctl jobs wait {job_id}"))
+    emit_job(run_following(follow(), lambda: going_on(job_id)))
+
+
+@app.command()
+def cancel(
+    context: typer.Context,
+    job_id: JobArgument,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    timeout: Annotated[float | None, seconds("Stop waiting for its end after this long.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Cancel a push, and wait until it has ended and the fleet is free.
+
+    Before its first byte it is undone: the servers go on with their old weights. Later it
+    completes, since half-updated servers cannot serve; a rolling push stops after the part under
+    way.
+
+    \b
+    skyctl jobs cancel push-3
+    """
+    from skyctl.cli.job_view import emit_cancelled, follow_job
+    from skyctl.core.requests import CancelJob
+    from skyctl.service import connect
+
+    ref = find(*chosen(context, file, fleet))
+
+    async def end() -> tuple[Job, bool]:
+        async with connect(ref) as running:
+            job = await running.job(job_id)
+            if job.ended:
+                return job, False
+            await running.cancel_job(CancelJob(job_id))
+            return await follow_job(running, job_id, timeout_s=timeout), True
+
+    job, was_running = run_following(
+        end(), lambda: f"{job_id} is being cancelled: skyctl jobs show"
+    )
+    emit_cancelled(job, was_running=was_running)
 
 
 async def _newest(running: FleetService) -> str:

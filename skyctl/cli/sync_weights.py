@@ -327,7 +327,9 @@ def _push(
     def on_interrupt() -> str:
         if not started or attached:
             return ""
-        return f"the push goes on without you: skyctl jobs wait {started[0]}"
+        from skyctl.cli.job_view import going_on
+
+        return going_on(started[0])
 
     job = run_following(run(), on_interrupt)
     from skyctl import output

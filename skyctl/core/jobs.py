@@ -264,11 +264,16 @@ def doubt_left(state: FleetState, job_id: str) -> None:
     put_in_doubt(state, left_behind(state.journal.job(job_id), events))
 
 
-def abandon(state: FleetState, job_id: str, error: Exception) -> None:
-    """Close a job that an internal error kept from beginning."""
-    if not state.journal.job(job_id).ended:
+def abandon(state: FleetState, job_id: str, error: Exception | asyncio.CancelledError) -> None:
+    """Close a job that an internal error, or a cancellation, kept from beginning."""
+    if state.journal.job(job_id).ended:
+        return
+    if isinstance(error, asyncio.CancelledError):
+        shown, ended = SkyctlError("the push was stopped before it began"), JobState.INTERRUPTED
+    else:
         shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
-        state.journal.end(job_id, JobState.FAILED, error=_error_json(shown))
+        ended = JobState.FAILED
+    state.journal.end(job_id, ended, error=_error_json(shown))
 
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
-from skyctl.core.requests import EventQuery, Forget, JobQuery, LogQuery, Staging
+from skyctl.core.requests import CancelJob, EventQuery, Forget, JobQuery, LogQuery, Staging
 from skyctl.core.results import KeptVersion, Processes, WeightsState
 from skyctl.core.service import FleetService
 from skyctl.core.verb_table import Q, R, Verb
@@ -56,6 +56,20 @@ class RecordedFleet(FleetService):
             return JobChanges(job, tuple(events), job.ended)
         wait_s = min(request.wait_s, CHANGES_WAIT_S)
         return await job_changes(self.state, request.job, request.after, wait_s=wait_s)
+
+    async def cancel_job(self, request: CancelJob) -> None:
+        job = self.state.journal.job(request.job, in_full=False)
+        if job.ended:
+            return
+        if not self.state.journal.owner_alive(job.id):
+            raise FleetDownError(
+                f"the process that ran {job.id} died",
+                hint="put right what it left: skyctl recover",
+            )
+        raise ConflictError(
+            f"{job.id} runs in another process, which alone can cancel it",
+            hint="press Ctrl-C where it was started",
+        )
 
     async def events(self, request: EventQuery = EventQuery()) -> tuple[Event, ...]:
         return tuple(self.state.events(request.limit, after=request.after, since=request.since))

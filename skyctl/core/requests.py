@@ -101,6 +101,13 @@ class JobQuery:
 
 
 @dataclass(frozen=True)
+class CancelJob:
+    """A push that is to end."""
+
+    job: str
+
+
+@dataclass(frozen=True)
 class OpenUpdate:
     """A push whose weights a trainer sends itself: from `at`, as `process`, within `timeout_s`
     (None: the fleet file's time for an update).

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core import verb_table
 from skyctl.core.requests import (
+    CancelJob,
     CloseUpdate,
     Control,
     Down,
@@ -184,6 +185,15 @@ class FleetService:
         from skyctl.core.following import JobChanges
 
         return await self._ask(verb_table.JOB_CHANGES, request, JobChanges)
+
+    async def cancel_job(self, request: CancelJob) -> None:
+        """Ask a push to end: before its first byte it is undone, later it completes. A no-op once
+        it has ended.
+
+        Raises:
+            ConflictError: it runs in another process, or is part of a recovery.
+        """
+        return await self._ask(verb_table.CANCEL_JOB, request, type(None))
 
     async def job(self, job_id: str) -> Job:
         """One job. Raises NotFoundError."""
@@ -360,6 +370,7 @@ def handlers(fleet: FleetService) -> Handlers:
         handle(verbs.RENDEZVOUS, fleet.rendezvous),
         handle(verbs.JOBS, fleet.jobs),
         handle(verbs.JOB_CHANGES, fleet.job_changes),
+        handle(verbs.CANCEL_JOB, fleet.cancel_job),
         handle(verbs.EVENTS, fleet.events),
         handle(verbs.WEIGHTS, fleet.weights),
         handle(verbs.VERIFY_WEIGHTS, fleet.verify_weights),

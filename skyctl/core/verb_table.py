@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.requests import (
+    CancelJob,
     CloseUpdate,
     Control,
     Down,
@@ -118,6 +119,7 @@ JOBS: Final[Verb[None, tuple[Job, ...]]] = Verb("jobs", NoneType)
 JOB_CHANGES: Final[Verb[JobQuery, JobChanges]] = Verb(
     "job_changes", JobQuery, lambda request: request.wait_s + CALL_TIMEOUT_S
 )
+CANCEL_JOB: Final[Verb[CancelJob, None]] = Verb("cancel_job", CancelJob)
 EVENTS: Final[Verb[EventQuery, tuple[Event, ...]]] = Verb("events", EventQuery)
 WEIGHTS: Final[Verb[None, WeightsState]] = Verb("weights", NoneType)
 VERIFY_WEIGHTS: Final[Verb[None, Verification]] = Verb("verify_weights", NoneType, _verified)

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 from skyctl.store.identity import ProcessIdentity, boot_id
 
 _LOOK_S = 0.5
+CANCELLED = "the push was cancelled"
+"""Of an update: reported in its trainer's place."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from skyctl.core.diagnosis import assess, stopped
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
 from skyctl.core.requests import (
+    CancelJob,
     CloseUpdate,
     Control,
     LogQuery,
@@ -42,7 +43,7 @@ from skyctl.errors import (
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest
-from skyctl.push.trainer import Trainer
+from skyctl.push.trainer import CANCELLED, Trainer
 from skyctl.service import attached_status
 from skyctl.service.attached_servers import AttachedServers
 from skyctl.states import ReplicaState
@@ -170,6 +171,16 @@ class AttachedFleet(RecordedFleet):
     async def start_push(self, request: PushRequest) -> str:
         """Begin a push in this process."""
         return await self._begin(request)
+
+    async def cancel_job(self, request: CancelJob) -> None:
+        await asyncio.sleep(0)  # a task that never ran would end nothing
+        task = self._pushes.get(request.job)
+        if task is None or task.done():
+            await super().cancel_job(request)
+        elif not task.cancelling():  # a second one would end it where it is
+            if trainer := self._trainers.get(request.job):
+                trainer.report(CANCELLED)
+            task.cancel()
 
     async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         """Begin an update in this process, which is the trainer's."""

@@ -43,15 +43,19 @@ def begin(
 
     async def run() -> None:
         with turn:
-            await jobs.run_push(
-                job,
-                request,
-                fleet,
-                client=client,
-                state=state,
-                guardian=guarded(ref.paths),
-                kept=ref.paths.kept,
-            )
+            try:
+                await jobs.run_push(
+                    job,
+                    request,
+                    fleet,
+                    client=client,
+                    state=state,
+                    guardian=guarded(ref.paths),
+                    kept=ref.paths.kept,
+                )
+            except (Exception, asyncio.CancelledError) as error:
+                jobs.abandon(state, job.id, error)  # unless it has recorded how it ended
+                raise
 
     return job, asyncio.create_task(run(), name=job.id)
 

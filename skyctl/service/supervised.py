@@ -27,6 +27,7 @@ _ON_RECORD = (
     verb_table.FINDINGS,
     verb_table.JOBS,
     verb_table.JOB_CHANGES,
+    verb_table.CANCEL_JOB,
     verb_table.EVENTS,
     verb_table.WEIGHTS,
     verb_table.KEPT_VERSIONS,

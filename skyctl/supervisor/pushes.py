@@ -20,7 +20,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
-from skyctl.push.trainer import SendTarget, Trainer
+from skyctl.push.trainer import CANCELLED, SendTarget, Trainer
 from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, JobEvent
@@ -49,6 +49,7 @@ class Pushes:
         self.trainer: Trainer | None = None
         self.offers: dict[str, Live] = {}
         self._live: Live | None = None
+        self._repairs = self._cancelled = False
         self.over = asyncio.Event()
         self.over.set()
         self._running = running
@@ -137,6 +138,27 @@ class Pushes:
         await self.over.wait()
         return running.state.journal.job(job.id)
 
+    async def cancel(self, job: Job) -> None:
+        """Ask the push under way to end: before its first byte it is undone, later it completes.
+        Asked again, it goes on with that.
+
+        Raises:
+            ConflictError: it is part of a recovery.
+        """
+        await asyncio.sleep(0)  # a task that never ran would end nothing
+        task = self._task
+        if self._repairs:
+            raise ConflictError(
+                f"{job.id} repairs what another push left: it cannot be cancelled",
+                hint=f"follow it: skyctl jobs wait {job.id}",
+            )
+        if task is None or task.cancelling():
+            return
+        self._cancelled = True
+        if self.trainer is not None:
+            self.trainer.report(CANCELLED)
+        task.cancel()
+
     async def stop(self) -> None:
         """End a push where it is: its servers are about to be stopped. Before its first byte it is
         undone; after it, the first cancellation only asks it to complete.
@@ -167,6 +189,7 @@ class Pushes:
             if replica.phase is not Phase.UP:
                 replica.hold()
         running.push_job = job
+        self._repairs, self._cancelled = not heals, False
         self.over.clear()
         work = self._run(job, request, running.require_plan(), up, turn, heals)
         self._task = asyncio.create_task(work, name=job.id)
@@ -184,7 +207,11 @@ class Pushes:
         running = self._running
         state = running.state
         try:
-            await self._push(job, request, plan, up)
+            try:
+                await self._push(job, request, plan, up)
+            except asyncio.CancelledError:
+                if not self._cancelled:  # the fleet is taken down
+                    raise
             await admission.refresh_all(up, running.client, 5.0)
         finally:
             running.push_job = self.trainer = self._live = None
@@ -219,7 +246,7 @@ class Pushes:
                 guardian=guarded(running.paths),
                 kept=running.paths.kept,
             )
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             # a push that fails records that itself: this one never began
             jobs.abandon(state, job.id, error)
             raise

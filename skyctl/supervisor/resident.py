@@ -33,6 +33,7 @@ from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
 from skyctl.core.registry import keep_applied, restore_applied
 from skyctl.core.requests import (
+    CancelJob,
     CloseUpdate,
     Control,
     Down,
@@ -427,6 +428,13 @@ class Supervisor(RunningFleet, SupervisorService):
         elif holder is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
+
+    async def cancel_job(self, request: CancelJob) -> None:
+        job = self.push_job
+        if job is None or job.id != request.job or self.state.journal.job(job.id).ended:
+            await super().cancel_job(request)
+        else:
+            await self.pushes.cancel(job)
 
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()

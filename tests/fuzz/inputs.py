@@ -410,6 +410,7 @@ _REQUESTS: dict[str, Any] = {
     "x": {"timeout_s": 1.0},
     "start_push": {"checkpoint": "/c", "transport": "shm", "chunk_size": 5},
     "job_changes": {"job": "push-1", "after": 3, "wait_s": 1.0},
+    "cancel_job": {"job": "push-1"},
     "logs": {"names": ["f-0"], "lines": 5},
     "status": {"fresh": False, "operation": 3},
     "verify_weights": {},

@@ -51,6 +51,7 @@ CALLS = [
     "jobs show",
     "jobs show push-1",
     "jobs wait push-1",
+    "jobs cancel push-1",
     "adapters load x x1",
     "adapters sync x x2",
     "adapters",

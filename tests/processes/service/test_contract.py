@@ -16,6 +16,7 @@ import pytest
 from skyctl.api.updates import updating
 from skyctl.core import verb_table
 from skyctl.core.requests import (
+    CancelJob,
     CloseUpdate,
     EventQuery,
     Forget,
@@ -128,6 +129,25 @@ async def test_a_push_is_a_job_that_anybody_follows(
     ]
     assert weights.pushes[0].version == "v7" and weights.pushes[0].job == job_id
     assert await fleet.start_push(PushRequest("/c")) != job_id, "who hears of the end may push"
+
+
+async def test_a_push_is_cancelled_once_and_the_fleet_is_free(
+    fleet: FleetService, gate: asyncio.Event
+) -> None:
+    for wait_s in (0.0, 1.0):  # as it begins, and amid it
+        job_id = await fleet.start_push(PushRequest("/c"))
+        await asyncio.sleep(wait_s)
+        await fleet.cancel_job(CancelJob(job_id))
+        await fleet.cancel_job(CancelJob(job_id))
+        job = await fleet.wait_job(job_id, timeout_s=10)
+        assert job.state == "interrupted"
+        await fleet.cancel_job(CancelJob(job_id))  # it has ended: no error
+        assert await states(fleet) == ["ready", "ready"]
+    gate.set()
+    later = await fleet.wait_job(await fleet.start_push(PushRequest("/c")), timeout_s=10)
+    assert later.state == "succeeded"
+    with pytest.raises(NotFoundError, match="push-9"):
+        await fleet.cancel_job(CancelJob("push-9"))
 
 
 async def test_a_trainer_sends_the_weights_itself(fleet: FleetService) -> None:

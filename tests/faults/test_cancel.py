@@ -1,0 +1,69 @@
+"""`jobs cancel` at each stage of a push, by the real command: the fleet is free after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.stub_fleet import StubFleet, until_said
+from tests.faults.test_stopped_holders import attached
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[StubFleet]:
+    fleet = StubFleet(tmp_path)
+    write_checkpoint(tmp_path / "next", tiny_tensors(2))
+    yield fleet
+    fleet.run("down", "--drain-timeout", "0")
+
+
+@pytest.mark.parametrize(
+    ("stage", "slow"),
+    [("preflight", "/collective_rpc"), ("pause", "/pause"), ("update", "/collective_rpc")],
+)
+def test_a_cancelled_push_is_undone_before_its_first_byte_and_completes_later(
+    fleet: StubFleet, stage: str, slow: str
+) -> None:
+    delay = f'{{"{slow}": {{"kind": "delay", "seconds": 1.5}}}}'
+    fleet.write(faults=delay, extra="weight_transfer: {transport: disk}")
+    write_checkpoint(fleet.directory / "model")
+    fleet.run("up")
+    before = versions(fleet)
+    push = fleet.start("sync-weights", "next", "--weight-version", "v1")
+    until_said(push, stage)
+    cancelled = fleet.run("jobs", "cancel", "push-1")
+    fleet.run("pause")  # nothing has the fleet any more
+    fleet.run("resume")
+    push.communicate(timeout=30)
+    if stage == "update":
+        assert "push-1 was too far to be undone: succeeded" in cancelled.stdout
+        assert push.returncode == 0 and versions(fleet) == {"v1"}
+    else:
+        assert "push-1 is cancelled; the servers keep their old weights" in cancelled.stdout
+        assert push.returncode == 1 and versions(fleet) == before
+    again = fleet.json("jobs", "cancel", "push-1")["data"]["job"]
+    assert again["state"] == ("succeeded" if stage == "update" else "interrupted")
+    assert "push-1 has ended before" in fleet.run("jobs", "cancel", "push-1").stdout
+    fleet.run("sync-weights", "next", "--weight-version", "v2")
+    assert versions(fleet) == {"v2"}
+
+
+def versions(fleet: StubFleet) -> set[str]:
+    rows = fleet.replicas().values()
+    assert {(row["state"], row["routed"]) for row in rows} == {("ready", True)}
+    return {row["weight_version"] for row in rows}
+
+
+async def test_a_push_that_another_process_runs_is_cancelled_there(tmp_path: Path) -> None:
+    async with attached(tmp_path) as fleet:
+        fleet.hang("/start_weight_update")
+        with fleet.started("sync-weights", "v1"):
+            await fleet.stubs[1].asgi.until("/start_weight_update")
+            code, envelope = await fleet.skyctl("jobs", "cancel", "push-1")
+            assert code == 1 and "runs in another process" in envelope["error"]["message"]
+            assert "Ctrl-C" in envelope["error"]["hint"] and fleet.frozen == [True, True]
+        fleet.mend()
+        assert (await fleet.skyctl("recover", "--yes"))[0] == 0
