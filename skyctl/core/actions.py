@@ -54,6 +54,7 @@ async def pause(
     clear_cache: bool = True,
     timeout_s: float = 30.0,
     keep_partial: bool = False,
+    unfit: Collection[str] = (),
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[bool]]:
     """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
@@ -62,7 +63,8 @@ async def pause(
 
     If some servers paused and some did not, those that this call paused are resumed (status
     rolled-back), unless `keep_partial`; so are those that take no new requests because a wait ran
-    out of time. A server that was already paused stays paused. Reading a state back and rolling
+    out of time. A server that was already paused stays paused, and so does one named in `unfit`:
+    what it holds must not answer. Reading a state back and rolling
     back take at most `read_back_timeout_s` seconds each.
     """
     progress = {target.name: _PauseProgress() for target in targets}
@@ -102,7 +104,9 @@ async def pause(
     return await _each(
         targets,
         outcomes,
-        lambda t, o: _roll_back(client, t, o, progress[t.name], culprit, read_back_timeout_s),
+        lambda t, o: _roll_back(
+            client, t, o, progress[t.name], culprit, read_back_timeout_s, unfit=t.name in unfit
+        ),
     )
 
 
@@ -229,12 +233,17 @@ async def _roll_back(
     progress: _PauseProgress,
     culprit: str,
     timeout_s: float,
+    *,
+    unfit: bool,
 ) -> Outcome[bool]:
-    """Resume a server that this pause froze, or may have frozen."""
+    """Resume a server that this pause froze, or may have frozen, unless it is unfit to answer."""
     if not progress.sent or progress.was_paused or progress.paused_now is False:
         return outcome
     if outcome.status is OutcomeStatus.FAILED:
         return outcome  # it answered that it did not pause
+    if unfit:
+        paused = replace(outcome, status=OutcomeStatus.FAILED) if outcome.ok else outcome
+        return paused.noting(f"not resumed though {culprit} did not pause: it is quarantined")
     try:
         await engines.server(client, target, timeout_s=timeout_s).resume()
     except SkyctlError as error:

@@ -67,7 +67,8 @@ async def run(
     if isinstance(request, Resume) and request.force:
         asleep = [target for target in targets if rows[target.name].sleep_level]
         await _take_over(asleep, client, timeout_s)
-    outcomes = await _call(request, called, client, timeout_s, device, partly)
+    unfit = {name for name, row in rows.items() if _unfit(row, doubts.get(name))}
+    outcomes = await _call(request, called, client, timeout_s, device, partly, unfit)
     woken, behind = [], {}
     if isinstance(request, Wake):
         names = {o.server for o in outcomes if o.ok and o.value is not False}
@@ -144,6 +145,7 @@ async def _call(
     timeout_s: float,
     device: str,
     partly: Collection[str],
+    unfit: Collection[str],
 ) -> Sequence[Outcome[Any]]:
     match request:
         case Pause():
@@ -153,6 +155,7 @@ async def _call(
                 mode=request.mode,
                 clear_cache=request.clear_cache,
                 keep_partial=request.keep_partial,
+                unfit=unfit,
                 timeout_s=timeout_s,
             )
         case Sleep(level=level):
@@ -270,6 +273,12 @@ def _event(request: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str
     return "fleet", f"{description}: {ok} of {count_of(len(outcomes), 'server')}"
 
 
+def _unfit(row: ServerRow, doubted: InDoubt | None) -> str:
+    """Why what this server holds must not answer, or ""."""
+    of_push = doubted is not None and not doubted.by_verb
+    return row.quarantine or ("it may hold parts of two checkpoints" if of_push else "")
+
+
 def pointless(request: Control, row: ServerRow, doubted: InDoubt | None) -> str:
     """Why this server is skipped, or "". What a dead push left is not thawed by hand: waking thaws
     as well, unless only the weights of a sleeping server are woken; and so does putting one to
@@ -280,8 +289,7 @@ def pointless(request: Control, row: ServerRow, doubted: InDoubt | None) -> str:
     )
     wakes_first = isinstance(request, Sleep) and row.weights_awake
     thaws = (isinstance(request, Resume | Wake) and not weights_alone) or wakes_first
-    if thaws and (row.quarantine or (doubted is not None and not doubted.by_verb)):
-        reason = row.quarantine or "it may hold parts of two checkpoints"
+    if thaws and (reason := _unfit(row, doubted)):
         return f"quarantined: {reason}; type: skyctl recover"
     if isinstance(request, Pause | Resume) and row.sleep_level:
         return "asleep; type: skyctl wake"

@@ -107,6 +107,16 @@ async def test_a_rollback_leaves_paused_what_was_paused_before() -> None:
     assert not good.engine.paused
 
 
+async def test_a_rollback_does_not_resume_what_must_not_answer() -> None:
+    half_loaded, good, bad = stub(), stub(), stub(pause=Fault("status"))
+    async with fleet(half_loaded, good, bad) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep", unfit={targets[0].name})
+    assert statuses(outcomes) == [FAILED, ROLLED_BACK, FAILED]
+    assert "not resumed" in outcomes[0].detail and "quarantined" in outcomes[0].detail
+    assert half_loaded.engine.paused
+    assert not good.engine.paused
+
+
 async def test_a_server_that_cannot_be_resumed_is_said_to_be_still_paused() -> None:
     stuck, bad = stub(resume=Fault("status")), stub(pause=Fault("status"))
     async with fleet(stuck, bad) as (client, targets):
