@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -147,9 +148,6 @@ class World:
     def _fleet_of(self, name: str) -> FleetRef:
         paths = FleetPaths(self.home, name)
         paths.logs.mkdir(parents=True, exist_ok=True)
-        kept = (*paths.directory.glob("*.lock"), *self.home.glob("servers/*.lock"))
-        for file in (*kept, *paths.directory.glob("turn.number")):
-            file.unlink()  # with what a schedule before left
         paths.database.touch()  # its content is the disk's
         return FleetRef(name, paths, self._config(name), self.home, None)
 
@@ -577,6 +575,8 @@ def play(schedule: Schedule, home: Path, *, tracing: bool = False) -> Ended:
     from tests.simulation.supervised import SupervisedWorld
 
     gc.disable()  # what is collected runs code: only between schedules
+    for entry in home.iterdir():  # of the schedule before: each goes the same way after any other
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     kind = SupervisedWorld if schedule.kind == "supervised" else World
     world = kind(schedule, home, tracing=tracing)
     seams.enter(world)
