@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import quote, unquote
@@ -106,6 +106,32 @@ def spellings(table: list[tuple[str, str]]) -> Iterator[tuple[str, str, str]]:
                 yield "", other, path + ending
 
 
+def scope_of(
+    method: str,
+    path: str,
+    root: str,
+    headers: Iterable[tuple[bytes, bytes]],
+    query: str = "",
+) -> dict[str, Any]:
+    """A request's scope, as in uvicorn."""
+    scope: dict[str, Any] = {
+        "type": "websocket" if method == "WEBSOCKET" else "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "server": ("h", 80),
+        "client": ("c", 1),
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "root_path": root,
+        "query_string": query.encode(),
+        "headers": [(b"host", b"h"), *headers],
+    }
+    if method != "WEBSOCKET":
+        scope["method"] = method
+    return scope
+
+
 async def send(
     app: Any,
     recorder: Recorder,
@@ -118,21 +144,8 @@ async def send(
     """The template of the route that a request reaches, or None. `sent` becomes a scope as in
     uvicorn. `holder`: the fleet that it acts for.
     """
-    scope: dict[str, Any] = {
-        "type": "websocket" if method == "WEBSOCKET" else "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": ("h", 80),
-        "client": ("c", 1),
-        "path": unquote(sent),
-        "raw_path": sent.encode(),
-        "root_path": root,
-        "query_string": b"",
-        "headers": [(b"host", b"h"), (b"authorization", f"Bearer {given}".encode())],
-    }
-    if method != "WEBSOCKET":
-        scope["method"] = method
+    authorization = (b"authorization", f"Bearer {given}".encode())
+    scope = scope_of(method, sent, root, [authorization])
     if holder:
         scope["headers"].append((HOLDER_HEADER.encode(), holder.encode()))
 

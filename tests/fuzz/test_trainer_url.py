@@ -21,7 +21,7 @@ from skyctl.engines.inside.guard import VLLM, Application
 from skyctl.errors import SkyctlError
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.trainer_api import TrainerApi
-from tests.fuzz.guard_paths import KEY, OPEN, TOKEN, spellings
+from tests.fuzz.guard_paths import KEY, OPEN, TOKEN, scope_of, spellings
 from tests.fuzz.mutation import NASTY_TEXTS, as_json, broken, mutated, nasty
 from tests.processes.supervisor.test_resident import bring_up, supervising
 from tests.stub.url_trainer import CALLS, body
@@ -79,21 +79,7 @@ async def call(
 ) -> Answer:
     """One request; `sent` becomes a scope as in uvicorn."""
     path, _, query = sent.partition("?")
-    scope: dict[str, Any] = {
-        "type": "websocket" if method == "WEBSOCKET" else "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "scheme": "http",
-        "server": ("h", 80),
-        "client": ("c", 1),
-        "path": unquote(path),
-        "raw_path": path.encode(),
-        "root_path": root,
-        "query_string": query.encode(),
-        "headers": [(b"host", b"h"), *headers],
-    }
-    if method != "WEBSOCKET":
-        scope["method"] = method
+    scope = scope_of(method, path, root, headers, query)
     answer, unread, answered = Answer(), [content], asyncio.Event()
 
     async def receive() -> Any:
