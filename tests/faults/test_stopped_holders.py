@@ -21,6 +21,7 @@ import pytest
 from skyctl.core.following import job_changes
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+from skyctl.store.stopped import is_stopped
 from skyctl.supervisor import client as clients
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.pids import gone
@@ -101,6 +102,15 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGSTOP)
+    wait_until_stopped(process.pid, True)
+
+
+def wait_until_stopped(pid: int, stopped: bool) -> None:
+    """Signals arrive a moment after they were sent."""
+    bound = time.monotonic() + BOUND_S
+    while is_stopped(pid) is not stopped:
+        assert time.monotonic() < bound
+        time.sleep(0.001)
 
 
 # A command that takes a lock of a fleet and keeps it.
@@ -266,5 +276,6 @@ async def test_a_follower_does_not_wait_until_a_stopped_process_releases_a_job_t
         with stopped_holder(tmp_path, "turn", job.id) as process:
             if goes_on:
                 process.send_signal(signal.SIGCONT)
+                wait_until_stopped(process.pid, False)
             released = (await job_changes(state, job.id)).released
     assert released is not goes_on
