@@ -329,7 +329,7 @@ def judge(
         detail = f"asleep at level {seen.sleep_level}, which is not on record"
         return healthy(name, detail, "type: skyctl wake")
     if seen.paused and row.intended == "running":
-        return healthy(name, "paused, and not by skyctl", "type: skyctl resume")
+        return healthy(name, "paused, and not by this fleet", "type: skyctl resume")
     return healthy(name, row.intended if row.intended != "running" else "")
 
 

@@ -27,6 +27,7 @@ from skyctl.push.servers import (
     each,
     require_paused,
     responsive,
+    take_over_freeze,
 )
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
@@ -190,6 +191,8 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
     timeout_s += max((server.before.kv_lease_s for server in servers), default=0.0)
 
     async def call(server: PushedServer) -> None:
+        if server.before.paused and not await server.control.is_paused():
+            take_over_freeze(server)
         if not server.before.paused:
             server.did.frozen = True  # set before the call: if its answer is lost, it may be paused
         how: PauseMode = "keep" if server.before.paused else mode
@@ -250,8 +253,16 @@ async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
     """Freeze servers that must not be resumed, in case another program has: the push ends, and
     looks no more.
     """
+
+    async def check_frozen(server: PushedServer) -> None:
+        try:
+            await require_paused(server)
+        except SkyctlError:
+            run.observer.server(server.name, PushState.QUARANTINED, server.failure)
+            raise
+
     unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
-    await ask_all(unsafe, require_paused, timeout_s=run.fleet.control_timeout_s)
+    await ask_all(unsafe, check_frozen, timeout_s=run.fleet.control_timeout_s)
 
 
 async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:

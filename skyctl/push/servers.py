@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
 from skyctl.engines.base import Refusal, Server
 from skyctl.engines.dialect import Dialect
-from skyctl.errors import ServerError, SkyctlError
+from skyctl.errors import ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
@@ -88,14 +88,14 @@ class Holds(IntEnum):
 
 @dataclass(frozen=True)
 class Before:
-    """How a server was found. It does not change."""
+    """How a server was found."""
 
     dialect: Dialect | None = None
     """How tensors are announced to it; None for engines that only reload."""
     world_size: int = 1
     """Its workers: tensor x pipeline x data parallel."""
     paused: bool = False
-    """It was paused by another command: it stays paused afterwards."""
+    """It was paused by another command, and has not run since: it stays paused afterwards."""
     asleep: bool = False
     """It was asleep, and the push is to wake it."""
     version: str | None = None
@@ -162,6 +162,8 @@ class PushedServer:
     """When it was frozen, and when it loaded."""
     generated: int | None = None
     """The tokens that it had generated when it was frozen; None where its guard keeps it frozen."""
+    intend: Callable[[Mapping[str, PushState]], None] = lambda states: None
+    """Puts its state on record before it is acted upon."""
 
     @property
     def name(self) -> str:
@@ -261,6 +263,17 @@ async def count_tokens(server: PushedServer) -> None:
     server.generated = count
 
 
+def take_over_freeze(server: PushedServer) -> None:
+    """A server is about to be paused that runs: if another command had paused it before the push,
+    that freeze is over, and this one is the push's to end. Unless the fleet itself had paused it.
+    """
+    if server.before.paused and not server.given.paused:
+        with suppress(StateUnwritable):  # it must not answer, on record or not
+            server.intend({server.name: PushState.PAUSING})
+        server.before = replace(server.before, paused=False)
+        server.did.frozen = True
+
+
 async def require_paused(server: PushedServer) -> None:
     """Raise ServerError if a server that must be frozen is not, or has not been since: it would
     answer from a half-loaded model. It is frozen again first. A sleeping server answers no request.
@@ -270,6 +283,7 @@ async def require_paused(server: PushedServer) -> None:
     problem = ""
     if not await server.control.is_paused():
         problem = "is not paused: somebody else resumed it, or started it anew"
+        take_over_freeze(server)
     elif server.generated is not None:
         count = (await server.control.metrics()).generation_tokens
         if count != server.generated:

@@ -139,6 +139,7 @@ async def _check(run: Run) -> Checked:
         )
         run.learned.digests += launch_digests(checked.servers)
         for server in checked.servers:
+            server.intend = run.observer.intend
             if server.proof.digest_before:
                 run.observer.server(server.name, PushState.WEIGHED, server.proof.digest_before)
     return checked

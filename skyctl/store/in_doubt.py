@@ -87,7 +87,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         if digest
     }
     stages: set[PushStage] = set()
-    paused_before: set[str] = set()
+    frozen_by_push: dict[str, bool] = {}
     woken: set[str] = set()
     last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
@@ -100,8 +100,8 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
                 digests[name] = event.data["detail"]
                 continue
             last[name] = state
-            if state is PushState.HELD:
-                paused_before.add(name)
+            if state in (PushState.HELD, PushState.PAUSING):
+                frozen_by_push[name] = state is PushState.PAUSING
             elif state is PushState.WAKING:
                 woken.add(name)
     sent = PushStage.UPDATE in stages
@@ -121,7 +121,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
             job.id,
             job.stage,
             half_updated=sent and name not in new,
-            thaw=name not in paused_before,
+            thaw=frozen_by_push.get(name, True),
             woken=name in woken,
             digest=new[name][0] if name in new else digests.get(name, ""),
             version=new[name][1] if name in new else "",

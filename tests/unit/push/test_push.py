@@ -505,11 +505,15 @@ async def test_kv_that_nobody_fetches_is_waited_for_no_longer_than_its_lease(stu
     check_invariant(stubs)
 
 
+@pytest.mark.parametrize("by_fleet", [False, True])
 async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused_by_the_push(
-    stubs: Stubs,
+    by_fleet: bool, stubs: Stubs
 ) -> None:
+    """And thawed at its end, unless the fleet's own user had paused it."""
     held, observer = stubs.engines[0], Recorder()
     await held.pause("keep")
+    first, *others = stubs.fleet.servers
+    stubs.fleet = replace(stubs.fleet, servers=(replace(first, paused=by_fleet), *others))
 
     def thaw(stage: str) -> None:
         if stage == "pause":
@@ -517,8 +521,28 @@ async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused
 
     observer.on_stage = thaw
     await push_new(stubs, observer)
-    assert held.paused and held.log.count("pause keep") == 2
+    assert held.log.count("pause keep") == 2
+    assert held.paused == by_fleet
     assert "unpaused" not in "".join(held.served)
+
+
+async def test_a_server_that_was_paused_and_starts_again_amid_the_push_is_the_pushs_to_thaw(
+    stubs: Stubs,
+) -> None:
+    """Recovery would leave it frozen otherwise, for a hand that never paused this process."""
+    restarted, observer = stubs.engines[1], Recorder()
+    await restarted.pause("keep")
+
+    def start_again(done: int) -> None:
+        restarted.scheduler = Scheduler.RUNNING
+
+    observer.on_progress = start_again
+    with pytest.raises(PushError, match="started it anew") as caught:
+        await push_new(stubs, observer)
+    assert states(caught.value) == ["ready", "quarantined"]
+    last = [state for name, state, _ in observer.servers if name == "demo-1"]
+    assert restarted.paused and last.index("held") < last.index("pausing")
+    assert last[-1] == "quarantined"
 
 
 async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs) -> None:

@@ -85,6 +85,11 @@ def test_a_server_that_was_paused_before_stays_so(state: FleetState) -> None:
     assert left(state, "pause", "a:held", "update", "a:updating") == {"a": (True, False)}
 
 
+def test_a_server_that_ran_again_amid_the_push_is_to_be_thawed(state: FleetState) -> None:
+    events = ("pause", "a:held", "update", "a:updating", "a:quarantined=broken", "a:pausing")
+    assert left(state, *events) == {"a": (True, True)}
+
+
 def woken(state: FleetState, *events: str) -> dict[str, tuple[bool, bool]]:
     """Per server: half updated, its weights were woken."""
     job = journaled(state, *events)
