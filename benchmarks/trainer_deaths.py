@@ -7,8 +7,9 @@ trainer dies once a call is answered, or while it is under way (every other roun
 while it is under way. After each death comes `skyctl recover --yes`, and another update.
 A violation is an answer that no committed weights give, a server that served such weights, servers
 that are not ready with the same weights in the end, and an update that fails although nothing
-dies. Weights that were committed while a server died are in no file: that server waits for the next
-update, which is counted as `waited`.
+dies. In every other round the served weights are in no file: a server takes them from the other,
+and where the trainer has overwritten both, they wait for the next update, which is counted as
+`waited`.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Rounds:
     ) -> Iterator[str]:
         version = f"step-{self._number}"
         if victim == "trainer":
-            options = ("--midway",) if self._number % 2 else ()
+            options = ("--midway",) if counts["rounds"] // 2 % 2 else ()
             with self.fleet.delayed(call, 1.0) if options else nullcontext():
                 code, errors = self.fleet.trainer(
                     "--dies-at", call, *options, seed=self._number, version=version
@@ -133,14 +134,16 @@ class Rounds:
         else:
             self._server_dies(call, dice, version)
         self.fleet.run("recover", "--yes", expect=None)
-        yield from self._whole("after recover", counts)
+        overwrites = victim == "trainer" and call == "update_weights"
+        yield from self._whole("after recover", counts, may_wait=overwrites)
         code, errors = self.fleet.trainer(seed=10_000 + self._number, version=f"{version}-next")
         if code:
             yield f"the next update failed: {errors}"
         yield from self._whole("after the next update", counts)
-        self._checkpoints.reverse()  # recovery restores what exists as files
-        self.fleet.run("sync-weights", str(self._checkpoints[0]))
-        yield from self._whole("after the push", counts)
+        if counts["rounds"] % 2 == 0:  # the next death is over weights that a file has
+            self._checkpoints.reverse()
+            self.fleet.run("sync-weights", str(self._checkpoints[0]))
+            yield from self._whole("after the push", counts)
 
     def _server_dies(self, call: str, dice: random.Random, version: str) -> None:
         name = dice.choice(sorted(self.fleet.replicas()))
@@ -152,7 +155,8 @@ class Rounds:
             os.kill(row["pid"], signal.SIGKILL)
             process.communicate(timeout=BOUND_S)
 
-    def _whole(self, when: str, counts: Counter[str]) -> Iterator[str]:
+    def _whole(self, when: str, counts: Counter[str], *, may_wait: bool = False) -> Iterator[str]:
+        """Why the fleet is not whole; with `may_wait`, none of its servers need serve."""
         deadline = time.monotonic() + BOUND_S
         while not self._settled(rows := self.fleet.replicas()):
             if time.monotonic() > deadline:
@@ -168,7 +172,9 @@ class Rounds:
         if len(ready) < len(states):
             counts["waited"] += 1
         self.committed |= {state["digest"] for state in ready if state["weight_version"]}
-        if len({state["digest"] for state in ready}) != 1:
+        if not ready and not may_wait:
+            yield f"{when}: no server serves"
+        if len({state["digest"] for state in ready}) > 1:
             yield f"{when}: servers hold different weights"
         for state in states:
             if not set(state["served"]) <= self.committed:
@@ -177,10 +183,10 @@ class Rounds:
                 yield f"{when}: left paused, open or half loaded"
 
     def _settled(self, rows: dict[str, dict[str, Any]]) -> bool:
-        """Whether all are ready, or one waits for weights that no file has."""
+        """Whether each is ready, or waits for weights that no file has."""
         waits = [row for row in rows.values() if "no file has" in (row["reason"] or "")]
         ready = [row for row in rows.values() if row["state"] == "ready"]
-        return len(ready) + len(waits) == len(rows) and bool(ready)
+        return len(ready) + len(waits) == len(rows)
 
 
 def main() -> int:

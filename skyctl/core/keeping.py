@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded
-from skyctl.core.recovery import needed
+from skyctl.core.repeated import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.source import refuse_changed

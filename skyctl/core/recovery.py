@@ -4,7 +4,8 @@
     woken         the same, and it sleeps again                      ─┤
     half-updated  scrub it; repeat the interrupted push into all    ◄─┘
                   └─ impossible: push the fleet's weights to it alone
-                     └─ impossible: restart it, or leave it quarantined
+                     └─ in no file: resume those that still have them, which write them for the rest
+                        └─ impossible: restart it, or leave it quarantined
 
 Nothing is resumed before it is known what it holds, nor while a trainer may still send to it.
 """
@@ -19,10 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from skyctl import engines
-from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.core.findings import Action, Condition, Finding
 from skyctl.core.health import sleep_level
+from skyctl.core.repeated import interrupted_request
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
@@ -30,9 +30,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
-from skyctl.push.source import refuse_changed
 from skyctl.push.verify import weights_digest
-from skyctl.states import TRAINER, PushStage
+from skyctl.states import PushStage
 from skyctl.store.in_doubt import (
     clear_doubt,
     held_by,
@@ -41,8 +40,8 @@ from skyctl.store.in_doubt import (
     put_in_doubt,
     why_held,
 )
-from skyctl.store.journal import EventKind, Job, number_of
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState
 
 _ROOM_AGAIN = "then type: skyctl recover"
 
@@ -173,7 +172,10 @@ async def _release_one(case: _Case, actions: Actions) -> None:
             server,
             stage=record.stage,
             thaw=record.thaw and not row.paused and not level,
-            digest=record.digest or row.weights_digest,
+            # what a push before it had left half updated may have been weighed
+            digest=row.weights_digest
+            if record.half_updated
+            else record.digest or row.weights_digest,
             label=record.version,
             timeout_s=timeout_s,
             slept=slept,
@@ -221,21 +223,50 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
             return
         problem = "" if job.error is None else str(job.error["message"])
         open_cases = _still_open(open_cases, actions, problem, doubted)
-    for case in open_cases:
-        try:
-            await actions.bring(case.name)
-            clear(actions.state, case.name)
-            case.done()
-        except StateUnwritable as error:  # untouched; a restart would lose what it holds
-            _wait([case], actions, error, _ROOM_AGAIN)
-        except WeightsGone as error:
+    gone = [(case, reason) for case in open_cases if (reason := await _bring(case, actions))]
+    released = [case for case, _ in gone if await _release_whole(case, actions)]
+    for case, reason in gone:
+        if case in released:
+            continue
+        # one that was released may write what no file has
+        missing = await _bring(case, actions) if released else reason
+        if missing is not None:
             # a directory that is overwritten at every step: a restarted server could not get its
             # fleet's weights either, and the next push scrubs this one
             leave_to_next_push(actions.state, case.name)
-            _wait([case], actions, error, "push or update again: skyctl sync-weights CKPT")
-        except SkyctlError as error:
-            case.action = Action.RESTART
-            case.problem = case.problem or error.message
+            _wait([case], actions, missing, "push or update again: skyctl sync-weights CKPT")
+
+
+async def _bring(case: _Case, actions: Actions) -> WeightsGone | None:
+    """Push the fleet's weights into one server; returns why they are not to be had."""
+    try:
+        await actions.bring(case.name)
+        clear(actions.state, case.name)
+        case.done()
+    except StateUnwritable as error:  # untouched; a restart would lose what it holds
+        _wait([case], actions, error, _ROOM_AGAIN)
+    except WeightsGone as error:
+        return error
+    except SkyctlError as error:
+        case.action = Action.RESTART
+        case.problem = case.problem or error.message
+    return None
+
+
+async def _release_whole(case: _Case, actions: Actions) -> bool:
+    """Release a server that a dead trainer had sent nothing yet, and that has the fleet's weights:
+    no file has them. Returns whether that was so.
+    """
+    record, row = in_doubt(actions.state).get(case.name), actions.state.server(case.name)
+    weights = actions.state.weights()
+    current = row.weight_version == weights.version
+    current = current and row.checkpoint_digest == weights.checkpoint_digest
+    if record is None or not row.weights_digest or not current:
+        return False
+    await _release_one(case, actions)
+    if case.ended is not None:
+        case.action = Action.RESUME
+    return case.ended is not None
 
 
 def _wait(cases: Sequence[_Case], actions: Actions, error: SkyctlError, then: str) -> None:
@@ -261,75 +292,6 @@ def _still_open(
         else:
             case.done()
     return remaining
-
-
-def interrupted_request(state: FleetState) -> PushRequest | None:
-    """The request of the latest push that left servers half updated, for the very files it pushed;
-    None without one, or if it must not be repeated: the fleet may have moved on.
-    """
-    doubted = {record.job for record in in_doubt(state).values() if record.half_updated}
-    # an admission that broke off is not among the jobs
-    interrupted = [job for job in state.journal.jobs() if job.id in doubted]
-    if not interrupted:
-        return None
-    latest = max(interrupted, key=lambda job: number_of(job.id))
-    succeeded = [push.job for push in state.journal.pushes() if push.ok]
-    if any(number_of(job) > number_of(latest.id) for job in succeeded):
-        return None
-    try:
-        request = PushRequest.from_json(latest.request)
-    except (SkyctlError, TypeError):  # pruned, or written by another skyctl
-        return None
-    prepared = [e.data for e in state.journal.events(latest.id) if e.kind is EventKind.PREPARED]
-    if not prepared or not prepared[-1]["checkpoint"]:
-        return None  # it never read its files, or had none: nothing says which they were
-    if request.transport == TRAINER:  # the trainer cannot be asked again; its files can be pushed
-        request = replace(request, transport="auto", weights_digest=None)
-    request = replace(
-        request,
-        checkpoint=prepared[-1]["checkpoint"],  # the fleet's own copy, if it made one
-        expected_digest=prepared[-1]["checkpoint_digest"],
-        keep=False,
-    )
-    # a canary that did not finish has accepted nothing, and a roll is not the fleet's version
-    # before its end: the fleet's weights go back
-    return None if request.leaves_router else request
-
-
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the fleet's weights.
-
-    Raises:
-        SkyctlError: it has none but those it was started with.
-        WeightsGone: their files are gone, or hold something else now.
-    """
-    if weights.version is None:
-        raise SkyctlError("nothing was pushed into this fleet yet")
-    if weights.checkpoint is None:
-        raise WeightsGone(f"{weights.version} was sent by a trainer, and no file has it")
-    try:
-        checkpoint = read_checkpoint(weights.checkpoint)
-    except SkyctlError as error:
-        raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
-    request = PushRequest(
-        checkpoint=weights.checkpoint,
-        transport=weights.transport,
-        weight_version=weights.version,
-        expected_digest=weights.checkpoint_digest,
-        expected_content=weights.content_digest,
-        verify=verify,
-        scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
-        allow_config=(ALL_KEYS,),
-    )
-    refuse_changed(request, checkpoint)
-    # a trainer may overwrite them at any moment: the push reads what was checked here
-    return replace(request, expected_digest=checkpoint.identity_digest)
-
-
-def needed(state: FleetState) -> set[str | None]:
-    """Checkpoints that recovery may have to push again."""
-    request = interrupted_request(state)
-    return {request.checkpoint} if request is not None else set()
 
 
 def clear(state: FleetState, name: str) -> None:

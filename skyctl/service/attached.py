@@ -111,7 +111,7 @@ class AttachedFleet(RecordedFleet):
         close_orphans(self.state)
         if self.paths.staging.exists():
             from skyctl.checkpoints.staging import sweep
-            from skyctl.core.recovery import needed
+            from skyctl.core.repeated import needed
 
             # no supervisor restarts them: what an ended push staged serves recovery at most
             await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))

@@ -12,9 +12,10 @@ from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import judge
 from skyctl.core.findings import Action, Condition, Finding
 from skyctl.core.observation import observe
-from skyctl.core.recovery import Recovered, interrupted_request, published
+from skyctl.core.recovery import Recovered
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
+from skyctl.core.repeated import interrupted_request, published
 from skyctl.errors import SkyctlError, WeightsGone, error_named
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget

@@ -20,8 +20,8 @@ import uvicorn
 
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.plan import FleetPlan
-from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
+from skyctl.core.repeated import needed
 from skyctl.core.requests import TakenDown
 from skyctl.engines.logs import mark_start, why_it_died
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError

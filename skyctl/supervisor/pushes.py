@@ -16,7 +16,7 @@ from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
-from skyctl.core.recovery import needed
+from skyctl.core.repeated import needed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest

@@ -16,7 +16,7 @@ from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.checkpoints.live import running_model
 from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.core.expectations import informed
-from skyctl.core.recovery import published
+from skyctl.core.repeated import published
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.push.request import PushObserver, PushRequest
 from skyctl.push.saving import write_weights
@@ -113,7 +113,7 @@ def _sibling_of(replica: Replica, running: RunningFleet) -> Replica | None:
     doubts = in_doubt(running.state)
     for sibling in running.replicas.values():
         up = sibling is not replica and sibling.phase is Phase.UP and sibling.spec.node is None
-        row = sibling.row
+        row = running.state.server(sibling.name)  # recovery may have just released it
         whole = not row.quarantine and not row.sleep_level and sibling.name not in doubts
         if up and whole and is_current(running.state, sibling):
             return sibling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -113,6 +114,13 @@ class Supervised(StubFleet):
             assert time.monotonic() < deadline, rows
             time.sleep(0.1)
 
+    def until_restarted(self, name: str, pid: int) -> None:
+        """Once it serves in another process than this."""
+        deadline = time.monotonic() + BOUND_S
+        while (row := self.replicas()[name])["pid"] == pid or row["state"] != "ready":
+            assert time.monotonic() < deadline, row
+            time.sleep(0.1)
+
 
 @pytest.fixture
 def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Supervised]:
@@ -120,8 +128,8 @@ def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Super
     fleet = Supervised(tmp_path)
     fleet.write(extra="auth: none\nweight_transfer: {backend: sparse_nccl, update_timeout_s: 20}")
     write_checkpoint(tmp_path / "model", tiny_tensors(1))
-    callspec = getattr(request.node, "callspec", None)
-    fleet.environ = {VARIABLE: callspec.params["point"]} if callspec else {}
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    fleet.environ = {VARIABLE: parameters["point"]} if "point" in parameters else {}
     fleet.run("up")
     fleet.environ = {}
     try:
@@ -143,22 +151,48 @@ def test_a_trainer_that_dies_is_noticed_and_undone(supervised: Supervised) -> No
     assert {state["weight_version"] for state in supervised.states()} == {NEXT}
 
 
-def test_a_server_that_restarts_after_an_update_waits_for_the_next(
+def test_a_server_that_restarts_after_an_update_takes_its_weights_from_its_sibling(
     supervised: Supervised,
 ) -> None:
-    """No file has its weights: it serves nobody what it was started with."""
+    """No file has them."""
     code, said = supervised.train(SENT, 1)
     assert code == 0, said
-    os.kill(supervised.replicas()["stubs-1"]["pid"], signal.SIGKILL)
-    rows = supervised.until("quarantined", "stubs-1")
-    assert "no file has it" in rows["stubs-1"]["reason"]
-    assert rows["stubs-0"]["state"] == "ready"
-    code, said = supervised.train(NEXT, 2)
+    digests = {state["digest"] for state in supervised.states()}
+    before = supervised.replicas()["stubs-1"]["pid"]
+    os.kill(before, signal.SIGKILL)
+    supervised.until_restarted("stubs-1", before)
+    assert {state["digest"] for state in supervised.states()} == digests
+
+
+@pytest.mark.parametrize("sent_to", [0, 1, 2])
+def test_a_trainer_that_dies_over_weights_in_no_file_costs_only_what_it_has_overwritten(
+    supervised: Supervised, sent_to: int
+) -> None:
+    """A server that it had sent nothing writes them for the other; with none, all say what to do,
+    and the next update is whole."""
+    code, said = supervised.train(SENT, 1)
     assert code == 0, said
-    refused = supervised.json("sync-weights", "--rollback", expect=4)
-    assert "nothing to roll back to" in refused["error"]["message"]
-    rows = supervised.until("ready")
-    assert {row["weight_version"] for row in rows.values()} == {NEXT}
+    before = {state["digest"] for state in supervised.states()}
+    code, said = supervised.train(NEXT, 2, "--dies-after", str(sent_to))
+    assert code == -signal.SIGKILL, said
+    rows = supervised.until("quarantined" if sent_to == 2 else "ready")
+    if sent_to == 2:
+        report = supervised.json("recover", "--yes", expect=1)
+        for reason in (*(row["reason"] for row in rows.values()), json.dumps(report)):
+            assert f"{SENT} was sent by a trainer, and no file has it" in reason
+            assert "skyctl sync-weights CKPT" in reason
+        supervised.run("sync-weights", "model")
+    else:
+        assert {row["weight_version"] for row in rows.values()} == {SENT}
+        assert {state["digest"] for state in supervised.states()} == before
+    supervised.until("ready")
+    assert "half loaded" not in str([state["served"] for state in supervised.states()])
+    code, said = supervised.train(NEXT, 3)
+    assert code == 0, said
+    assert {state["weight_version"] for state in supervised.states()} == {NEXT}
+    if sent_to < 2:
+        refused = supervised.json("sync-weights", "--rollback", expect=4)
+        assert "nothing to roll back to" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("point", ["push.start.done", "push.update.call", "push.published"])

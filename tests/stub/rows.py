@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from skyctl.wire.messages import (
     matrix_of,
     row_number,
 )
+from tests.unit.push.checkpoints import tiny_tensors
 
 KEPT_BYTES = 4 * 1024 * 1024
 """Larger tensors are not kept: a stub stands in for models of any size."""
@@ -88,8 +90,31 @@ def _read(directory: str) -> Contents:
     return found
 
 
+def from_trainer(seed: int) -> Contents:
+    """The tensors that a trainer of tests sends: others for every seed."""
+    tensors = {name: ("float32", data) for name, (_, _, data) in tiny_tensors(seed).items()}
+    dtype, data = tensors["model.norm.weight"]
+    return tensors | {"model.norm.weight": (dtype, struct.pack("<f", seed) + data[4:])}
+
+
+def trainers_update(seed: int) -> dict[str, Any]:
+    """What it sends of them: the seed stands for their bytes."""
+    tensors = from_trainer(seed)
+    return {
+        "names": list(tensors),
+        "dtype_names": ["float32"] * len(tensors),
+        "shapes": [shape for _, shape, _ in tiny_tensors().values()],
+        "crc32": list(_summed(tensors).values()),
+        "seed": seed,
+    }
+
+
 def of_update(init_info: Mapping[str, Any], update: Mapping[str, Any]) -> Contents:
-    """The tensors of one chunk in the sender's shared memory; nothing by other transports."""
+    """The tensors of one chunk in the sender's shared memory, or of a trainer; nothing by other
+    transports.
+    """
+    if "seed" in update:
+        return from_trainer(update["seed"])
     endpoint = init_info.get("endpoint", {})
     if "fds" not in endpoint or "offsets" not in update:
         return {}

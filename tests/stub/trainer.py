@@ -15,19 +15,14 @@ import httpx
 
 from skyctl import Fleet
 from skyctl.api import Update
-from tests.unit.push.checkpoints import tiny_tensors
+from tests.stub.rows import trainers_update
 
 _ROUTES = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
 
 
 async def send(update: Update, seed: int, *, only: int | None = None, finish: bool = True) -> None:
     """What a trainer's engine does with each server; `only` with that many of them."""
-    names = list(tiny_tensors())
-    info = {
-        "names": names,
-        "dtype_names": ["float32"] * len(names),
-        "shapes": [[seed]] * len(names),
-    }
+    info = trainers_update(seed)
     async with httpx.AsyncClient(trust_env=False, headers=update.headers) as client:
         for server in update.servers[:only]:
             bodies: list[Any] = [

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from tests.unit.push.checkpoints import tiny_tensors
+from tests.stub.rows import trainers_update
 
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights",
          "finish_weight_update")  # fmt: skip
@@ -23,15 +23,9 @@ INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "worl
 
 def body(call: str, version: str, seed: int) -> dict[str, Any] | None:
     """What vLLM's own client sends."""
-    names = list(tiny_tensors())
-    info = {
-        "names": names,
-        "dtype_names": ["float32"] * len(names),
-        "shapes": [[seed]] * len(names),
-    }
     return {
         "init_weight_transfer_engine": {"init_info": INIT},
-        "update_weights": {"update_info": info},
+        "update_weights": {"update_info": trainers_update(seed)},
         "finish_weight_update": {"weight_version": version},
     }.get(call)
 

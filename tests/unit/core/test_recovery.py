@@ -12,14 +12,8 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.findings import Action, Condition, Finding
-from skyctl.core.recovery import (
-    Recovered,
-    clear,
-    interrupted_request,
-    needed,
-    published,
-    recover,
-)
+from skyctl.core.recovery import Recovered, clear, recover
+from skyctl.core.repeated import interrupted_request, needed, published
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
