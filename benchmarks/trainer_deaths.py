@@ -8,7 +8,7 @@ while it is under way. After each death comes `skyctl recover --yes`, and anothe
 A violation is an answer that no committed weights give, a server that served such weights, servers
 that are not ready with the same weights in the end, and an update that fails although nothing
 dies. In every other round the served weights are in no file: a server takes them from the other,
-and where the trainer has overwritten both, they wait for the next update, which is counted as
+and where the update has overwritten both, they serve nobody until the next one, which is counted as
 `waited`.
 """
 
@@ -134,8 +134,8 @@ class Rounds:
         else:
             self._server_dies(call, dice, version)
         self.fleet.run("recover", "--yes", expect=None)
-        overwrites = victim == "trainer" and call == "update_weights"
-        yield from self._whole("after recover", counts, may_wait=overwrites)
+        overwritten = call == "update_weights"
+        yield from self._whole("after recover", counts, may_wait=overwritten)
         code, errors = self.fleet.trainer(seed=10_000 + self._number, version=f"{version}-next")
         if code:
             yield f"the next update failed: {errors}"
