@@ -3,7 +3,7 @@
     python -m benchmarks.trainer_deaths [--rounds 20] [--only trainer server] [--write]
 
 Two stub servers with their supervisor, and four clients that generate on them throughout. The
-trainer dies once a call is answered, or while it is under way (every other round); a server dies
+trainer dies once a call is answered, or while it is under way (two rounds of four); a server dies
 while it is under way. After each death comes `skyctl recover --yes`, and another update.
 A violation is an answer that no committed weights give, a server that served such weights, servers
 that are not ready with the same weights in the end, and an update that fails although nothing
