@@ -175,9 +175,10 @@ def test_a_trainer_that_dies_over_weights_in_no_file_costs_only_what_it_has_over
     before = {state["digest"] for state in supervised.states()}
     code, said = supervised.train(NEXT, 2, "--dies-after", str(sent_to))
     assert code == -signal.SIGKILL, said
-    rows = supervised.until("quarantined" if sent_to == 2 else "ready")
+    supervised.until("quarantined" if sent_to == 2 else "ready")
+    report = supervised.json("recover", "--yes", expect=1 if sent_to == 2 else 0)
+    rows = supervised.replicas()
     if sent_to == 2:
-        report = supervised.json("recover", "--yes", expect=1)
         for reason in (*(row["reason"] for row in rows.values()), json.dumps(report)):
             assert f"{SENT} was sent by a trainer, and no file has it" in reason
             assert "skyctl sync-weights CKPT" in reason
