@@ -25,7 +25,7 @@ _skyctl() {
         [[ $word == -* ]] && continue
         if [[ -z $path ]]; then
             path=$word
-        elif [[ " rollout jobs weights adapters " == *" $path "* ]]; then
+        elif [[ " rollout jobs weights adapters tinker " == *" $path "* ]]; then
             path="$path $word"
             break
         else
@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -320,18 +320,14 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
-                _skyctl_files
-            fi ;;
+            _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "adapters sync")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
-                _skyctl_files
-            fi ;;
+            _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "adapters unload")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -339,6 +335,30 @@ _skyctl() {
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug" ;;
+        "tinker")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "ls path export rm -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "tinker ls")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "--all -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "tinker path")
+            _skyctl_words "--json -h --help -q --quiet --no-color --debug" ;;
+        "tinker export")
+            if [[ $cur == -* ]]; then _skyctl_words "--merged --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_files
+            fi ;;
+        "tinker rm")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "generate")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

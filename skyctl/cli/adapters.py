@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl import output
+from skyctl.cli.arguments import stored_directory
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
 from skyctl.core.registry import FleetRef, find
@@ -21,7 +22,8 @@ app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, with
 
 NameArgument = Annotated[str, typer.Argument(help="The model name that requests ask for.")]
 DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote.")
+    str,
+    typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote, or a tinker:// path."),
 ]
 AnyBaseOption = Annotated[
     bool, typer.Option("--any-base", help="Whatever base model the adapter says it is of.")
@@ -137,7 +139,7 @@ def _change(
     file: Path | None,
     fleet: str | None,
     name: str,
-    directory: Path,
+    directory: str,
     new: bool,
     any_base: bool,
     timeout_s: float | None,
@@ -147,7 +149,7 @@ def _change(
     local = isinstance(find(file, fleet), FleetRef)  # otherwise the path is on another machine
     request = LoadAdapter(
         name=name,
-        directory=str(expanded(directory).absolute() if local else directory),
+        directory=str(expanded(stored_directory(directory)).absolute()) if local else directory,
         new=new,
         any_base=any_base,
         timeout_s=timeout_s,

@@ -67,6 +67,7 @@ VERBS = [
     Verb("jobs", "jobs", "app", WEIGHTS),
     Verb("weights", "weights", "app", WEIGHTS),
     Verb("adapters", "adapters", "app", WEIGHTS),
+    Verb("tinker", "tinker", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
     Verb("doctor", "doctor", "doctor", CHECKS),

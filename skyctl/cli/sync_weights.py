@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
+from skyctl.cli.arguments import stored_directory
 from skyctl.cli.fleet_calls import run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption, seconds
 from skyctl.errors import UsageError
@@ -281,7 +282,7 @@ def _path(ref: FleetRef | RemoteRef, checkpoint: str) -> str:
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.core.registry import FleetRef
 
-    return absolute(checkpoint) if isinstance(ref, FleetRef) else checkpoint
+    return absolute(stored_directory(checkpoint)) if isinstance(ref, FleetRef) else checkpoint
 
 
 def _prompts(canary: Path | None) -> dict[str, Any] | None:

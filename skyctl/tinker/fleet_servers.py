@@ -18,16 +18,26 @@ from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
     NotFoundError,
+    ServerError,
     SkyctlError,
 )
 from skyctl.generate.requests import COMPLETIONS, GenerationClient
 from skyctl.service.endpoint import find_endpoint
+from skyctl.tinker.sampling import AdapterGone
 from skyctl.tinker.weights import PREFIX, ServedWeights, T, patiently
 
 if TYPE_CHECKING:
     from skyctl.core.service import FleetService
 
 _LOOK_S = 0.5
+
+
+@dataclass(eq=False)
+class _Adapter:
+    """An adapter on the servers."""
+
+    users: int = 0
+    """Requests that use it."""
 
 
 @dataclass(eq=False)
@@ -48,7 +58,7 @@ class FleetServers:
     """The weights that servers hold."""
 
     def __post_init__(self) -> None:
-        self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
+        self._loaded: dict[str, _Adapter] = {}  # by name; least recently used first
         self._unwanted: set[str] = set()  # on servers, perhaps only some of them: removed first
         self._changing = asyncio.Lock()
         self._freed = asyncio.Event()
@@ -58,7 +68,13 @@ class FleetServers:
         """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
 
         async def ask() -> dict[str, Any]:
-            return await self.client.ask(COMPLETIONS, body)
+            try:
+                return await self.client.ask(COMPLETIONS, body)
+            except ServerError as error:
+                if error.status != 404 or body["model"] not in self._loaded:
+                    raise
+                del self._loaded[body["model"]]
+                raise AdapterGone(error.message) from error
 
         return await self._awake(lambda: self.weights.answer(weights, ask))
 
@@ -76,13 +92,15 @@ class FleetServers:
                     place = partial(self._place, name, directory)
                     await self._awake(lambda: patiently(place, ConflictError, FleetDownError))
                     self._unwanted.discard(name)
-                    self._loaded[name] = 0
-        self._loaded[name] = self._loaded.pop(name) + 1
+                    self._loaded[name] = _Adapter()
+        adapter = self._loaded[name] = self._loaded.pop(name)
+        adapter.users += 1
         try:
             yield
         finally:
-            self._loaded[name] -= 1
-            if name in self._unwanted and not self._loaded[name]:
+            adapter.users -= 1
+            current = self._loaded.get(name) is adapter  # else it went, and perhaps came again
+            if name in self._unwanted and not adapter.users and current:
                 del self._loaded[name]
             self._freed.set()
 
@@ -92,7 +110,7 @@ class FleetServers:
         """
         if name not in self._loaded:
             return
-        if self._loaded[name] or self._changing.locked():
+        if self._loaded[name].users or self._changing.locked():
             self._unwanted.add(name)
             return
         async with self._changing:
@@ -103,7 +121,7 @@ class FleetServers:
         """Count what an earlier process has loaded: names are never used twice."""
         for adapter in await self.fleet.adapters():
             if adapter.name.startswith(PREFIX):
-                self._loaded[adapter.name] = 0
+                self._loaded[adapter.name] = _Adapter()
 
     async def _awake(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The result of `ask`, repeated after a failure while servers slept: it waits for as long
@@ -112,6 +130,8 @@ class FleetServers:
         while True:
             try:
                 return await ask()
+            except AdapterGone:
+                raise
             except SkyctlError as error:
                 if getattr(error, "status", None) == 400 or not await self._slept():
                     raise
@@ -138,7 +158,7 @@ class FleetServers:
                 others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
                 if len(self._loaded) < max(1, self.most - len(others)):
                     return
-                idle = [name for name, users in self._loaded.items() if users == 0]
+                idle = [name for name, adapter in self._loaded.items() if not adapter.users]
                 if idle:
                     name = next((name for name in idle if name in self._unwanted), idle[0])
                     del self._loaded[name]

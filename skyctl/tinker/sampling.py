@@ -36,6 +36,14 @@ SAMPLE = "sample"
 COMPLETIONS = "/v1/completions"
 
 
+_ATTEMPTS = 5
+"""How often a sample is asked for whose adapter is unloaded each time."""
+
+
+class AdapterGone(SkyctlError):
+    """Something else has unloaded the adapter that a request was for."""
+
+
 class Servers(Protocol):
     """The fleet's servers, as sampling needs them."""
 
@@ -48,7 +56,8 @@ class Servers(Protocol):
         directory; None: those that the fleet was given.
 
         Raises:
-            ServerError: it was refused. SkyctlError: the weights cannot be brought there.
+            AdapterGone: `using` loads it again. ServerError: it was refused.
+            SkyctlError: the weights cannot be brought there.
         """
         ...
 
@@ -196,14 +205,25 @@ class Sampling:
         body = completion_body(sample, name, self._servers.context)
         prompt = asyncio.create_task(self._about_prompt(sample, directory))
         try:
-            adapter: AbstractAsyncContextManager[None] = nullcontext()
-            if directory is not None and weights is None:
-                adapter = self._servers.using(name, directory)
-            async with adapter:
-                answer = await self._servers.complete(body, weights)
+            adapter = (name, directory) if directory is not None and weights is None else None
+            answer = await self._answer(body, weights, adapter)
             return sample_response(sample, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _answer(
+        self, body: Mapping[str, Any], weights: str | None, adapter: tuple[str, str] | None
+    ) -> dict[str, Any]:
+        """A completion with this adapter, which is loaded again if something else unloads it."""
+        attempts = _ATTEMPTS
+        while True:
+            try:
+                async with self._servers.using(*adapter) if adapter else nullcontext():
+                    return await self._servers.complete(body, weights)
+            except AdapterGone:
+                attempts -= 1
+                if not attempts:
+                    raise
 
     async def _scored_alone(self, sample: Question, directory: str | None) -> bytes:
         """A response about a prompt that fills the context: no server could add a token."""

@@ -100,6 +100,18 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
         own = trainer.forward([datum(full)], "cross_entropy").result().loss_fn_outputs[0]
         assert list(own["logprobs"].data)[3:] == pytest.approx(answers[-1].logprobs, abs=1e-3)
 
+        # served by a name: as the sampler answers
+        saved = trainer.save_weights_for_sampler("final").result().path
+        loaded = [adapter["name"] for adapter in fleet.data("adapters")["adapters"]]
+        fleet.run("adapters", "unload", loaded[0])  # a sampler's: both places are taken
+        fleet.run("adapters", "load", "math", saved)
+        prompt = trainer.get_tokenizer().decode(row[:4])
+        limits = ("--max-tokens", "20", "--temperature", "0")
+        answer = fleet.data("generate", prompt, "--model", "math", *limits)["results"][0]
+        assert answer["token_ids"] == list(answers[-1].tokens)
+        fleet.run("adapters", "unload", "math")
+        fleet.run("tinker", "rm", saved)
+
         # all of a model's parameters: its weights are pushed, and those of before pushed back
         whole = client.create_lora_training_client(base_model=BASE, rank=0).result()
         for _ in range(5):

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
-from skyctl.errors import FleetDownError, NotFoundError, StateUnwritable
+from skyctl.errors import FleetDownError, NotFoundError, ServerError, StateUnwritable
 from skyctl.tinker import records
 from skyctl.tinker.fleet_servers import FleetServers
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.questions import Unanswerable, question
-from skyctl.tinker.sampling import SAMPLE, Sampling
+from skyctl.tinker.sampling import SAMPLE, AdapterGone, Sampling
 
 
 class Busy:
@@ -145,6 +145,9 @@ class Fleet:
     async def adapters(self) -> tuple[Any, ...]:
         return ()
 
+    async def status(self) -> Any:
+        return SimpleNamespace(replicas=())
+
     async def load_adapter(self, request: Any) -> None:
         self._fail_if_broken()
         self.loaded.append(request.name)
@@ -171,6 +174,35 @@ async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed
         assert fleet.loaded == ["tinker-b"]
     await servers.unload("tinker-b")
     assert fleet.loaded == []
+
+
+async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None:
+    class Client:
+        async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            if body["model"] not in fleet.loaded:
+                raise ServerError("the model does not exist", status=404)
+            return {"model": body["model"]}
+
+    class Weights:
+        async def answer(self, weights: None, ask: Any) -> Any:
+            return await ask()
+
+    fleet = Fleet()
+    servers = FleetServers(fleet, Client(), "served", 64, 2, Weights())  # type: ignore[arg-type]
+
+    async def sample() -> Any:
+        async with servers.using("tinker-a", "/a"):
+            return await servers.complete({"model": "tinker-a"}, None)
+
+    assert await sample() == {"model": "tinker-a"}
+    fleet.loaded.remove("tinker-a")  # skyctl adapters unload
+    results = await asyncio.gather(sample(), sample(), return_exceptions=True)
+    assert any(isinstance(result, AdapterGone) for result in results)
+    assert await sample() == {"model": "tinker-a"} and fleet.loaded == ["tinker-a"]
+    await servers.unload("tinker-a")
+    assert fleet.loaded == []
+    with pytest.raises(ServerError, match="does not exist"):
+        await servers.complete({"model": "tinker-a"}, None)
 
 
 async def test_a_fifth_sampler_waits_for_one_answer_of_four_busy_ones_and_a_delete_for_none() -> (
