@@ -21,7 +21,7 @@ PAGES = [
 PACKAGES = sorted(found.parent for found in (ROOT / "skyctl").rglob("__init__.py"))
 README_WORDS = 900
 GENERATED = "<!-- Written by scripts/generate-reference."
-WORDS = {"written": 34_000, "generated": 9_000}
+WORDS = {"written": 34_000, "generated": 11_000}
 """Of all pages, by their origin. Lower them when pages become shorter."""
 VENDORS = {  # modules of other programs that docstrings name without a folder
     "cpu_communicator.py",
