@@ -348,9 +348,17 @@ _skyctl() {
             esac
             _skyctl_words "--all -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "tinker path")
-            _skyctl_words "--json -h --help -q --quiet --no-color --debug" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "tinker export")
-            if [[ $cur == -* ]]; then _skyctl_words "--merged --json -h --help -q --quiet --no-color --debug"; else
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "--merged -f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
         "tinker rm")

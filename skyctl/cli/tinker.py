@@ -17,6 +17,7 @@ from skyctl.units import count_of, format_ago, format_bytes
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
+    from skyctl.tinker.stored import StoredCheckpoint
 
 app = typer.Typer(help="Checkpoints that the Tinker API has stored: list, copy, merge, delete.")
 
@@ -71,25 +72,32 @@ def list_(
 
 
 @app.command()
-def path(path: PathArgument, json: JsonOption = False) -> None:
-    """The directory of a checkpoint, of any fleet of this machine.
+def path(
+    context: typer.Context,
+    path: PathArgument,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The directory of a checkpoint; without -f and --fleet, of any fleet of this machine.
 
     \b
     skyctl tinker path tinker://RUN/weights/final
     """
-    from skyctl.tinker.stored import find_checkpoint
-
-    stored = find_checkpoint(path)
+    stored = _find(context, path, file, fleet)
     output.emit({"path": path, "directory": str(stored.directory)}, str(stored.directory))
 
 
 @app.command()
 def export(
+    context: typer.Context,
     path: PathArgument,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory to make.")],
     merged: Annotated[
         bool, typer.Option("--merged", help="The base model with the adapter added to its weights.")
     ] = False,
+    file: FileOption = None,
+    fleet: FleetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Copy a checkpoint without its optimizer's state: a PEFT directory, or a whole model.
@@ -99,9 +107,8 @@ def export(
     skyctl tinker export tinker://RUN/weights/final ./model --merged
     """
     from skyctl.tinker.export import copy_checkpoint, merge_adapter
-    from skyctl.tinker.stored import find_checkpoint
 
-    stored, to = find_checkpoint(path), expanded(directory).absolute()
+    stored, to = _find(context, path, file, fleet), expanded(directory).absolute()
     if merged and stored.rank:
         merge_adapter(stored.directory, stored.model, to)
     else:
@@ -139,6 +146,15 @@ def rm(
         {"deleted": [checkpoint.path for checkpoint in deleted]},
         f"deleted {count_of(len(deleted), 'checkpoint')}, {size}",
     )
+
+
+def _find(
+    context: typer.Context, path: str, file: Path | None, fleet: str | None
+) -> StoredCheckpoint:
+    from skyctl.tinker.stored import find_checkpoint
+
+    file, fleet = chosen(context, file, fleet)
+    return find_checkpoint(path, select(file, fleet) if file or fleet else None)
 
 
 def _show(ref: FleetRef, unnamed: bool) -> None:

@@ -105,19 +105,21 @@ def _checkpoint(ref: FleetRef, row: sqlite3.Row) -> StoredCheckpoint:
     )
 
 
-def find_checkpoint(path: str) -> StoredCheckpoint:
-    """The checkpoint of this `tinker://` path, in any fleet of this user on this machine.
+def find_checkpoint(path: str, ref: FleetRef | None = None) -> StoredCheckpoint:
+    """The checkpoint of this `tinker://` path; without `ref`, in any fleet of this user on this
+    machine.
 
     Raises:
         NotFoundError: no fleet's API has it, or its directory is gone.
     """
-    for checkpoint in _all():
+    for checkpoint in _all() if ref is None else checkpoints_of(ref):
         if checkpoint.path == path:
             if not checkpoint.directory.is_dir():
                 raise NotFoundError(f"the files of {path} are gone from {checkpoint.directory}")
             return checkpoint
+    place = f"in fleet {ref.name}" if ref else "in any fleet of this machine"
     raise NotFoundError(
-        f"no fleet of this machine has a checkpoint {path}", hint="what there is: skyctl tinker ls"
+        f"there is no checkpoint {path} {place}", hint="what there is: skyctl tinker ls --all"
     )
 
 

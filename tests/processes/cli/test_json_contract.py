@@ -5,6 +5,7 @@ One fleet serves all tests of this file, in any order.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -19,6 +20,9 @@ import typer
 
 from skyctl import startup
 from skyctl.cli import app as app_module
+from skyctl.store.paths import FleetPaths
+from skyctl.tinker import files
+from skyctl.tinker.ledger import Ledger
 from tests.faults.stub_fleet import StubFleet
 from tests.processes.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.adapters.files import lora, make_adapter
@@ -57,6 +61,10 @@ CALLS = [
     "adapters",
     "adapters list",
     "adapters unload x",
+    "tinker",
+    "tinker ls --all",
+    "tinker path tinker://run/weights/final",
+    "tinker export tinker://run/weights/final exported",
     "weights",
     "weights history",
     "weights verify",
@@ -95,8 +103,27 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
         make_adapter(directory / f"x{number}", up_proj, value=number / 10)
     write_checkpoint(directory / "model")
     write_checkpoint(directory / "b", tiny_tensors(9))
+    store_checkpoint(FleetPaths(directory / "home", "stubs").tinker)
     yield fleet
     fleet.run("down", "--drain-timeout", "0")
+
+
+def store_checkpoint(storage: Path) -> None:
+    """As a Tinker API does."""
+    directory = storage / "checkpoints" / "c"
+
+    def write(beside: Path) -> None:
+        (beside / "adapter_model.safetensors").write_bytes(b"weights")
+
+    size = files.write_directory(directory, write, {})
+    columns = "path, model, kind, name, directory, config, optimizer, created, size"
+    path, config = "tinker://run/weights/final", json.dumps({"base": "b", "lora": {"rank": 8}})
+    row = (path, "run", "training", "final", str(directory), config, 0, 0.0, size)
+    ledger = Ledger(storage / "ledger.sqlite")
+    asyncio.run(
+        ledger.write(f"INSERT INTO checkpoints ({columns}) VALUES (?,?,?,?,?,?,?,?,?)", *row)
+    )
+    ledger.close()
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +198,13 @@ def command_names() -> list[str]:
 def test_every_command_is_documented_and_called_here() -> None:
     objects = {"Status", "Adapter", "Outcomes", "Job", "PushResult", "Push"}
     other = {"schema"}  # a schema
+    elsewhere = {"tinker rm"}  # it needs a trainer: processes/tinker/test_stored.py
     documented = set(TABLES) - objects | other
     assert documented == set(command_names())
     called = {
         name for name in command_names() for call in CALLS if f"{call} ".startswith(f"{name} ")
     }
-    assert set(command_names()) - called == other
+    assert set(command_names()) - called == other | elsewhere
 
 
 @pytest.mark.parametrize(
