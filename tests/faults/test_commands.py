@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,31 @@ async def test_generate_says_partial_when_some_requests_fail(tmp_path: Path) -> 
     assert code == 3
     assert ["error" in row for row in envelope["data"]["results"]] == [True, False]
     assert "injected fault" in envelope["error"]["message"]
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_ctrl_c_leaves_no_output_that_could_be_taken_for_whole(
+    tmp_path: Path, answered: int
+) -> None:
+    """What was answered until then is beside it."""
+    stub = StubServer(faults={"/v1/completions": Fault("hang", calls=(1 + answered,))})
+    source = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})
+    target = tmp_path / "answers.jsonl"
+    async with running([stub]) as targets:
+        file = attached(tmp_path, targets)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "skyctl", "generate", "--file", str(file), "--input", source),
+            *("--output", str(target), "--max-tokens", "2", "--concurrency", "1"),
+            env={"SKYCTL_HOME": str(tmp_path / "home"), "PATH": "", "HOME": str(tmp_path)},
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        async with asyncio.timeout(30):
+            await stub.asgi.until("/v1/completions", calls=1 + answered)
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+    assert not target.exists()
+    partial = tmp_path / "answers.jsonl.partial"
+    assert partial.exists() == bool(answered)
 
 
 async def test_a_bad_line_is_named_before_anything_is_sent(tmp_path: Path) -> None:

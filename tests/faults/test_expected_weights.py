@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -265,6 +266,20 @@ async def test_replicas_that_first_start_with_different_weights_do_not_both_serv
         other = replace(plan.servers[1], env={**plan.servers[1].env, "STUB_LOADS": str(new)})
         supervisor.change_to(replace(plan, servers=(plan.servers[0], other)))
         await eventually(lambda: sorted(states(supervisor).values()) == ["quarantined", "ready"])
+
+
+async def test_a_first_replica_that_cannot_be_compared_with_anything_does_not_serve(
+    tmp_path: Path,
+) -> None:
+    """Its files are nowhere on this machine, and its workers fail to say what they hold."""
+    silent = pushable("a", Path("org/nowhere"))
+    fails = json.dumps({"/collective_rpc": {"kind": "status"}})
+    silent = replace(silent, argv=(*silent.argv, "--faults", fails))
+    async with supervising(tmp_path) as supervisor:
+        supervisor.change_to(fleet_plan([silent], stub_router()))
+        await eventually(lambda: states(supervisor).get("a") in ("ready", "quarantined"))
+        assert states(supervisor) == {"a": "quarantined"}
+        assert "could not be read" in (supervisor.replicas["a"].row.quarantine or "")
 
 
 async def test_a_directory_that_is_written_while_servers_load_it_is_nobodys_launch(
