@@ -329,10 +329,11 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def findings(self) -> tuple[Finding, ...]:
-        from skyctl.service.attached_recovery import find
+        from skyctl.service.attached_recovery import find, left_by_others
 
         await self._servers.locate()
-        servers = await find(self._servers, self._client, self.state, self.server_locks)
+        others = left_by_others(self._servers, self.server_locks)
+        servers = await find(self._servers, self._client, self.state, others)
         return (*map(stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:

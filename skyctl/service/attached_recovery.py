@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyctl import engines
 from skyctl.adapters.committed import catch_up
@@ -34,12 +34,22 @@ _ROUTER_TIMEOUT_S = 5.0
 _GONE = "not among the servers that were found"
 
 
-async def find(
-    servers: AttachedServers, client: ControlClient, state: FleetState, locks: ServerLocks
-) -> tuple[Finding, ...]:
-    """What is wrong with each located server, observed now. What another fleet's push left is for
-    that fleet to repair.
+def left_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[str, str]:
+    """The located servers that another fleet has to repair, by name: what its push left, and what
+    to type. Each fleet leaves those alone: two that wait for each other would repair nothing.
     """
+    marks = {target.name: locks.unrepaired(target.url) for target in servers.targets}
+    return {
+        name: f"{reason}; type: skyctl recover --fleet {fleet}"
+        for name, (fleet, reason) in marks.items()
+        if fleet
+    }
+
+
+async def find(
+    servers: AttachedServers, client: ControlClient, state: FleetState, others: Mapping[str, str]
+) -> tuple[Finding, ...]:
+    """What is wrong with each located server, observed now. `others`: see `left_by_others`."""
     seen = await observe(client, servers.targets)
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
@@ -48,10 +58,8 @@ async def find(
         suspect = suspects.get(target.url)
         record = suspect.record if suspect else doubts.get(target.name)
         finding = judge(observed, rows[target.name], record, weights, ours=False)
-        fleet, reason = locks.unrepaired(target.url)
-        if fleet and record is None:
-            detail = f"{reason}; type: skyctl recover --fleet {fleet}"
-            finding = Finding(target.name, Condition.HALF_UPDATED, detail)
+        if target.name in others:
+            finding = Finding(target.name, Condition.HALF_UPDATED, others[target.name])
         judged.append(finding)
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
@@ -79,7 +87,8 @@ async def recover(
     locks: ServerLocks,
     wait_s: float | None = None,
 ) -> tuple[Recovered, ...]:
-    """Find what is wrong and repair it; one report per server.
+    """Find what is wrong and repair it; one report per server. What another fleet has to repair is
+    left alone.
 
     Waits for a push, or another recovery, at most `wait_s` seconds, and only then locates servers.
 
@@ -93,13 +102,19 @@ async def recover(
         close_orphans(state, in_turn=True)
         await servers.locate()
         await servers.adopt(alone=True)
-        urls = {target.name: target.url for target in servers.targets}
+        others = left_by_others(servers, locks)
+        own = {target.name: target for target in servers.targets if target.name not in others}
+        urls = {name: target.url for name, target in own.items()}
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
-        by_name = {target.name: target for target in servers.targets}
-        actions = _Actions(ref, by_name, client, state)
-        recovered = await carry_out(await find(servers, client, state, locks), actions)
-        await _bring_to_adapters(servers.targets, client, state, ref.config.control_timeout_s)
-        return tuple(recovered)
+        actions = _Actions(ref, own, client, state)
+        recovered = await carry_out(await find(servers, client, state, others), actions)
+        await _bring_to_adapters([*own.values()], client, state, ref.config.control_timeout_s)
+        return tuple(
+            replace(repair, ok=False, detail=others[repair.server])
+            if repair.server in others
+            else repair
+            for repair in recovered
+        )
 
 
 async def _bring_to_adapters(

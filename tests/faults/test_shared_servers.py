@@ -18,6 +18,7 @@ from skyctl.store.server_locks import ServerLocks, Unrepaired
 from skyctl.store.server_names import name_servers, record_names
 from skyctl.store.state import FleetState
 from tests.faults.test_stopped_holders import attached, stop
+from tests.stub.faults import Fault
 
 URL = "http://10.0.0.1:8000"
 
@@ -44,6 +45,29 @@ async def test_no_verb_of_another_fleet_thaws_what_a_push_has_frozen(tmp_path: P
         code, _ = await fleet.skyctl("recover", "--yes")
         assert code == 0 and fleet.frozen == [False, False]
         code, _ = await fleet.skyctl("sync-weights", "v1", "-f", "near.yaml")
+        assert code == 0
+
+
+async def test_fleets_that_each_left_a_server_of_the_other_repair_their_own(
+    tmp_path: Path,
+) -> None:
+    async with attached(tmp_path) as fleet:
+        both = (tmp_path / "fleet.yaml").read_text()
+        servers = both.partition("servers: [")[2].partition("]")[0]
+        for name, url, stub in zip(("far", "near"), servers.split(", "), fleet.stubs, strict=True):
+            own = tmp_path / f"{name}.yaml"
+            own.write_text(both.replace("far", name).replace(servers, url))
+            stub.asgi.faults = {"/update_weights": Fault("status")}
+            code, _ = await fleet.skyctl("sync-weights", "v1", "-f", own.name)
+            assert code == 1 and stub.engine.paused
+            stub.asgi.faults = {}
+            own.write_text(both.replace("far", name))
+        code, envelope = await fleet.skyctl("recover", "--yes", "-f", "far.yaml")
+        assert code == 3 and fleet.frozen == [False, True]
+        assert "type: skyctl recover --fleet near" in envelope["error"]["message"]
+        code, _ = await fleet.skyctl("recover", "--yes", "--fleet", "near")
+        assert code == 0 and fleet.frozen == [False, False]
+        code, _ = await fleet.skyctl("sync-weights", "v1", "-f", "far.yaml")
         assert code == 0
 
 

@@ -298,8 +298,10 @@ async def test_what_another_fleets_push_left_is_found_and_is_that_fleets_to_repa
             claim.release()
             (found,) = await fleet.findings()
             assert found.detail.endswith("type: skyctl recover --fleet near")
+            (repair,) = await fleet.recover()
+            assert not repair.ok and repair.detail == found.detail
             with pytest.raises(ConflictError, match="fleet near, which has not repaired it"):
-                await fleet.recover()
+                await fleet.resume(Resume())
             clear(near, "near-0")
             leave_to_next_push(near, "near-0")  # whole weights: nobody need wait
             assert [found.detail for found in await fleet.findings()] == [""]
