@@ -219,7 +219,7 @@ async def _carry_out(
             if not all(outcome.ok for outcome in outcomes):
                 raise await _undone(fleet, name, targets, outcomes)
     except asyncio.CancelledError:
-        await undo(fleet, name, targets)
+        require_all(await undo(fleet, name, targets), f"adapters {name}")
         raise
     reached("adapters.commit")
     store.commit(fleet.state, name, [target.name for target in targets])

@@ -9,7 +9,7 @@ import typer
 
 from skyctl import output
 from skyctl.cli.arguments import stored_directory
-from skyctl.cli.fleet_calls import call_chosen_fleet, chosen
+from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
 from skyctl.core.registry import FleetRef, find
 from skyctl.store.paths import expanded
@@ -17,6 +17,8 @@ from skyctl.units import count_of, format_bytes
 
 if TYPE_CHECKING:
     from skyctl.adapters.fleet import AdapterChange
+    from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
+    from skyctl.core.registry import RemoteRef
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
@@ -128,11 +130,7 @@ def unload(
     from skyctl.adapters.requests import UnloadAdapter
 
     request = UnloadAdapter(name=name, timeout_s=timeout)
-    _report(
-        call_chosen_fleet(
-            *chosen(context, file, fleet), lambda running: running.unload_adapter(request)
-        )
-    )
+    _carry_out(find(*chosen(context, file, fleet)), request)
 
 
 def _change(
@@ -146,7 +144,8 @@ def _change(
 ) -> None:
     from skyctl.adapters.requests import LoadAdapter
 
-    local = isinstance(find(file, fleet), FleetRef)  # otherwise the path is on another machine
+    ref = find(file, fleet)
+    local = isinstance(ref, FleetRef)  # otherwise the path is on another machine
     request = LoadAdapter(
         name=name,
         directory=str(expanded(stored_directory(directory)).absolute()) if local else directory,
@@ -154,7 +153,23 @@ def _change(
         any_base=any_base,
         timeout_s=timeout_s,
     )
-    _report(call_chosen_fleet(file, fleet, lambda running: running.load_adapter(request)))
+    _carry_out(ref, request)
+
+
+def _carry_out(ref: FleetRef | RemoteRef, request: LoadAdapter | UnloadAdapter) -> None:
+    """Make the change and print it. Ctrl-C leaves it to the supervisor, where there is one."""
+    from skyctl.adapters.requests import LoadAdapter
+    from skyctl.cli.job_view import going_on
+    from skyctl.service import connect
+
+    async def run() -> AdapterChange:
+        async with connect(ref) as running:
+            if isinstance(request, LoadAdapter):
+                return await running.load_adapter(request)
+            return await running.unload_adapter(request)
+
+    attached = isinstance(ref, FleetRef) and ref.attached
+    _report(run_following(run(), lambda: "" if attached else going_on(f"adapters-{request.name}")))
 
 
 def _report(change: AdapterChange) -> None:

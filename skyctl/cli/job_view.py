@@ -1,4 +1,4 @@
-"""Renders a push, running or finished. Shared by sync-weights and jobs."""
+"""Renders a job, running or finished. Shared by sync-weights and jobs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from skyctl.store.journal import Job, JobEvent
 
 _REPORTED = ("quarantined", "failed")
+_STAY = "servers that were done keep their new settings; go on with it: skyctl up"
+_CANCELLED = {
+    "push": "the servers keep their old weights",
+    "push (rolling)": "parts that were done keep the new weights",
+    "dry-run": "nothing was touched",
+    "dry-run (rolling)": "nothing was touched",
+    "adapters": "every server serves what it did before",
+    "up": _STAY,
+    "scale": _STAY,
+    "restart": "servers that were not reached were not restarted",
+}
 
 
 class JobView:
@@ -59,7 +70,7 @@ def emit_job(job: Job) -> None:
 
 
 def going_on(job_id: str) -> str:
-    """What to type after Ctrl-C, which leaves a push to the supervisor."""
+    """What to type after Ctrl-C, which leaves a job to the supervisor."""
     return f"{job_id} goes on: skyctl jobs wait {job_id}; or undo it: skyctl jobs cancel {job_id}"
 
 
@@ -68,10 +79,9 @@ def emit_cancelled(job: Job, *, was_running: bool) -> None:
     views: list[RenderableType] = []
     if not was_running:
         views.append(f"{job.id} has ended before: {job.state}")
-    elif job.state == "interrupted" and job.request.get("rolling"):
-        views.append(f"{job.id} is cancelled; parts that were done keep the new weights")
     elif job.state == "interrupted":
-        views.append(f"{job.id} is cancelled; the servers keep their old weights")
+        rolling = " (rolling)" if job.request.get("rolling") else ""
+        views.append(f"{job.id} is cancelled; {_CANCELLED[job.kind + rolling]}")
     else:
         views += [*job_views(job), f"{job.id} was too far to be undone: {job.state}"]
     failed = was_running and job.state == "failed"
@@ -100,6 +110,8 @@ def job_views(job: Job) -> list[RenderableType]:
                 ],
             )
         )
+    if not job.is_push and job.state == "succeeded":
+        views.append(f"{job.id} is done")
     if details.get("canary"):
         views += ["", canary_view(details["canary"])]
     if result := job.result:

@@ -1,7 +1,8 @@
-"""`skyctl jobs`: pushes of a fleet's supervisor, running and finished."""
+"""`skyctl jobs`: pushes, running and finished, and what else a fleet's supervisor is changing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,7 +12,7 @@ from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import find
-from skyctl.errors import NotFoundError
+from skyctl.errors import FleetDownError, NotFoundError
 from skyctl.push.request import live_source
 from skyctl.units import format_ago
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from skyctl.service import FleetService
     from skyctl.store.journal import Job
 
-app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
+app = typer.Typer(help="Weight pushes, and other changes under way: list, follow, cancel.")
 
 LatestArgument = Annotated[
     str | None,
@@ -40,7 +41,9 @@ def jobs(
     fleet: FleetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Weight pushes that run, or ran, in the fleet's supervisor; without a command: list them.
+    """Weight pushes, and other changes under way; without a command: list them.
+
+    Changes are up, restart and scale (`up-3`), and of adapters (`adapters-math`).
 
     \b
     skyctl jobs
@@ -160,18 +163,21 @@ def cancel(
     timeout: Annotated[float | None, seconds("Stop waiting for its end after this long.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Cancel a push, and wait until it has ended and the fleet is free.
+    """Cancel a push or another change, and wait until it has ended and the fleet is free.
 
-    Before its first byte it is undone: the servers go on with their old weights. Later it
+    Before its first byte a push is undone: the servers go on with their old weights. Later it
     completes, since half-updated servers cannot serve; a rolling push stops after the part under
-    way.
+    way. Of up, restart and scale, servers that are done stay so, those in between get their old
+    settings back, and the next `up` goes on. A change of adapters is undone on all servers.
 
     \b
     skyctl jobs cancel push-3
+    skyctl jobs cancel up-2
     """
     from skyctl.cli.job_view import emit_cancelled, follow_job
     from skyctl.core.requests import CancelJob
     from skyctl.service import connect
+    from skyctl.store.journal import JobState
 
     ref = find(*chosen(context, file, fleet))
 
@@ -181,7 +187,13 @@ def cancel(
             if job.ended:
                 return job, False
             await running.cancel_job(CancelJob(job_id))
-            return await follow_job(running, job_id, timeout_s=timeout), True
+            try:
+                return await follow_job(running, job_id, timeout_s=timeout), True
+            except (FleetDownError, NotFoundError):
+                if job.is_push:
+                    raise
+                # nothing was left of the fleet, and its supervisor has ended
+                return replace(job, state=JobState.INTERRUPTED), True
 
     job, was_running = run_following(
         end(), lambda: f"{job_id} is being cancelled: skyctl jobs show"

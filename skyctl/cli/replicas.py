@@ -9,8 +9,12 @@ import typer
 from skyctl import output
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument
 from skyctl.core.registry import find
+from skyctl.core.status import OperationKind
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
     from skyctl.service import FleetService
 
@@ -31,19 +35,12 @@ def restart(
       skyctl restart
       skyctl restart tiny-1
     """
-    from skyctl.cli.fleet_calls import call_fleet, follow
-    from skyctl.cli.fleet_view import status_view
     from skyctl.core.requests import Restart
 
     ref = find(file, fleet)
     chosen = tuple(servers or ())
-
-    async def run(running: FleetService) -> FleetStatus:
-        operation = await running.restart(Restart(chosen))
-        return await follow(running, operation, f"restarting {', '.join(chosen) or ref.name}")
-
-    done = call_fleet(ref, run)
-    output.emit(done.to_json(), status_view(done))
+    title = f"restarting {', '.join(chosen) or ref.name}"
+    _follow(ref, OperationKind.RESTART, title, lambda running: running.restart(Restart(chosen)))
 
 
 def scale(
@@ -62,18 +59,35 @@ def scale(
       skyctl scale 3
       skyctl scale 1 --fleet tiny
     """
-    from skyctl.cli.fleet_calls import call_fleet, follow
-    from skyctl.cli.fleet_view import status_view
     from skyctl.core.requests import Scale
 
     ref = find(file, fleet)
+    title = f"scaling {ref.name} to {replicas}"
+    _follow(ref, OperationKind.SCALE, title, lambda running: running.scale(Scale(replicas)))
 
-    async def run(running: FleetService) -> FleetStatus:
-        operation = await running.scale(Scale(replicas))
-        if operation == 0:
-            output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
+
+def _follow(
+    ref: FleetRef | RemoteRef,
+    kind: OperationKind,
+    title: str,
+    begin: Callable[[FleetService], Awaitable[int]],
+) -> None:
+    """Begin an operation, show it until it ends, and print the status."""
+    from skyctl.cli.fleet_calls import follow, run_following
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.cli.job_view import going_on
+    from skyctl.service import connect
+
+    begun = 0
+
+    async def run() -> FleetStatus:
+        nonlocal begun
+        async with connect(ref) as running:
+            begun = await begin(running)
+            if begun:
+                return await follow(running, begun, title)
+            output.note(f"{title}: nothing to do")
             return await running.status()
-        return await follow(running, operation, f"scaling {ref.name} to {replicas}")
 
-    done = call_fleet(ref, run)
+    done = run_following(run(), lambda: going_on(f"{kind}-{begun}") if begun else "")
     output.emit(done.to_json(), status_view(done))

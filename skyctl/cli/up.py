@@ -166,6 +166,8 @@ def bring_up(
     except KeyboardInterrupt:
         if mine:
             in_loop(stop())
+        else:
+            output.warn("it goes on, another `up` began it: skyctl jobs; skyctl jobs cancel ID")
         raise
     except DeadlineExceeded:
         raise

@@ -39,7 +39,7 @@ from skyctl.store.in_doubt import (
     put_in_doubt,
     verified,
 )
-from skyctl.store.journal import DRY_RUN, EventKind, Job, JobEvent, JobState, Journal
+from skyctl.store.journal import DRY_RUN, PUSH, EventKind, Job, JobEvent, JobState, Journal
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -151,7 +151,7 @@ def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
     Raises:
         StateUnwritable: its intent cannot be put on record.
     """
-    job = journal.begin(DRY_RUN if request.dry_run else "push", request.to_json())
+    job = journal.begin(DRY_RUN if request.dry_run else PUSH, request.to_json())
     turn.rename(job.id)
     return job
 

@@ -102,7 +102,7 @@ class JobQuery:
 
 @dataclass(frozen=True)
 class CancelJob:
-    """A push that is to end."""
+    """A job that is to end."""
 
     job: str
 

@@ -173,7 +173,7 @@ class FleetService:
         return await self._ask(verb_table.RENDEZVOUS, request, tuple[SendTarget, ...])
 
     async def jobs(self) -> tuple[Job, ...]:
-        """The latest jobs, newest first."""
+        """Changes under way that are not pushes, then the latest pushes, newest first."""
         from skyctl.store.journal import Job
 
         return await self._ask(verb_table.JOBS, None, tuple[Job, ...])
@@ -187,8 +187,8 @@ class FleetService:
         return await self._ask(verb_table.JOB_CHANGES, request, JobChanges)
 
     async def cancel_job(self, request: CancelJob) -> None:
-        """Ask a push to end: before its first byte it is undone, later it completes. A no-op once
-        it has ended.
+        """Ask a push to end: before its first byte it is undone, later it completes; or a change
+        of processes or adapters: it is put back. A no-op once it has ended.
 
         Raises:
             ConflictError: it runs in another process, or is part of a recovery.

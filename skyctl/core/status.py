@@ -163,6 +163,11 @@ class OperationKind(StrEnum):
         """Whether it repairs what it finds."""
         return self in (OperationKind.ADOPT, OperationKind.RECOVER)
 
+    @property
+    def undoable(self) -> bool:
+        """Whether it can be stopped midway, and what it has begun put back."""
+        return self in (OperationKind.UP, OperationKind.SCALE, OperationKind.RESTART)
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -183,6 +188,11 @@ class Operation:
     logs: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The last lines of those that did not come back and run with their old settings again."""
 
+    @property
+    def job(self) -> str:
+        """What `jobs cancel` calls it: `up-3`."""
+        return f"{self.kind}-{self.id}"
+
     def under_way(self, kind: OperationKind) -> bool:
         """Whether it is of this kind, and goes on."""
         return self.kind is kind and self.ended_at is None
@@ -191,6 +201,8 @@ class Operation:
 INTERRUPTED = "interrupted: what it started was stopped"
 BY_DOWN = "stopped by `skyctl down`"
 """The error of an operation that `down` stopped; it did not fail."""
+BY_CANCEL = "cancelled by `skyctl jobs cancel`"
+ENDED_BY_OTHERS = (INTERRUPTED, BY_DOWN, BY_CANCEL)
 
 
 def ended_by_others(kind: str, how: str) -> SkyctlError:

@@ -226,7 +226,8 @@ async def follow_operation(
         if deadline is not None and time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"{current.kind} has not ended after {timeout_s:g} s; it goes on",
-                hint="follow it: skyctl status --watch; or end it: skyctl down",
+                hint="follow it: skyctl status --watch; or put it back: skyctl jobs cancel "
+                f"{current.job}",
             )
         await asyncio.sleep(FOLLOW_POLL_S)
 

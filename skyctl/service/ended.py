@@ -21,12 +21,12 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
 
     `details` has the status, and under `logs` the last lines of each server that failed.
     """
-    from skyctl.core.status import BY_DOWN, INTERRUPTED, ended_by_others
+    from skyctl.core.status import ENDED_BY_OTHERS, ended_by_others
     from skyctl.engines.logs import this_run
 
     if status.operation is None or not status.operation.error:
         return None
-    if status.operation.error in (BY_DOWN, INTERRUPTED):
+    if status.operation.error in ENDED_BY_OTHERS:
         return ended_by_others(status.operation.kind, status.operation.error)
     failing = [r for r in status.replicas if r.state.stuck]
     names = [replica.name for replica in failing]

@@ -17,6 +17,7 @@ from skyctl.store.locks import News
 _QUEUED = "queued"
 """The stage of a job that has not entered one."""
 _PRUNE_EVERY_JOBS = 20
+PUSH = "push"
 DRY_RUN = "dry-run"
 """Kind of a push that only checks and plans."""
 
@@ -68,7 +69,7 @@ class Job:
     id: str
     """Like `push-3` or `dry-run-1`."""
     kind: str
-    """push or dry-run."""
+    """push or dry-run; of those that are not on record adapters, or an operation's kind."""
     state: JobState
     """How it ended, if it has."""
     stage: str
@@ -93,6 +94,11 @@ class Job:
     @property
     def ended(self) -> bool:
         return self.state.ended
+
+    @property
+    def is_push(self) -> bool:
+        """Whether it concerns weights."""
+        return self.kind in (PUSH, DRY_RUN)
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)

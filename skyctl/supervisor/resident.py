@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 from urllib.parse import urlsplit
 
-from skyctl.adapters.fleet import AdapterChange
-from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
@@ -33,7 +28,6 @@ from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
 from skyctl.core.registry import keep_applied, restore_applied
 from skyctl.core.requests import (
-    CancelJob,
     CloseUpdate,
     Control,
     Down,
@@ -60,13 +54,11 @@ from skyctl.core.status import (
     FleetStatus,
     Operation,
     OperationKind,
-    ended_by_others,
 )
 from skyctl.core.urls import FleetUrls, access
 from skyctl.core.verb_table import SETTLE_WAIT_S
 from skyctl.errors import (
     ConflictError,
-    DeadlineExceeded,
     FleetDownError,
     NotFoundError,
     ServerError,
@@ -90,8 +82,9 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rolling, rollout
-from skyctl.supervisor.fleet import RunningFleet, report
+from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
+from skyctl.supervisor.operations import OperatedFleet
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
@@ -102,7 +95,7 @@ _RECOVERIES = 2  # one for what the first finds, one for what shows after it
 _SETTLE_POLL_S = 0.05
 
 
-class Supervisor(RunningFleet, SupervisorService):
+class Supervisor(OperatedFleet, SupervisorService):
     """All of one running fleet. `finished` ends the process."""
 
     def __init__(
@@ -112,10 +105,6 @@ class Supervisor(RunningFleet, SupervisorService):
         self.finished = asyncio.Event()
         close_orphans(state)  # jobs of a dead supervisor, before anybody asks
         self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
-        self._numbers = itertools.count(1)
-        self._ended_operations: deque[Operation] = deque(maxlen=20)
-        self._operation_task: asyncio.Task[None] | None = None
-        self._stopped_by = INTERRUPTED
         self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
         self.pushes = Pushes(self, self.heal_after)
 
@@ -167,12 +156,12 @@ class Supervisor(RunningFleet, SupervisorService):
         try:
             await rolling.apply_plan(self, plan, parallel=parallel, undo=undo)
         except SkyctlError:
-            self._take_in_force()
+            self.take_in_force()
             raise
         self.before = None
         self._keep_file(keep_applied)
 
-    def _take_in_force(self) -> None:
+    def take_in_force(self) -> None:
         """After a change that was not completed: what runs is the plan, and not the new one."""
         if self.before is not None:
             self._take(rolling.in_force(self, self.before))
@@ -253,23 +242,6 @@ class Supervisor(RunningFleet, SupervisorService):
         self._operation_task.add_done_callback(lambda task: turn.release())
         return True
 
-    async def _until_ended(self, number: int, deadline: float | None) -> None:
-        """Wait for an operation. Raises SkyctlError if another command ended it,
-        DeadlineExceeded if it goes on.
-        """
-        task = self._operation_task
-        if task is not None and self.operation is not None and self.operation.id == number:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            await asyncio.wait({task}, timeout=left_s)
-            if not task.done():
-                raise DeadlineExceeded(
-                    f"{self.operation.kind} has not ended in time; it goes on",
-                    hint="follow it: skyctl status --watch; or end it: skyctl down",
-                )
-        ended = self._ended(number)
-        if ended is not None and ended.error in (BY_DOWN, INTERRUPTED):
-            raise ended_by_others(ended.kind, ended.error)
-
     async def restart(self, request: Restart = Restart()) -> int:
         chosen = self.named(request.servers)
         self._refuse_while_busy()
@@ -323,14 +295,11 @@ class Supervisor(RunningFleet, SupervisorService):
             )
 
     async def undo(self) -> None:
-        await self._stop_operation(INTERRUPTED)
-        for name in [n for n in self.started_by_operation if n in self.replicas]:
-            await rollout.remove(self, self.replicas[name])
-        for front in (self.router, self.tinker):
-            if front is not None and front.name in self.started_by_operation:
-                await rollout.remove_front(self, front)
-        await rolling.put_back(self)
-        self._take_in_force()
+        await self.undo_by(INTERRUPTED)
+
+    async def undo_by(self, reason: str) -> None:
+        if not await self._stop_operation(reason):
+            await self.put_back()  # it has failed
         if not self.replicas:
             await self.down(Down(0.0))
 
@@ -399,9 +368,6 @@ class Supervisor(RunningFleet, SupervisorService):
             if replica.name in reported:
                 replica.observe(paused=isinstance(request, Pause))
 
-    async def change_adapter(self, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
-        return await adapters.change_all(self, request)
-
     async def start_push(self, request: PushRequest) -> str:
         """Push into every server that is up."""
         return (await self._begin_push(request)).id
@@ -428,13 +394,6 @@ class Supervisor(RunningFleet, SupervisorService):
         elif holder is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
-
-    async def cancel_job(self, request: CancelJob) -> None:
-        job = self.push_job
-        if job is None or job.id != request.job or self.state.journal.job(job.id).ended:
-            await super().cancel_job(request)
-        else:
-            await self.pushes.cancel(job)
 
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()
@@ -530,46 +489,6 @@ class Supervisor(RunningFleet, SupervisorService):
             )
         self.state.set("launcher", launcher)
 
-    def _ended(self, number: int | None) -> Operation | None:
-        """The operation of this number, if it has ended."""
-        ended = (operation for operation in self._ended_operations if operation.id == number)
-        return next(ended, None)
-
-    def _begin(self, kind: OperationKind, detail: str, work: Coroutine[Any, Any, None]) -> int:
-        self.started_by_operation, self.failed_logs = [], {}
-        self.progress, self.before, self.replaced = None, None, {}
-        self.operation = Operation(next(self._numbers), kind, detail, time.time())
-        self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
-        return self.operation.id
-
-    async def _run_operation(self, work: Coroutine[Any, Any, None]) -> None:
-        assert self.operation is not None  # set by _begin
-        operation, error = self.operation, ""
-        try:
-            await self.pushes.warming.stop()
-            await work
-        except asyncio.CancelledError:
-            error = self._stopped_by
-            raise
-        except SkyctlError as failure:
-            error = failure.message
-        except Exception as failure:
-            error = f"{failure!r} (see: skyctl logs supervisor)"
-            raise
-        finally:
-            self.operation = replace(
-                operation, ended_at=time.time(), error=error, logs=self.failed_logs
-            )
-            self._ended_operations.append(self.operation)
-            self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
-            self.changed()
-
-    async def _stop_operation(self, by: str) -> None:
-        self._stopped_by = by
-        if self._operation_task is not None:
-            self._operation_task.cancel()
-            await asyncio.gather(self._operation_task, return_exceptions=True)
-
     def _meant_for(self, request: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
         doubted = in_doubt(self.state).get(replica.name)
@@ -612,9 +531,10 @@ class Supervisor(RunningFleet, SupervisorService):
     def _refuse_operation(self) -> None:
         if operation := self.under_way:
             activity = f"{operation.kind} {operation.detail}".strip()
+            cancel = f"; or cancel it: skyctl jobs cancel {operation.job}"
             raise ConflictError(
                 f"fleet {self.paths.name} is busy: {activity}",
-                hint="follow it: skyctl status --watch",
+                hint=f"follow it: skyctl status --watch{cancel if operation.kind.undoable else ''}",
                 details={"operation": operation.kind},
             )
 

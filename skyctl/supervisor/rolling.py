@@ -45,7 +45,7 @@ async def apply_plan(
     await roll(running, order.steps, specs, undo=undo)
     await _replace_fronts(running, plan, undo=undo)
     for name in order.last:
-        await rollout.remove(running, running.replicas[name])
+        await _remove(running, running.replicas[name])
     rollout.start_tinker(running, plan)  # it asks for its endpoint once
     running.replicas = {name: running.replicas[name] for name in specs}
     await _settled(running, specs)
@@ -188,6 +188,13 @@ async def _end(running: RunningFleet, replica: Replica) -> SkyctlError | None:
     except SkyctlError as error:
         return error
     return None
+
+
+async def _remove(running: RunningFleet, replica: Replica) -> None:
+    """Remove a replica; interrupted before it has ended, it serves again (`put_back`)."""
+    running.replaced = {replica.name: replica.planned} if _serves(replica) else {}
+    await rollout.remove(running, replica)
+    running.replaced = {}
 
 
 def _begin(running: RunningFleet, spec: ServerSpec) -> None:

@@ -175,7 +175,9 @@ class ServedWeights:
             return self._model
 
     async def _jobs(self) -> tuple[Job, ...]:
-        return await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
+        """The latest pushes, newest first."""
+        jobs = await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
+        return tuple(job for job in jobs if job.is_push)
 
     async def _ended_jobs(self) -> tuple[Job, ...]:
         """The latest jobs, once none is under way."""
