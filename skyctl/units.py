@@ -90,6 +90,11 @@ def format_ago(at: float) -> str:
     return f"{format_seconds(max(0.0, time.time() - at))} ago"
 
 
+def waits_for(requests: int) -> str:
+    """`waits for 2 requests`; "" for none."""
+    return f"waits for {count_of(requests, 'request')}" if requests else ""
+
+
 def count_of(number: int, noun: str) -> str:
     """`1 server`, `2 servers`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

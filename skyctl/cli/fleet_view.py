@@ -185,9 +185,10 @@ class OperationView:
         """Update with a new status."""
         self._latest = status
         for name, state, reason in _states(status):
-            if self._since.get(name, ("", 0.0))[0] == state:
+            shown = f"{state}, waits" if reason.startswith("waits for") else str(state)
+            if self._since.get(name, ("", 0.0))[0] == shown:
                 continue
-            self._since[name] = (state, time.monotonic())
+            self._since[name] = (shown, time.monotonic())
             if not self.drawing:
                 seconds = f"{time.monotonic() - self._began:.0f} s"
                 output.note(f"{name}: {state} ({seconds})" + (f" – {reason}" if reason else ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -35,17 +36,24 @@ class JobView:
 
     def __init__(self) -> None:
         self._stage = "queued"
+        self._began = time.time()
+        self._waits: dict[str, str] = {}  # what the stage waits for, by server
         self._done = self._total = 0
 
     def render(self) -> RenderableType:
         size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
-        return output.progress_line(self._done, self._total or 1, f"{self._stage}  {size}".rstrip())
+        stage = self._stage
+        if self._waits:
+            spent_s = max(0.0, time.time() - self._began)
+            waits = ", ".join(f"{detail} on {name}" for name, detail in self._waits.items())
+            stage = f"{stage} {spent_s:.0f} s, {waits}"
+        return output.progress_line(self._done, self._total or 1, f"{stage}  {size}".rstrip())
 
     def show(self, event: JobEvent, live: LiveView) -> None:
         """Record one event of the job, and draw it where `live` does."""
         data = event.data
         if event.kind == "stage":
-            self._stage = data["stage"]
+            self._stage, self._began, self._waits = data["stage"], event.at, {}
             if not live.drawing:
                 output.note(self._stage)
         elif event.kind == "progress":
@@ -54,7 +62,18 @@ class JobView:
             output.note(data["message"])
         elif event.kind == "server" and data["state"] in _REPORTED:
             output.warn(f"{data['server']} {data['state']}: {data['detail']}")
+        elif event.kind == "server":
+            self._show_wait(data["server"], data["detail"], live)
         live.refresh()
+
+    def _show_wait(self, server: str, detail: str, live: LiveView) -> None:
+        """Show what a server is waited for; a line only when that begins."""
+        if detail.startswith("waits for"):
+            if not live.drawing and server not in self._waits:
+                output.note(f"{self._stage}: {detail} on {server}")
+            self._waits[server] = detail
+        else:
+            self._waits.pop(server, None)
 
 
 async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | None) -> Job:

@@ -35,8 +35,13 @@ class CancelGuard:
     """
 
     def __init__(self) -> None:
-        self.cancelled = False
+        self.requested = asyncio.Event()
         self._entered = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the push is to end."""
+        return self.requested.is_set()
 
     def enter(self) -> None:
         """Servers are about to be touched: from here on a cancellation is only a request."""
@@ -51,7 +56,8 @@ class CancelGuard:
             except asyncio.CancelledError:
                 if task.done():  # too late to undo anything: it ends as it has ended
                     return task.result()
-                again, self.cancelled = self.cancelled, True
+                again = self.cancelled
+                self.requested.set()
                 if again or not self._entered:
                     task.cancel()
 

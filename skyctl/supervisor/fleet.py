@@ -39,7 +39,7 @@ from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
-from skyctl.units import count_of
+from skyctl.units import count_of, waits_for
 
 T = TypeVar("T")
 
@@ -295,7 +295,10 @@ def _replica_row(
             ReplicaState.UNREACHABLE,
             failed,
         )  # the probes have not counted enough failures yet
-    if replica.phase is Phase.WAITING:
+    drained = replica.name in running.held_out and running.under_way
+    if drained and state is ReplicaState.READY and metrics and metrics.in_flight:
+        reason = waits_for(metrics.in_flight)
+    elif replica.phase is Phase.WAITING:
         reason = "waits for its GPU"
     elif replica.phase is Phase.STARTING and not replica.spec.port:
         reason = "waits for a node"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.stub_fleet import StubFleet, until_said
+from tests.faults.test_matrix_commands import busy
 from tests.faults.test_stopped_holders import attached
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -53,6 +54,39 @@ def test_a_cancelled_push_is_undone_before_its_first_byte_and_completes_later(
     assert "push-1 has ended before" in fleet.run("jobs", "cancel", "push-1").stdout
     fleet.run("sync-weights", "next", "--weight-version", "v2")
     assert versions(fleet) == {"v2"}
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("sync-weights next --mode wait", "pause: waits for 1 request on stubs-0"),
+        ("sync-weights next --rolling 1", "drain: waits for 1 request on stubs-0"),
+        ("restart stubs-0", "waits for 1 request"),
+    ],
+)
+def test_what_waits_for_a_request_names_it_and_is_cancelled_at_once(
+    fleet: StubFleet, words: str, stage: str
+) -> None:
+    fleet.write(extra="args: {token-delay-s: 0.1}\nweight_transfer: {transport: disk}")
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace("drain_timeout_s: 1", "drain_timeout_s: 60"))
+    write_checkpoint(fleet.directory / "model")
+    fleet.run("up")
+    before = fleet.replicas()
+    request = busy(fleet)
+    change = fleet.start(*words.split())
+    until_said(change, stage)
+    [job] = [job for job in fleet.json("jobs")["data"]["jobs"] if job["state"] == "running"]
+    assert f"{job['id']} is cancelled; " in fleet.run("jobs", "cancel", job["id"]).stdout
+    assert request.poll() is None  # what it waited for still runs
+    _, notes = change.communicate(timeout=30)
+    assert change.returncode == 1, notes
+    assert {name: row["pid"] for name, row in fleet.replicas().items()} == {
+        name: row["pid"] for name, row in before.items()
+    }
+    assert versions(fleet) == {None}
+    request.kill()
+    request.communicate()
 
 
 def versions(fleet: StubFleet) -> set[str]:
