@@ -4,12 +4,8 @@ and thawed. Undo what was done before the first byte.
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from skyctl import engines
 from skyctl.engines.base import Refusal
@@ -17,6 +13,7 @@ from skyctl.errors import PreflightError, PushError, ServerError, SkyctlError, S
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.http.target import FreezeOrder
 from skyctl.kill_points import reached
+from skyctl.push.drain import drained, paused
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
 from skyctl.push.servers import (
@@ -33,12 +30,6 @@ from skyctl.push.servers import (
 )
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
-from skyctl.units import waits_for
-
-_DRAIN_POLL_S = 0.25
-_TELL_S = 1.0
-# a request that the router has already assigned may arrive after the server left it
-_EMPTY_POLLS = 2
 
 
 class NotYet(Exception):
@@ -139,31 +130,12 @@ async def take_out(run: Run, servers: Sequence[PushedServer]) -> None:
             [
                 server for server in servers if not server.before.paused
             ],  # frozen requests do not finish
-            lambda server: _drained(run, server, patience_s),
+            lambda server: drained(run, server, patience_s),
             timeout_s=patience_s + run.fleet.control_timeout_s,
             call_name="drain",
         )
     reached("push.drain.done")
     require_all(run, servers)
-
-
-async def _drained(run: Run, server: PushedServer, patience_s: float) -> None:
-    empty, shown, deadline = 0, 0, time.monotonic() + patience_s
-    tell_at = time.monotonic() + _TELL_S
-    while empty < _EMPTY_POLLS:
-        in_flight = (await server.control.metrics()).in_flight
-        empty = 0 if in_flight else empty + 1
-        if in_flight and time.monotonic() > deadline:
-            raise ServerError(
-                f"{in_flight:g} requests have not ended after {patience_s:g} s (drain_timeout_s)"
-            )
-        if run.cancel_guard.cancelled:
-            raise ServerError("the push is cancelled")
-        if in_flight != shown and time.monotonic() >= tell_at:
-            shown, tell_at = in_flight, time.monotonic() + _TELL_S
-            run.observer.server(server.name, PushState.DRAINING, waits_for(in_flight))
-        if empty < _EMPTY_POLLS:
-            await asyncio.sleep(_DRAIN_POLL_S)
 
 
 async def pause(run: Run, servers: Sequence[PushedServer]) -> None:
@@ -208,7 +180,7 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
         how: PauseMode = "keep" if server.before.paused else mode
         try:
             pausing = server.control.pause(how, clear_cache=False, timeout_s=timeout_s)
-            await _paused(run, server, pausing)
+            await paused(run, server, pausing)
         except ServerError as error:
             if error.refusal == Refusal.FROZEN_BY_ANOTHER:
                 server.did.frozen = False
@@ -227,48 +199,6 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
                 f"lease of {server.before.kv_lease_s:g} s; end them, or check that decode servers "
                 "run"
             )
-
-
-async def _paused(run: Run, server: PushedServer, pausing: Coroutine[Any, Any, None]) -> None:
-    """Await the answer to a pause, and tell which requests it waits for.
-
-    Raises:
-        ServerError: the push is to end meanwhile, and the server is paused.
-    """
-    answer = asyncio.create_task(pausing)
-    given_up = asyncio.create_task(_given_up(run, server))
-    telling = asyncio.create_task(_tell_requests(run, server))
-    try:
-        await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            raise ServerError("the push is cancelled")
-        await answer
-    finally:
-        for task in (answer, given_up, telling):
-            task.cancel()
-        await asyncio.gather(answer, given_up, telling, return_exceptions=True)
-
-
-async def _given_up(run: Run, server: PushedServer) -> None:
-    """Return once the push is to end and the server has the pause: a resume then comes after it."""
-    await run.cancel_guard.requested.wait()
-    while True:
-        with suppress(SkyctlError):
-            if await server.control.is_paused():
-                return
-        await asyncio.sleep(_DRAIN_POLL_S)
-
-
-async def _tell_requests(run: Run, server: PushedServer) -> None:
-    """Tell how many requests a server that is being paused still has, whenever that changes."""
-    shown = 0
-    while True:
-        await asyncio.sleep(_TELL_S)
-        with suppress(SkyctlError):
-            in_flight = (await server.control.metrics()).in_flight
-            if in_flight != shown:
-                shown = in_flight
-                run.observer.server(server.name, PushState.PAUSING, waits_for(in_flight))
 
 
 async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.push import freeze
+from skyctl.push import drain
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freeze, "_DRAIN_POLL_S", 0.03)
+    monkeypatch.setattr(drain, "_POLL_S", 0.03)
