@@ -201,7 +201,7 @@ class Operation:
 INTERRUPTED = "interrupted: what it started was stopped"
 BY_DOWN = "stopped by `skyctl down`"
 """The error of an operation that `down` stopped; it did not fail."""
-BY_CANCEL = "cancelled by `skyctl jobs cancel`"
+BY_CANCEL = "cancelled by `jobs cancel`"
 ENDED_BY_OTHERS = (INTERRUPTED, BY_DOWN, BY_CANCEL)
 
 

@@ -531,10 +531,12 @@ class Supervisor(OperatedFleet, SupervisorService):
     def _refuse_operation(self) -> None:
         if operation := self.under_way:
             activity = f"{operation.kind} {operation.detail}".strip()
-            cancel = f"; or cancel it: skyctl jobs cancel {operation.job}"
+            hint = "follow it: skyctl status --watch"
+            if operation.kind.undoable:
+                hint += f"; or cancel it: skyctl jobs cancel {operation.job}"
             raise ConflictError(
                 f"fleet {self.paths.name} is busy: {activity}",
-                hint=f"follow it: skyctl status --watch{cancel if operation.kind.undoable else ''}",
+                hint=hint,
                 details={"operation": operation.kind},
             )
 
