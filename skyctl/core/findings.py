@@ -57,6 +57,8 @@ class Condition(StrEnum):
     """It is not what the fleet file says."""
     OTHER_INTENT = "other-intent"
     """It runs, is paused or sleeps, and was meant to do something else."""
+    OFF_BASE = "off-base"
+    """The Tinker API trains other weights than its adapters are sampled over."""
     NOT_ROUTED = "not-routed"
     """It is ready, and the router does not list it."""
     MISROUTED = "misrouted"

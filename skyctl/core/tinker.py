@@ -13,6 +13,8 @@ from skyctl.errors import SkyctlError
 
 MODULES = ("google.protobuf", "zstandard", "numpy", "torch", "transformers", "safetensors")
 INSTALL = "pip install 'skyctl-fleet[tinker]'"
+LABEL_PREFIX = "tinker-"
+"""Names of adapters and labels of pushed models that the API put on the servers begin with it."""
 
 
 @dataclass(frozen=True)

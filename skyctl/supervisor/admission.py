@@ -17,8 +17,10 @@ from skyctl.core.expectations import (
     other_settings,
     other_weights,
 )
+from skyctl.core.findings import Condition, Finding, Severity
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
+from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.engines.base import Feature
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.client import ControlClient
@@ -78,6 +80,19 @@ def base_digest(state: FleetState, plan: FleetPlan) -> str | None:
     """The identity that the model's files had when the fleet came up; None if it is not known."""
     base = base_weights(state).get(plan.servers[0].base_as_written) if plan.servers else None
     return base.files.shards.removeprefix(by_files("")) or None if base else None
+
+
+def off_base(state: FleetState, plan: FleetPlan) -> Finding | None:
+    """What is to be said of a Tinker API whose servers hold another base than it trains."""
+    weights = state.weights()
+    version = weights.version
+    if plan.tinker is None or version is None or version.startswith(LABEL_PREFIX):
+        return None
+    if weights.checkpoint_digest == base_digest(state, plan):
+        return None  # it was pushed back
+    detail = f"trains {plan.base}, and its adapters are sampled over {version}"
+    hint = "go back: skyctl sync-weights --rollback base; or train what was pushed: `model:`"
+    return Finding("tinker", Condition.OFF_BASE, detail, hint=hint, severity=Severity.WARNING)
 
 
 def started_with(plan: FleetPlan) -> str | None:

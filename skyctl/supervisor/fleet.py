@@ -34,7 +34,7 @@ from skyctl.store.adapters import served
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from skyctl.supervisor.admission import refresh_all
+from skyctl.supervisor.admission import off_base, refresh_all
 from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
@@ -208,6 +208,8 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         pushing=running.push_job is not None,
         operation=running.under_way.kind if running.under_way else None,
     )
+    if running.plan is not None and (finding := off_base(running.state, running.plan)):
+        reasons += (finding,)
     if (lost := running.state.unrecorded) is not None:
         detail = f"{lost.path} cannot be written: {lost.reason}"
         reasons += (Finding("", Condition.UNRECORDED, detail, hint=lost.hint),)

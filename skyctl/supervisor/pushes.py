@@ -17,6 +17,7 @@ from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.repeated import needed
+from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
@@ -178,20 +179,26 @@ class Pushes:
         await self.senders.close()
 
     def _open(self, request: PushRequest, up: Sequence[Replica], turn: Turn, *, heals: bool) -> Job:
-        running = self._running
+        running, plan = self._running, self._running.require_plan()
         journal = running.state.journal
         job = jobs.open_push(journal, turn, request)
         absent = [r for r in running.replicas.values() if r not in up]
         if absent:
             names = ", ".join(f"{replica.name} ({replica.state})" for replica in absent)
             journal.add_events(job.id, JobEvent.note(f"not part of this push: {names}"))
+        ours = (request.weight_version or "").startswith(LABEL_PREFIX)
+        if running.tinker is not None and not ours and request.checkpoint != plan.base:
+            note = (
+                f"the Tinker API goes on training {plan.base}; its adapters are sampled over this"
+            )
+            journal.add_events(job.id, JobEvent.note(note))
         for replica in absent:
             if replica.phase is not Phase.UP:
                 replica.hold()
         running.push_job = job
         self._repairs, self._cancelled = not heals, False
         self.over.clear()
-        work = self._run(job, request, running.require_plan(), up, turn, heals)
+        work = self._run(job, request, plan, up, turn, heals)
         self._task = asyncio.create_task(work, name=job.id)
         return job
 

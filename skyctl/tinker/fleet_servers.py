@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
+from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -24,7 +25,7 @@ from skyctl.errors import (
 from skyctl.generate.requests import COMPLETIONS, GenerationClient
 from skyctl.service.endpoint import find_endpoint
 from skyctl.tinker.sampling import AdapterGone
-from skyctl.tinker.weights import PREFIX, ServedWeights, T, patiently
+from skyctl.tinker.weights import ServedWeights, T, patiently
 
 if TYPE_CHECKING:
     from skyctl.core.service import FleetService
@@ -120,7 +121,7 @@ class FleetServers:
     async def adopt(self) -> None:
         """Count what an earlier process has loaded: names are never used twice."""
         for adapter in await self.fleet.adapters():
-            if adapter.name.startswith(PREFIX):
+            if adapter.name.startswith(LABEL_PREFIX):
                 self._loaded[adapter.name] = _Adapter()
 
     async def _awake(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -155,7 +156,9 @@ class FleetServers:
             while True:
                 for name in self._unwanted - self._loaded.keys():
                     await self._unload(name)
-                others = [a for a in await self.fleet.adapters() if not a.name.startswith(PREFIX)]
+                others = [
+                    a for a in await self.fleet.adapters() if not a.name.startswith(LABEL_PREFIX)
+                ]
                 if len(self._loaded) < max(1, self.most - len(others)):
                     return
                 idle = [name for name, adapter in self._loaded.items() if not adapter.users]

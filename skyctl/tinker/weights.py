@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from skyctl.core.results import job_error
+from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from skyctl.store.journal import Job
 
 T = TypeVar("T")
-PREFIX = "tinker-"
 _BUSY_S, _BUSY_TIMEOUT_S = 1.0, 600.0
 _LEAVE_TIMEOUT_S = 60.0
 _MIXED = "?"
@@ -45,7 +45,7 @@ def label_of(directory: str) -> str:
     """The name under which servers know a checkpoint: unique to it, wherever its storage is, so
     that no answer or cached prefix of another version is mistaken for it.
     """
-    return f"{PREFIX}{Path(directory).name}"
+    return f"{LABEL_PREFIX}{Path(directory).name}"
 
 
 class ServedWeights:
@@ -199,7 +199,7 @@ class ServedWeights:
             if job.kind != _PUSH:
                 continue
             version = job.request.get("weight_version") or ""
-            ours = version.startswith(PREFIX)
+            ours = version.startswith(LABEL_PREFIX)
             if job.state is JobState.SUCCEEDED:
                 unsure = bool(failed) if ours else any(failed)
                 return _MIXED if unsure else version if ours else None
@@ -211,7 +211,7 @@ class ServedWeights:
         # the last push that succeeded is no longer listed
         state = await patiently(self._fleet.weights, FleetDownError, DeadlineExceeded)
         versions = {row.weight_version or "" for row in state.servers}
-        trained = {version for version in versions if version.startswith(PREFIX)}
+        trained = {version for version in versions if version.startswith(LABEL_PREFIX)}
         return (_MIXED if failed or len(versions) > 1 else trained.pop()) if trained else None
 
 

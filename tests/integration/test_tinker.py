@@ -136,6 +136,19 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
         assert list(forward.loss_fn_outputs[0]["logprobs"].data) == list(own["logprobs"].data)
 
 
+def test_a_push_says_that_the_trainer_keeps_its_base(addressed: FleetCli) -> None:
+    fleet = addressed
+    from tests.tiny import make_tiny_checkpoint
+
+    make_tiny_checkpoint(fleet.directory / "other", seed=2)
+    notes = fleet.run("sync-weights", "other").stderr
+    assert "goes on training" in notes
+    [reason] = fleet.data("status")["reasons"]
+    assert reason["message"].startswith("the Tinker API trains") and not reason["fault"]
+    fleet.run("sync-weights", "--rollback", "base")
+    assert fleet.data("status")["reasons"] == []
+
+
 def test_a_sample_waits_until_servers_are_awake(addressed: FleetCli) -> None:
     fleet = addressed
     with service_client() as client:
