@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
-NameArgument = Annotated[str, typer.Argument(help="The model name that requests ask for.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="The model name that requests ask for.")
+]
 DirectoryArgument = Annotated[
     str,
     typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote, or a tinker:// path."),

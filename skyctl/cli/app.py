@@ -41,6 +41,7 @@ class Verb(NamedTuple):
 
 FLEET, FREEZE, WEIGHTS = "Fleet", "Freeze and thaw", "Weights"
 TRAFFIC, SETUP, CHECKS = "Traffic", "Fleet file", "Checks and help"
+REMOTE = "A fleet of another machine"
 
 VERBS = [
     Verb("init", "init", "init", SETUP),
@@ -117,13 +118,15 @@ def _global_options(
         None,
         metavar="FILE",
         envvar="SKYCTL_TOKEN_FILE",
-        help="Copy of a remote fleet's supervisor.token (with --fleet https://…).",
+        help="Copy of its supervisor.token (with --fleet https://…).",
+        rich_help_panel=REMOTE,
     ),
     ca: str | None = typer.Option(
         None,
         metavar="FILE",
         envvar="SKYCTL_CA",
-        help="Copy of a remote fleet's supervisor.pem (with --fleet https://…).",
+        help="Copy of its supervisor.pem (with --fleet https://…).",
+        rich_help_panel=REMOTE,
     ),
 ) -> None:
     """Declares them for --help and the parser; `main` reads them from the command line."""

@@ -50,7 +50,7 @@ def doctor(
     Examples:
       skyctl doctor
       skyctl doctor -f fleets/production.yaml --strict
-      skyctl doctor --json | jq -r '.data.findings[] | select(.severity != "ok") | .fix'
+      skyctl doctor --json | jq -r '.data.findings[].fix'
     """
     from skyctl.core.findings import Severity
     from skyctl.doctor.finding import count

@@ -49,7 +49,7 @@ def events(
     Examples:
       skyctl events
       skyctl events --since 10m
-      skyctl events --since 2026-01-31T18:00 --json | jq -r '.data.events[].message'
+      skyctl events --since 2026-01-31T18:00 --json | jq .data.events
       skyctl events --follow
     """
     if follow and as_json:

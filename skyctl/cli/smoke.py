@@ -33,6 +33,8 @@ _SIGNS = {
 }
 
 
+REPORT = "What is written"  # a panel of --help
+
 CheckpointOption = Annotated[
     str | None,
     typer.Option(
@@ -45,15 +47,25 @@ ReuseOption = Annotated[
     bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
 ]
 AllStepsTimeoutOption = Annotated[float, seconds("For all steps together, without down.", least=1)]
-JunitOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.")]
+JunitOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write JUnit XML.", rich_help_panel=REPORT),
+]
 SummaryOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", envvar="GITHUB_STEP_SUMMARY", help="Append a Markdown summary."),
+    typer.Option(
+        metavar="FILE",
+        envvar="GITHUB_STEP_SUMMARY",
+        help="Append a Markdown summary.",
+        rich_help_panel=REPORT,
+    ),
 ]
 KeepLogsOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="When a step fails, keep every process's log and the status here."
+        metavar="DIR",
+        help="When a step fails, keep every process's log and the status here.",
+        rich_help_panel=REPORT,
     ),
 ]
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         TinkerSample,
     )
 
-_LONGEST_VERSION = 24
 _GAP = 2  # blanks between columns
 _FEWEST_EVENTS = 3
 
@@ -187,7 +186,7 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
         *columns,
         Column(">CPU", lambda r: _or_none(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
         Column(">MEMORY", lambda r: _or_none(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
-        Column("WEIGHTS", lambda r: _shortened(r.weight_version or "base"), drop=6),
+        Column("WEIGHTS", lambda r: r.weight_version or "base", drop=6),
         Column("ROUTED", lambda r: ROUTED[r.routed], drop=7),
     ]
 
@@ -269,9 +268,3 @@ def _rate(per_second: float) -> str:
     if per_second >= 10_000:
         return f"{per_second / 1000:.1f}k"
     return f"{per_second:.1f}" if 0 < per_second < 100 else f"{per_second:.0f}"
-
-
-def _shortened(version: str) -> str:
-    if len(version) <= _LONGEST_VERSION:
-        return version
-    return version[: _LONGEST_VERSION - 1] + "…"

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from skyctl.supervisor.reconcile import Preview
 
 
+RESTARTS = "Restarts after a change"  # a panel of --help
+
+
 def up(
     path: FileArgument = None,
     file: FileOption = None,
@@ -38,15 +41,28 @@ def up(
     no_router: Annotated[bool, typer.Option("--no-router", help="Start no router.")] = False,
     rollback: Annotated[
         bool,
-        typer.Option("--rollback", help="When a replica fails, stop all that this call started."),
+        typer.Option(
+            "--rollback",
+            help="When a replica fails, stop all that this call started.",
+            rich_help_panel=RESTARTS,
+        ),
     ] = False,
     parallel: Annotated[
-        int, typer.Option("--parallel", min=1, help="Restart so many replicas at a time.")
+        int,
+        typer.Option(
+            "--parallel",
+            min=1,
+            metavar="N",
+            help="Restart so many replicas at a time.",
+            rich_help_panel=RESTARTS,
+        ),
     ] = 1,
     no_undo: Annotated[
         bool,
         typer.Option(
-            "--no-undo", help="Leave a replica that does not come back with its new settings."
+            "--no-undo",
+            help="Leave a replica that does not come back with its new settings.",
+            rich_help_panel=RESTARTS,
         ),
     ] = False,
     dry_run: Annotated[
@@ -54,7 +70,12 @@ def up(
     ] = False,
     yes: Annotated[
         bool,
-        typer.Option("--yes", "-y", help="On a terminal: restart and remove without asking."),
+        typer.Option(
+            "--yes",
+            "-y",
+            help="On a terminal: restart and remove without asking.",
+            rich_help_panel=RESTARTS,
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

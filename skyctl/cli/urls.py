@@ -35,7 +35,11 @@ class Format(StrEnum):
 
 FormatOption = Annotated[
     Format | None,
-    typer.Option(help="What this program's configuration needs.", rich_help_panel=OUTPUT),
+    typer.Option(
+        metavar="PROGRAM",
+        help=f"What its configuration needs: {', '.join(Format)}.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 ExportOption = Annotated[
     bool,
@@ -77,7 +81,7 @@ def urls(
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
       eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and its key
-      eval "$(skyctl urls --format trainer)"   # SKYCTL_FLEET_URL: one URL for a trainer
+      eval "$(skyctl urls --format trainer)"   # SKYCTL_FLEET_URL, for trainers
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
     from skyctl.core.urls import tinker_place

@@ -13,7 +13,7 @@ from skyctl.cli import mistyped
 from tests.unit.cli.commands import run
 
 MOST_LINES = 90
-MOST_OPTIONS_IN_A_PANEL = 12
+MOST_OPTIONS_IN_A_PANEL = 8
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -67,6 +67,13 @@ def test_a_help_page_is_short_and_grouped(
     assert code == 0
     lines = page.splitlines()
     assert len(lines) <= MOST_LINES
+    examples = [line for part in COMMANDS[name].help.split("\b")[1:] for line in part.split("\n")]
+    written = {line.strip() for line in lines}
+    assert not [line for line in examples if line.strip() and line.strip() not in written]
+    # what an option takes stands on one line
+    words = set(page.split())
+    kinds = {word for p in COMMANDS[name].params if p.metavar for word in p.metavar.split()}
+    assert {kind for kind in kinds if kind not in words} <= {"ID", "N", "TOPIC"}, words
     shown = 0
     for line in lines:
         shown = 0 if line.startswith("╭") else shown + line.startswith(("│ --", "│ *"))
