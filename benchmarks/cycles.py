@@ -153,7 +153,7 @@ class StubCycles:
         StubFleet(directory).write(extra="restart: {policy: never}")
         text = (directory / "fleet.yaml").read_text().replace("restart: {backoff_s: 0.05}\n", "", 1)
         (directory / "fleet.yaml").write_text(text)
-        self.ref: FleetRef = select(directory / "fleet.yaml", None)
+        self.ref: FleetRef = select([directory / "fleet.yaml"], None)
 
     def cycle(self, kill: str, dice: random.Random, strangers: Decoys) -> None:
         asyncio.run(self._cycle(kill, dice, strangers))

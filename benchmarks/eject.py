@@ -71,7 +71,7 @@ def stub_fleet(directory: Path, replicas: int) -> Iterator[FleetRef]:
     os.environ["SKYCTL_HOME"] = str(directory / "home")
     fleet.run("up")
     try:
-        yield select(directory / "fleet.yaml", None)
+        yield select([directory / "fleet.yaml"], None)
     finally:
         fleet.run("down", "--drain-timeout", "0")
 

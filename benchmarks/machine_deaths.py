@@ -108,7 +108,7 @@ class Subject:
     def __init__(self, fleet: RemoteFleet, addresses: Iterable[str] = ADDRESSES) -> None:
         self.fleet = fleet
         self.addresses = tuple(addresses)
-        self._ref = select(fleet.directory / "fleet.yaml", None)
+        self._ref = select([fleet.directory / "fleet.yaml"], None)
 
     def status(self) -> FleetStatus:
         return asyncio.run(status_of(self._ref))

@@ -55,7 +55,7 @@ class Fleet(WeightsFleet, GeneratingFleet):
             FleetFileError: the file is missing or wrong.
             NotFoundError, UsageError: without a file, no fleet or several could be meant.
         """
-        return cls(select(None if file is None else Path(file), None))
+        return cls(select(None if file is None else [Path(file)], None))
 
     @classmethod
     def named(cls, name: str) -> Self:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ from skyctl import output
 from skyctl.cli.arguments import stored_directory
 from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
-from skyctl.core.registry import FleetRef, find
+from skyctl.core.registry import Files, FleetRef, find
 from skyctl.store.paths import expanded
 from skyctl.units import count_of, format_bytes
 
@@ -136,7 +135,7 @@ def unload(
 
 
 def _change(
-    file: Path | None,
+    file: Files,
     fleet: str | None,
     name: str,
     directory: str,
@@ -203,7 +202,7 @@ def _report(change: AdapterChange) -> None:
     )
 
 
-def _show(file: Path | None, fleet: str | None) -> None:
+def _show(file: Files, fleet: str | None) -> None:
     adapters = call_chosen_fleet(file, fleet, lambda running: running.adapters())
     rows = [
         [

@@ -118,6 +118,6 @@ def _chosen(ctx: typer.Context) -> FleetRef:
     """The fleet that -f and --fleet (or their variables) name so far."""
     from skyctl.core.registry import select
 
-    file = ctx.params.get("file") or os.environ.get("SKYCTL_FILE")
+    files = ctx.params.get("file") or os.environ.get("SKYCTL_FILE", "").split(os.pathsep)
     name = ctx.params.get("fleet") or os.environ.get("SKYCTL_FLEET")
-    return select(Path(file) if file else None, str(name) if name else None)
+    return select([Path(file) for file in files if file], str(name) if name else None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -17,7 +16,7 @@ from skyctl.startup import hold_interrupts
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef, RemoteRef
+    from skyctl.core.registry import Files, FleetRef, RemoteRef
     from skyctl.core.requests import Control
     from skyctl.core.status import FleetStatus
     from skyctl.service import FleetService
@@ -25,11 +24,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def chosen(
-    context: typer.Context, file: Path | None, fleet: str | None
-) -> tuple[Path | None, str | None]:
+def chosen(context: typer.Context, file: Files, fleet: str | None) -> tuple[Files, str | None]:
     """-f and --fleet as given after the subcommand, else before it."""
-    outer: tuple[Path | None, str | None] = context.obj or (None, None)
+    outer: tuple[Files, str | None] = context.obj or (None, None)
     return (file, fleet) if file or fleet else outer
 
 
@@ -48,7 +45,7 @@ def in_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def call_chosen_fleet(
-    file: Path | None, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
+    file: Files, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
 ) -> T:
     """Make one call to the chosen fleet, in an event loop of its own."""
     from skyctl.core.registry import find
@@ -68,7 +65,7 @@ def call_fleet(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitab
 
 
 def run_verb(
-    file: Path | None, fleet: str | None, request: Control, *, done: str, note: str = ""
+    file: Files, fleet: str | None, request: Control, *, done: str, note: str = ""
 ) -> None:
     """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
 

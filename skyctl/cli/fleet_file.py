@@ -10,14 +10,14 @@ import typer
 from skyctl.errors import SkyctlError, UsageError
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import Files, FleetRef
 
 FileArgument = Annotated[
     Path | None, typer.Argument(help="Fleet file; the same as -f.", metavar="FILE")
 ]
 
 
-def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) -> FleetRef:
+def chosen_fleet(argument: Path | None, file: Files, fleet: str | None) -> FleetRef:
     """The fleet named by the positional FILE, -f or --fleet.
 
     Raises:
@@ -27,9 +27,12 @@ def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) ->
     """
     from skyctl.core.registry import select
 
-    if argument is not None and file is not None and argument != file:
-        raise UsageError(f"two fleet files are named: {argument} and {file}")
-    return select(argument or file, fleet)
+    if argument is not None and file and list(file) != [argument]:
+        named = " and ".join(map(str, (argument, *file)))
+        raise UsageError(
+            f"the fleet file is given twice: {named}", hint="to override one: -f FILE -f FILE"
+        )
+    return select([argument] if argument is not None else file, fleet)
 
 
 def kept(ref: FleetRef) -> tuple[dict[str, int], dict[str, str]]:

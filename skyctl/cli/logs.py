@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +14,10 @@ from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
-from skyctl.core.registry import select, select_paths
+from skyctl.core.registry import Files, select, select_paths
 from skyctl.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from skyctl.store.paths import FleetPaths
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan")
@@ -58,10 +57,11 @@ def logs(
       skyctl logs --follow router
     """
     names = names or []
-    if file is not None and not file.exists():  # `-f` follows in other tools
+    absent = next((path for path in file or () if not path.exists()), Path("-"))
+    if absent != Path("-"):  # `-f` follows in other tools
         raise UsageError(
-            f"there is no fleet file {file}",
-            hint=f"-f names the fleet file; to follow: skyctl logs --follow {file}",
+            f"there is no fleet file {absent}",
+            hint=f"-f names the fleet file; to follow: skyctl logs --follow {absent}",
         )
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
@@ -82,7 +82,7 @@ def logs(
 
 
 def _remote_endings(
-    file: Path | None, fleet: str | None, names: Sequence[str], lines: int, probes: bool
+    file: Files, fleet: str | None, names: Sequence[str], lines: int, probes: bool
 ) -> dict[str, list[str]]:
     """The ends of the logs, from the fleet's supervisor."""
     from skyctl.core.requests import LogQuery
@@ -93,7 +93,7 @@ def _remote_endings(
 
 
 def _local_endings(
-    file: Path | None, fleet: str | None, names: Sequence[str], lines: int, probes: bool
+    file: Files, fleet: str | None, names: Sequence[str], lines: int, probes: bool
 ) -> dict[str, list[str]]:
     """The ends of the logs, from this machine's files."""
     from skyctl.engines.logs import tail
@@ -102,7 +102,7 @@ def _local_endings(
     return {name: tail(path, lines, probes=probes) for name, path in files.items()}
 
 
-def _paths(file: Path | None, fleet: str | None) -> FleetPaths:
+def _paths(file: Files, fleet: str | None) -> FleetPaths:
     """Where the chosen fleet's logs are. Raises for an attached fleet that has none."""
     from skyctl.service.bring_up import refuse_attached
 

@@ -11,13 +11,15 @@ import typer
 from skyctl.cli import complete
 
 FileOption = Annotated[
-    Path | None,
+    list[Path] | None,
     typer.Option(
         "-f",
         "--file",
         envvar="SKYCTL_FILE",
         show_envvar=False,
-        help="Fleet file (default: $SKYCTL_FILE, ./fleet.yaml, else what runs).",
+        metavar="FILE",
+        help="Fleet file, - for stdin; later ones override (default: $SKYCTL_FILE, ./fleet.yaml, "
+        "else what runs).",
     ),
 ]
 FleetOption = Annotated[

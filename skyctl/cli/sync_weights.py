@@ -157,7 +157,8 @@ AllowConfigOption = Annotated[
 TransportOption = Annotated[
     TransportChoice,
     typer.Option(
-        help="See: skyctl help transports (auto: by topology).",
+        metavar="WAY",
+        help=f"{', '.join(TransportChoice)}; see: skyctl help transports (auto: by topology).",
         rich_help_panel=TRAVEL,
         show_default=False,
     ),

@@ -11,7 +11,7 @@ import typer
 from skyctl import output
 from skyctl.cli.fleet_calls import chosen, in_loop
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
-from skyctl.core.registry import select
+from skyctl.core.registry import Files, select
 from skyctl.store.paths import expanded
 from skyctl.units import count_of, format_ago, format_bytes
 
@@ -148,9 +148,7 @@ def rm(
     )
 
 
-def _find(
-    context: typer.Context, path: str, file: Path | None, fleet: str | None
-) -> StoredCheckpoint:
+def _find(context: typer.Context, path: str, file: Files, fleet: str | None) -> StoredCheckpoint:
     from skyctl.tinker.stored import find_checkpoint
 
     file, fleet = chosen(context, file, fleet)

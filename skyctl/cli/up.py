@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,13 @@ from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet, follow, in_loop
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
-from skyctl.core.registry import refuse_another_file, select, select_paths, supervisor_running
+from skyctl.core.registry import (
+    Files,
+    refuse_another_file,
+    select,
+    select_paths,
+    supervisor_running,
+)
 from skyctl.errors import DeadlineExceeded, FleetFileError, SkyctlError, UsageError
 
 if TYPE_CHECKING:
@@ -257,7 +262,7 @@ def down(
     _bring_down(paths, drain_timeout_s, stop_timeout_s)
 
 
-def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
+def _chosen(file: Files, fleet: str | None) -> tuple[FleetPaths, float, float]:
     """The fleet's paths and its two deadlines; defaults if its file no longer loads."""
     from skyctl.service.bring_up import refuse_attached
 

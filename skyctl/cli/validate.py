@@ -81,7 +81,7 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
     own = set(recorded_ports.values())
     if "router" in recorded_ports and plan.router is not None:
         own.add(plan.router.metrics_port)
-    return list(plan.warnings), check_plan(plan, own_ports=own, file=ref.file), _summary(plan)
+    return list(plan.warnings), check_plan(plan, own_ports=own, source=ref.source), _summary(plan)
 
 
 def _summary(plan: FleetPlan) -> str:

@@ -23,7 +23,7 @@ from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.arguments import PlanWarning, flag_name, server_arguments
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
+from skyctl.fleetfile.yaml_source import YamlSource
 from skyctl.launch import HOSTS
 from skyctl.launch.base import Gpu, Host
 from skyctl.launch.local.devices import discover_gpus, visible_gpus
@@ -59,13 +59,13 @@ def check_plan(
     plan: FleetPlan,
     *,
     own_ports: Collection[int] = (),
-    file: Path | None = None,
+    source: YamlSource | None = None,
     discover: Callable[[], Sequence[Gpu]] | None = None,
     arguments: Callable[[str], Collection[str]] | None = None,
 ) -> list[Problem]:
     """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes.
 
-    With the fleet's `file`, a problem with a key names its line.
+    With the `source` of the fleet file, a problem with a key names its line.
     """
     host = HOSTS[plan.config.launcher]
     return [
@@ -73,7 +73,7 @@ def check_plan(
         *_check_ports(plan, own_ports, host),
         *(_check_gpus(plan, discover or host.gpus) if plan.device == "cuda" else ()),
         *_check_interpreter(plan),
-        *_check_arguments(plan, file, arguments),
+        *_check_arguments(plan, source, arguments),
         *_check_tinker(plan),
         *_check_trainer(plan, discover or discover_gpus),
         *(Problem(*problem) for problem in check_machines(plan, own_ports)),
@@ -132,7 +132,9 @@ def learn_arguments(
 
 
 def _check_arguments(
-    plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]] | None
+    plan: FleetPlan,
+    source: YamlSource | None,
+    arguments: Callable[[str], Collection[str]] | None,
 ) -> Iterator[Problem]:
     """What the installed engine would refuse of `args` after minutes of loading."""
     engine = ENGINES[plan.config.engine]
@@ -145,25 +147,16 @@ def _check_arguments(
         accepted = arguments(plan.python)
     if not accepted:
         return
-    source = None
     for location, value in written:
         problem = engine.argument_problem(flag_name(str(location[-1])), value, accepted)
         if value is None or not problem:
             continue
-        source = source or _source(file)
-        where = f"{file}:{source.line(location)}: " if source else ""
+        where = f"{source.place(location)}: " if source else ""
         section = ".".join(str(part) for part in location[:-1])
         yield Problem(
             f"{where}{section}: {problem}",
             "correct it, or leave it out; `check_args: false` passes everything on unchecked",
         )
-
-
-def _source(file: Path | None) -> YamlSource | None:
-    try:
-        return None if file is None else read_yaml(file.read_text("utf-8-sig"), os.environ)
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _looks_like_path(model: str, base_dir: Path) -> bool:

@@ -17,6 +17,7 @@ from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import RouterSection
 from skyctl.fleetfile.values import MOST_REPLICAS
+from skyctl.fleetfile.yaml_source import YamlSource
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
 from skyctl.launch.remote.machines import read_machines
@@ -141,13 +142,15 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
     return config.model_copy(update=changes)
 
 
-def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) -> FleetPlan:
+def usable(
+    plan: FleetPlan, ports: Mapping[str, int], source: YamlSource | None = None
+) -> FleetPlan:
     """The plan itself, once checked against this machine.
 
     Raises:
         UsageError: everything that is wrong; `ports` are held by this fleet's own processes.
     """
-    problems = check_plan(plan, own_ports=ports.values(), file=file)
+    problems = check_plan(plan, own_ports=ports.values(), source=source)
     if problems:
         raise UsageError(
             "; ".join(problem.message for problem in problems),

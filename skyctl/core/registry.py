@@ -7,10 +7,10 @@ import difflib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
@@ -25,8 +25,11 @@ from skyctl.store.paths import (
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
+    from skyctl.fleetfile.yaml_source import YamlSource
 
 DEFAULT_FILE = "fleet.yaml"
+Files = Sequence[Path] | None
+"""Fleet files as `--file` names them; later ones override."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,15 @@ class FleetRef:
     """
     base_dir: Path
     """What the file's relative paths are relative to."""
-    file: Path | None
-    """The user's file; None if only skyctl's copy exists."""
+    files: tuple[Path, ...] = ()
+    """The user's files, of which later ones override; none if only skyctl's copy exists."""
+    source: YamlSource | None = field(default=None, compare=False, repr=False)
+    """The text of these files; None without them, and where it is the one on record."""
+
+    @property
+    def file(self) -> Path | None:
+        """The user's file, or the first of several."""
+        return self.files[0] if self.files else None
 
     @cached_property
     def config(self) -> FleetConfig:
@@ -53,7 +63,8 @@ class FleetRef:
             return self.loaded
         from skyctl.fleetfile.load import load_fleet
 
-        return load_fleet(self.paths.fleet_file).config  # the user's file may have changed by now
+        # the user's file may have changed by now
+        return load_fleet(self.paths.fleet_file, base_dir=self.base_dir).config
 
     @property
     def attached(self) -> bool:
@@ -83,14 +94,14 @@ TOKEN_FILE_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
 _URL_HINT = "as in https://gpu7:7420"
 
 
-def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
+def find(files: Files, name: str | None) -> FleetRef | RemoteRef:
     """Like `select`, but `name` may also be the URL of a fleet on another machine.
 
     Raises:
         As `select`. UsageError: the URL is invalid.
     """
     if name is None or "://" not in name:
-        return select(file, name)
+        return select(files, name)
     from skyctl.fleetfile.values import is_loopback
 
     try:
@@ -108,8 +119,8 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
             f"--fleet {name}: the token would cross the network unencrypted",
             hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
         )
-    files = (os.environ.get(variable) for variable in (TOKEN_FILE_VARIABLE, CA_VARIABLE))
-    token, ca = (expanded(path) if path else None for path in files)
+    copies = (os.environ.get(variable) for variable in (TOKEN_FILE_VARIABLE, CA_VARIABLE))
+    token, ca = (expanded(path) if path else None for path in copies)
     return RemoteRef(name.rstrip("/"), token, ca)
 
 
@@ -128,10 +139,11 @@ def supervisor_running(paths: FleetPaths) -> bool:
     return flocked(paths.supervisor_lock)
 
 
-def select(file: Path | None, name: str | None) -> FleetRef:
+def select(files: Files, name: str | None) -> FleetRef:
     """The fleet meant by `--file` and `--fleet`, with its configuration.
 
-    `--fleet` wins, then `--file`, then ./fleet.yaml, then the only running (or only known) fleet.
+    `--fleet` wins, then `--file` (of several, later ones override), then ./fleet.yaml, then the
+    only running (or only known) fleet.
 
     Raises:
         NotFoundError: no fleet file here and no such fleet.
@@ -143,14 +155,14 @@ def select(file: Path | None, name: str | None) -> FleetRef:
             f"this command works on the fleet's own machine, and not on {name}",
             hint="log in there; what works from here is in docs/how-to/remote.md",
         )
-    chosen = _choose(file, name)
-    return _from_file(chosen) if isinstance(chosen, Path) else _from_name(chosen)
+    chosen = _choose(files, name)
+    return _from_name(chosen) if isinstance(chosen, str) else _from_files(chosen)
 
 
-def select_paths(file: Path | None, name: str | None) -> FleetPaths:
+def select_paths(files: Files, name: str | None) -> FleetPaths:
     """Like `select`, for commands that must work when the fleet file no longer loads."""
-    chosen = _choose(file, name)
-    return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
+    chosen = _choose(files, name)
+    return fleet_paths(chosen) if isinstance(chosen, str) else _from_files(chosen).paths
 
 
 def remember(ref: FleetRef) -> None:
@@ -163,10 +175,11 @@ def remember(ref: FleetRef) -> None:
     kind = "attached" if ref.attached else "supervised"
     base_dir = str(ref.base_dir.resolve())  # links on the way to it may move while the fleet is up
     origin = origin_of(ref.paths) | {"base_dir": base_dir, "kind": kind}
-    if ref.file is not None:
-        if ref.file.parent != ref.paths.directory:  # a kept one is not the user's
-            origin["file"] = str(ref.file.absolute())
-        _copy(ref.file.read_bytes(), ref.paths.fleet_file)
+    if ref.source is not None:
+        if ref.file is None or ref.file.parent != ref.paths.directory:  # not one that was kept
+            files = [str(file) for file in ref.files]
+            origin |= {"file": "".join(files[:1]), "overrides": files[1:]}
+        _copy(ref.source.text.encode(), ref.paths.fleet_file)
     _copy(json.dumps(origin).encode(), ref.paths.origin)
 
 
@@ -193,10 +206,10 @@ def kept_files(ref: FleetRef) -> list[FleetRef]:
     from skyctl.fleetfile.load import load_fleet
 
     paths, base_dir = ref.paths, base_dir_of(ref)
+    kept = (file for file in (paths.applied_file, paths.previous_file) if file.exists())
     return [
-        FleetRef(ref.name, paths, load_fleet(file).config, base_dir, file)
-        for file in (paths.applied_file, paths.previous_file)
-        if file.exists()
+        FleetRef(ref.name, paths, loaded.config, base_dir, (loaded.path,), loaded.source)
+        for loaded in (load_fleet(file, base_dir=base_dir) for file in kept)
     ]
 
 
@@ -205,8 +218,8 @@ def base_dir_of(ref: FleetRef) -> Path:
     return Path(origin_of(ref.paths).get("base_dir") or ref.base_dir)
 
 
-def origin_of(paths: FleetPaths) -> dict[str, str]:
-    """`file`, `base_dir` and `kind` of a remembered fleet; {} for another."""
+def origin_of(paths: FleetPaths) -> dict[str, Any]:
+    """`file`, `overrides`, `base_dir` and `kind` of a remembered fleet; {} for another."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(paths.origin.read_bytes()))
     return {}
@@ -232,11 +245,11 @@ def refuse_another_file(ref: FleetRef) -> None:
     """
     runs = supervisor_running(ref.paths)
     origin = origin_of(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
-    before = Path(origin.get("file", ""))
+    before = Path(origin.get("file") or "")
     if ref.file is None or not before.is_file() or before.samefile(ref.file):
         return
     with contextlib.suppress(FleetFileError):  # it may be being edited, and be that fleet's still
-        if _from_file(before).name != ref.name:
+        if _from_files([before]).name != ref.name:
             return
     if runs:
         state, then = "up", f"or first: skyctl down --fleet {ref.name}"
@@ -248,20 +261,20 @@ def refuse_another_file(ref: FleetRef) -> None:
     )
 
 
-def _choose(file: Path | None, name: str | None) -> Path | str:
-    """The fleet file or the name of a known fleet."""
+def _choose(files: Files, name: str | None) -> Sequence[Path] | str:
+    """The fleet files or the name of a known fleet."""
     default = Path(DEFAULT_FILE)
     if name is not None:
         if name in known_fleets():
             return name
-        for candidate in (file, default):
-            if candidate and candidate.exists() and _from_file(candidate).name == name:
+        for candidate in (files, [default]):
+            if candidate and candidate[0].exists() and _from_files(candidate).name == name:
                 return candidate
         raise NotFoundError(f"there is no fleet named {name!r}", hint=_named_advice(name, default))
-    if file is not None:
-        return file
+    if files:
+        return files
     if default.exists():
-        return default
+        return [default]
     fleets = known_fleets()
     running = [n for n in fleets if supervisor_running(fleet_paths(n))]
     for names in (running, fleets):
@@ -305,14 +318,16 @@ def _named_advice(name: str, default: Path) -> str:
     return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"
 
 
-def _from_file(file: Path) -> FleetRef:
-    if (ref := _up_from(file)) is not None:
+def _from_files(files: Sequence[Path]) -> FleetRef:
+    if len(files) == 1 and (ref := _up_from(files[0])) is not None:
         return ref
-    from skyctl.fleetfile.load import load_fleet
+    from skyctl.fleetfile.load import is_stream, load_fleet
 
-    loaded = load_fleet(file)
+    loaded = load_fleet(*files)
     name = loaded.config.name
-    return FleetRef(name, fleet_paths(name), loaded.config, loaded.base_dir, loaded.path)
+    lasting = all(file.is_file() and not is_stream(file) for file in files)
+    again = tuple(file.absolute() for file in files if lasting)
+    return FleetRef(name, fleet_paths(name), loaded.config, loaded.base_dir, again, loaded.source)
 
 
 def _up_from(file: Path) -> FleetRef | None:
@@ -330,7 +345,7 @@ def _up_from(file: Path) -> FleetRef | None:
             if (origin.get("file"), origin.get("kind")) != (str(absolute), "supervised"):
                 continue
             if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
-                return FleetRef(name, paths, None, absolute.parent, absolute)
+                return FleetRef(name, paths, None, absolute.parent, (absolute,))
     return None
 
 
@@ -339,14 +354,15 @@ def _from_name(name: str) -> FleetRef:
 
     paths = fleet_paths(name)
     origin = origin_of(paths)
-    original, base_dir = origin.get("file"), origin.get("base_dir")
-    if original is not None and Path(original).exists():
+    base_dir = origin.get("base_dir")
+    originals = [Path(file) for file in (origin.get("file"), *origin.get("overrides", ())) if file]
+    if originals and all(map(Path.exists, originals)):
         try:
-            ref = _from_file(Path(original))
+            ref = _from_files(originals)
             if ref.name == name:
                 return ref
         except FleetFileError:
             if not paths.fleet_file.exists():
                 raise
-    loaded = load_fleet(paths.fleet_file)
-    return FleetRef(name, paths, loaded.config, Path(base_dir or loaded.base_dir), None)
+    loaded = load_fleet(paths.fleet_file, base_dir=Path(base_dir) if base_dir else None)
+    return FleetRef(name, paths, loaded.config, loaded.base_dir)

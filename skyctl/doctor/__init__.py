@@ -90,7 +90,7 @@ def _examine_file(
     ref: FleetRef, plan: FleetPlan, facts: MachineFacts, ports: Mapping[str, int]
 ) -> list[Finding]:
     running = bool(ports) or supervisor_running(ref.paths)
-    problems = check_plan(plan, own_ports=ports.values(), file=ref.file)
+    problems = check_plan(plan, own_ports=ports.values(), source=ref.source)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.base), running), facts)
 
 

@@ -7,20 +7,24 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from skyctl.errors import FleetFileError
-from skyctl.fleetfile.arguments import flag_name, refusals
+from skyctl.fleetfile.arguments import refusals
+from skyctl.fleetfile.foreign import another_kind_of_file
 from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.variables import read_assignments
 from skyctl.fleetfile.yaml_source import (
-    INIT_HINT,
     FileProblem,
     Location,
+    Place,
     YamlSource,
     read_yaml,
     shown,
@@ -72,47 +76,54 @@ _NOT_LISTS = {
     "env": "a mapping such as {NAME: value}",
     "served_model_name": "one name: pushes, `generate` and adapters use it",
 }
-# keys found only at the top of another kind of file, and what that file is
-_OTHER_FILES = (
-    ({"services"}, "a Docker Compose file"),
-    ({"apiVersion", "kind"}, "a Kubernetes manifest"),
-    ({"architectures"}, "a model's config.json"),
-    ({"model_type"}, "a model's config.json"),
-    ({"models"}, "a llama-swap configuration"),
-    ({"model_list"}, "a LiteLLM configuration"),
-    ({"applications"}, "a Ray Serve configuration"),
-    ({"resources"}, "a SkyPilot task"),
-    ({"run"}, "a SkyPilot task"),
-)
-_VLLM_KEYS = frozenset(
-    {"port", "dtype", "max-model-len", "max-num-seqs", "gpu-memory-utilization"}
-    | {"tensor-parallel-size", "pipeline-parallel-size", "served-model-name"}
-)
-"""Arguments by which a file of `vllm serve --config` is recognised, with dashes."""
 _SCHEMA_HINT = "`skyctl schema` prints every key"
+
+
+STDIN = Path("-")
+ENV_FILE = ".env"
 
 
 @dataclass(frozen=True)
 class LoadedFleet:
-    """A valid fleet file. `path` is absolute; relative paths in it are relative to `base_dir`."""
+    """A valid fleet file."""
 
     config: FleetConfig
+    """What it says."""
     path: Path
+    """Where it is, absolute; of several files, the first."""
+    base_dir: Path
+    """What its relative paths are relative to."""
+    source: YamlSource
+    """Its text, and where each value is."""
 
-    @property
-    def base_dir(self) -> Path:
-        return self.path.parent
 
-
-def load_fleet(path: Path, environ: Mapping[str, str] = os.environ) -> LoadedFleet:
-    """Read and check one fleet file; `${VAR}` is expanded from `environ`.
+def load_fleet(
+    path: Path,
+    *overrides: Path,
+    environ: Mapping[str, str] = os.environ,
+    base_dir: Path | None = None,
+) -> LoadedFleet:
+    """Read and check one fleet file, or several of which later ones override; `-` is standard
+    input. `${VAR}` is expanded from `environ`, else from `.env` in `base_dir` (default: where the
+    first file is).
 
     Raises:
-        FleetFileError: the file is missing, unreadable or wrong. The message has one
+        FleetFileError: a file is missing, unreadable or wrong. The message has one
             `path:line: problem` line per problem; `details["problems"]` has the same as a list of
-            mappings with `line` and `message`.
+            mappings with `file`, `line` and `message`.
     """
-    return parse_fleet(_read(path), path, environ)
+    if [path, *overrides].count(STDIN) > 1:
+        raise FleetFileError("standard input can be only one of the fleet files")
+    texts = [(file, _read(file)) for file in (path, *overrides)]
+    directory = base_dir or (Path.cwd() if is_stream(path) else path.absolute().parent)
+    if any("${" in text for _, text in texts):
+        environ = {**_read_env_file(directory / ENV_FILE, environ), **environ}
+    return _load(texts, environ, directory)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether it is standard input or an open file (`<(command)`), which cannot be read again."""
+    return path == STDIN or Path("/dev") in path.absolute().parents
 
 
 def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) -> LoadedFleet:
@@ -121,37 +132,54 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
     Raises:
         FleetFileError: as `load_fleet`.
     """
-    source = read_yaml(text, environ)
-    if (another := _another_kind_of_file(source)) is not None:
-        raise _error(path, [another])
-    config, problems = (None, source.problems) if source.problems else _validate(source)
+    return _load([(path, text)], environ, path.absolute().parent)
+
+
+def _load(
+    texts: Sequence[tuple[Path, str]], environ: Mapping[str, str], base_dir: Path
+) -> LoadedFleet:
+    sources = [
+        read_yaml(text, environ, str(path), number) for number, (path, text) in enumerate(texts)
+    ]
+    for source in sources:
+        if (another := another_kind_of_file(source)) is not None:
+            raise _error([another])
+    problems = [problem for source in sources for problem in source.problems]
+    if problems:
+        raise _error(problems)
+    source = reduce(YamlSource.overridden_by, sources)
+    config, problems = _validate(source)
     if config is None or problems:
-        raise _error(path, problems)
-    absolute = path.absolute()
-    if any("\ud800" <= sign <= "\udfff" for sign in str(absolute)):  # bytes that are not text
-        raise FleetFileError(f"{str(absolute)!a}: its path is not UTF-8", hint="move it")
-    return LoadedFleet(config, absolute)
+        raise _error(problems)
+    path = texts[0][0].absolute()
+    if any("\ud800" <= sign <= "\udfff" for sign in str(path)):  # bytes that are not text
+        raise FleetFileError(f"{str(path)!a}: its path is not UTF-8", hint="move it")
+    return LoadedFleet(config, path, base_dir, source)
+
+
+def _read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an env file; none where there is no such file (it may be a directory)."""
+    if not path.is_file():
+        return {}
+    problems = list[FileProblem]()
+
+    def complain(line: int, message: str, hint: str) -> None:
+        problems.append(FileProblem(Place(0, line, str(path)), message, hint))
+
+    values = read_assignments(_read(path), environ, complain)
+    if problems:
+        raise _error(problems)
+    return values
 
 
 def _read(path: Path) -> str:
-    if str(path) == "-":
-        raise FleetFileError(
-            "a fleet file is not read from standard input: later commands read it again",
-            hint="save it, and name the file: skyctl validate fleet.yaml",
-        )
-    if not path.exists():
-        raise FleetFileError(
-            f"{path}: no such file", hint="write a first fleet file with: skyctl init"
-        )
     try:
-        if path.is_dir():
-            inside = path / "fleet.yaml"
-            raise FleetFileError(
-                f"{path}: is a directory, not a fleet file",
-                hint=f"give the file: -f {inside if inside.is_file() else 'FILE'}",
-            )
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE_BYTES + 1)
+        if path == STDIN:
+            data = _standard_input()
+        else:
+            _refuse_what_is_no_file(path)
+            with path.open("rb") as file:
+                data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
         raise FleetFileError(f"{path}: cannot be read: {error.strerror}") from error
     if len(data) > LARGEST_FILE_BYTES:
@@ -161,6 +189,24 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise FleetFileError(f"{path}:{line}: is not UTF-8 text") from error
+
+
+@cache
+def _standard_input() -> bytes:
+    return sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
+
+
+def _refuse_what_is_no_file(path: Path) -> None:
+    if not path.exists():
+        raise FleetFileError(
+            f"{path}: no such file", hint="write a first fleet file with: skyctl init"
+        )
+    if path.is_dir():
+        inside = path / "fleet.yaml"
+        raise FleetFileError(
+            f"{path}: is a directory, not a fleet file",
+            hint=f"give the file: -f {inside if inside.is_file() else 'FILE'}",
+        )
 
 
 def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]]:
@@ -173,7 +219,7 @@ def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]
         details: list[Any] = error.errors(include_url=False)
         return None, _problems_of(details, source)
     return config, [
-        FileProblem(source.line(location), f"{_dotted(location[:-1])}: {reason}")
+        FileProblem(source.place(location), f"{_dotted(location[:-1])}: {reason}")
         for location, reason in refusals(config)
     ]
 
@@ -198,9 +244,9 @@ def _dotted(location: Location) -> str:
     return ".".join(map(str, location))
 
 
-def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
-    ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.line)
-    lines = [f"{path}:{problem.line}: {problem.message}" for problem in ordered]
+def _error(problems: Sequence[FileProblem]) -> FleetFileError:
+    ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.place)
+    lines = [f"{problem.place}: {problem.message}" for problem in ordered]
     shown_lines = lines[:_MOST_PROBLEMS_SHOWN]
     if len(lines) > len(shown_lines):
         shown_lines.append(f"… and {len(lines) - len(shown_lines)} more")
@@ -208,34 +254,12 @@ def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
         "\n".join(shown_lines),
         hint=next((problem.hint for problem in ordered if problem.hint), _LOOK_AGAIN),
         details={
-            "file": str(path),
-            "problems": [{"line": p.line, "message": p.message} for p in ordered],
+            "file": ordered[0].place.file,
+            "problems": [
+                {"file": at.file, "line": at.line, "message": message} for at, message, _ in ordered
+            ],
         },
     )
-
-
-def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
-    """The problem of a file that is of another kind, if its first keys show it."""
-    keys = set(source.value or ())
-    if keys & {"servers", "replicas"}:
-        return None
-    if "model" in keys:
-        if "name" in keys:
-            return None
-        arguments = sorted(key for key in keys if flag_name(key) in _VLLM_KEYS)
-        if not arguments:
-            return None
-        return FileProblem(
-            source.line((arguments[0],)),
-            f"this is a file for `vllm serve --config` (`{arguments[0]}:`), not a fleet file",
-            "begin with `name:` and `model:`, and put vLLM's arguments under `args:`",
-        )
-    for signature, kind in _OTHER_FILES:
-        if signature <= keys:
-            names = " and ".join(f"`{key}:`" for key in sorted(signature))
-            line = min(source.line((key,)) for key in signature)
-            return FileProblem(line, f"this is {kind} ({names}), not a fleet file", INIT_HINT)
-    return None
 
 
 def _problems_of(errors: Sequence[Mapping[str, Any]], source: YamlSource) -> list[FileProblem]:
@@ -276,25 +300,25 @@ def _location(error: Mapping[str, Any], value: Any) -> Location:
 def _problem(
     location: Location, errors: Sequence[Mapping[str, Any]], source: YamlSource
 ) -> FileProblem:
-    line = source.line(location)
+    place = source.place(location)
     # of a union's members, one that the value fits in kind says what is wrong with it
     error = next((error for error in errors if error["type"] == "value_error"), errors[0])
     kind = error["type"]
     if kind == "extra_forbidden":
-        return _unknown_key(line, location)
+        return _unknown_key(place, location)
     if kind == "missing":
         missing = _dotted((*location, error["loc"][-1]))
-        return FileProblem(line, f"key '{missing}' is missing", _SCHEMA_HINT)
+        return FileProblem(place, f"key '{missing}' is missing", _SCHEMA_HINT)
     where = _dotted(location)
     if kind in ("value_error", "assertion_error"):
         message = str(error["ctx"]["error"])
-        line = _line_of_named_key(location, message, source)
+        place = _place_of_named_key(location, message, source)
     else:
         # it may be the key itself, where the name of its variable belongs
         secret = location in (("api_key_env",), ("control_token_env",))
         got = "something else" if secret else shown(error["input"])
         message = f"{_expectation(location, errors)}, got {got}"
-    return FileProblem(line, f"{where}: {message}" if where else message)
+    return FileProblem(place, f"{where}: {message}" if where else message)
 
 
 def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str:
@@ -331,18 +355,18 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
     return f"expected {', '.join(words)}"
 
 
-def _unknown_key(line: int, location: Location) -> FileProblem:
+def _unknown_key(place: Place, location: Location) -> FileProblem:
     key = str(location[-1])
     schema_keys = _known_keys(location[:-1])
     inside = f"{_dotted(location[:-1])}: " if len(location) > 1 else ""
     message = f"{inside}unknown key {shown(key)}"
     near = difflib.get_close_matches(key.replace("-", "_").lower(), schema_keys, n=1)
     if near:
-        return FileProblem(line, f"{message}; did you mean {near[0]!r}?")
+        return FileProblem(place, f"{message}; did you mean {near[0]!r}?")
     hint = _SCHEMA_HINT
     if "args" in schema_keys:
         hint = f"arguments of the program itself go under `args:`; {hint}"
-    return FileProblem(line, message, hint)
+    return FileProblem(place, message, hint)
 
 
 def _known_keys(location: Location) -> list[str]:
@@ -366,9 +390,9 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _line_of_named_key(location: Location, message: str, source: YamlSource) -> int:
-    """The line of a key that the message names, else of the mapping it is about."""
+def _place_of_named_key(location: Location, message: str, source: YamlSource) -> Place:
+    """The place of a key that the message names, else of the mapping it is about."""
     for word in re.findall(r"\w+", message):
-        if (*location, word) in source.lines:
-            return source.lines[(*location, word)]
-    return source.line(location)
+        if (*location, word) in source.places:
+            return source.places[(*location, word)]
+    return source.place(location)

@@ -115,7 +115,7 @@ async def begin_up(
 async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
-        plan = usable(*await _planned(ref, router), ref.file)
+        plan = usable(*await _planned(ref, router), ref.source)
         _forget_attached(ref)
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)
@@ -134,7 +134,7 @@ async def preview_up(ref: FleetRef, *, router: bool = True) -> Preview:
     """
     refuse_attached(ref)
     await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir)
-    return await preview_of(ref, usable(*await _planned(ref, router), ref.file))
+    return await preview_of(ref, usable(*await _planned(ref, router), ref.source))
 
 
 async def preview_of(ref: FleetRef, plan: FleetPlan) -> Preview:

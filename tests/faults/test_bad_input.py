@@ -123,7 +123,11 @@ def test_a_gpu_that_does_not_exist(
         ("statsu", "no such command 'statsu'", "did you mean status"),
         ("status demo", "got unexpected extra argument(s) (demo)", "--fleet demo"),
         ("down x.yaml", "got unexpected extra argument(s) (x.yaml)", "-f x.yaml"),
-        ("up x.yaml -f y.yaml", "two fleet files are named: x.yaml and y.yaml", "up --help"),
+        (
+            "up x.yaml -f y.yaml",
+            "the fleet file is given twice: x.yaml and y.yaml",
+            "-f FILE -f FILE",
+        ),
         ("logs -f router", "there is no fleet file router", "skyctl logs --follow router"),
         ("logs -f", "option '-f' requires an argument", "skyctl logs --follow"),
         ("wait ready", "'ready' is a condition, not a server", "skyctl wait --for ready"),

@@ -18,7 +18,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> typer.Context:
     monkeypatch.chdir(tmp_path)
 
     class Typed:
-        params = {"file": tmp_path / "fleet.yaml", "fleet": None}  # noqa: RUF012
+        params = {"file": [tmp_path / "fleet.yaml"], "fleet": None}  # noqa: RUF012
 
     return Typed()  # type: ignore[return-value]
 

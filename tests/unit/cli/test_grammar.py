@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,5 +77,6 @@ def test_a_help_page_is_short_and_grouped(
     assert {kind for kind in kinds if kind not in words} <= {"ID", "N", "TOPIC"}, words
     shown = 0
     for line in lines:
+        assert not re.search(r"<[a-z-]+[|][^>]*$", line), line
         shown = 0 if line.startswith("╭") else shown + line.startswith(("│ --", "│ *"))
         assert shown <= MOST_OPTIONS_IN_A_PANEL, line

@@ -34,7 +34,7 @@ def example_document() -> Any:
 
 
 def test_the_example_loads_as_it_stands() -> None:
-    loaded = load_fleet(EXAMPLE, {})
+    loaded = load_fleet(EXAMPLE, environ={})
     assert loaded.config.model == "./checkpoints/a"
 
 
@@ -49,7 +49,7 @@ def test_the_example_mentions_every_key(model: type[BaseModel]) -> None:
 
 
 def test_values_the_example_calls_defaults_are_the_defaults() -> None:
-    loaded = load_fleet(EXAMPLE, {}).config
+    loaded = load_fleet(EXAMPLE, environ={}).config
     assert loaded.weight_transfer == WeightTransferSection()
     assert loaded.health == HealthPolicy()
     assert loaded.restart == RestartPolicy()
@@ -196,5 +196,5 @@ def test_a_file_that_cannot_be_written_again_stays_and_a_link_is_followed(
     assert real.read_text() == "name: old\n"
     scaffold(request)
     assert (tmp_path / "fleet.yaml").is_symlink()
-    assert load_fleet(real, {}).config.servers
+    assert load_fleet(real, environ={}).config.servers
     assert {path.name for path in tmp_path.iterdir()} == {"fleet.yaml", "real.yaml"}

@@ -19,6 +19,7 @@ from skyctl.core.check import check_plan, model_advice
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planner import plan_fleet
 from skyctl.engines.vllm import arguments
+from skyctl.fleetfile.load import load_fleet
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
@@ -318,7 +319,8 @@ def test_arguments_that_vllm_does_not_know_are_told_with_their_line(
         document = {"name": "f", "model": "./checkpoints/a", "python": interpreter, **config}
         file.write_text("# a comment\n" + yaml.safe_dump(document, sort_keys=False))
         planned = plan(base_dir, interpreter, **config)
-        asked = check_plan(planned, file=file, arguments=lambda python: NAMES)
+        source = load_fleet(file).source
+        asked = check_plan(planned, source=source, arguments=lambda python: NAMES)
         return [problem.message.removeprefix(str(file)) for problem in asked]
 
     expected = [] if complaint is None else [complaint]

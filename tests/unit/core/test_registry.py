@@ -67,14 +67,14 @@ def test_without_a_file_and_without_fleets_one_is_told_how_to_begin(here: Path) 
 def test_the_file_here_is_taken_and_a_given_file_wins_over_it(here: Path, tmp_path: Path) -> None:
     write(here, "local")
     assert select(None, None).name == "local"
-    assert select(write(tmp_path / "other", "other"), None).name == "other"
+    assert select([write(tmp_path / "other", "other")], None).name == "other"
 
 
 def test_a_remembered_fleet_is_found_by_name_and_when_it_is_the_only_one(
     here: Path, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "project", "known")
-    keep(select(file, None))
+    keep(select([file], None))
     assert known_fleets() == ["known"]
     assert select(None, "known").file == file
     assert select(None, None).name == "known"
@@ -94,7 +94,7 @@ def test_a_fleet_whose_first_up_was_refused_is_not_known(here: Path, tmp_path: P
 
 def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        keep(select(write(tmp_path / name, name), None))
+        keep(select([write(tmp_path / name, name)], None))
     with pytest.raises(UsageError) as caught:
         select(None, None)
     assert "one, two" in caught.value.hint
@@ -112,7 +112,7 @@ def test_fleets_that_run_are_listed_first_and_those_that_are_down_as_such(
         files.append(write(tmp_path / name, name))
         files[-1].write_text(f"name: {name}\nmodel: {tmp_path / 'model'}\n")
     for file in (*files, write(tmp_path / "attached", "attached")):
-        ref = select(file, None)
+        ref = select([file], None)
         remember(ref)
     with contextlib.ExitStack() as held:
         for name in ("b-up", "c-up"):
@@ -125,7 +125,7 @@ def test_fleets_that_run_are_listed_first_and_those_that_are_down_as_such(
 
 def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "project", "known")
-    keep(select(file, None))
+    keep(select([file], None))
     file.unlink()
     found = select(None, "known")
     assert found.file is None
@@ -139,7 +139,7 @@ def test_what_relative_paths_were_relative_to_stays_when_a_link_on_the_way_moves
     (tmp_path / "current").symlink_to(tmp_path / "one")
     write(tmp_path / "one", "known")
     write(tmp_path / "two", "known")
-    ref = select(tmp_path / "current" / "fleet.yaml", None)
+    ref = select([tmp_path / "current" / "fleet.yaml"], None)
     keep(ref)
     (tmp_path / "current").unlink()
     (tmp_path / "current").symlink_to(tmp_path / "two")
@@ -151,35 +151,35 @@ def test_a_second_file_of_an_attached_fleets_name_is_refused(
     here: Path, tmp_path: Path, text: str
 ) -> None:
     first = write(tmp_path / "project", "known")
-    keep(select(first, None))
-    second = select(write(tmp_path / "copy", "known"), None)
+    keep(select([first], None))
+    second = select([write(tmp_path / "copy", "known")], None)
     first.write_text(text)  # perhaps it is being edited
     with pytest.raises(ConflictError, match=f"known is attached already, from {first}") as refused:
         refuse_another_file(second)
     assert refused.value.hint.endswith("skyctl status --fleet known")
-    refuse_another_file(select(first, "known"))
+    refuse_another_file(select([first], "known"))
 
 
 @pytest.mark.parametrize("became", ["moved", "another fleet's"])
 def test_the_file_of_an_attached_fleet_may_move(here: Path, tmp_path: Path, became: str) -> None:
     first = write(tmp_path / "project", "known")
-    keep(select(first, None))
+    keep(select([first], None))
     second = write(tmp_path / "moved", "known")
     if became == "moved":
         first.unlink()
     else:
         write(tmp_path / "project", "other")
-    refuse_another_file(select(second, None))
+    refuse_another_file(select([second], None))
 
 
 def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "project", "known")
-    keep(select(file, None))
+    keep(select([file], None))
     file.write_text("name: [")
     assert select(None, "known").name == "known"
     assert select_paths(None, "known").name == "known"
     with pytest.raises(FleetFileError):
-        select(file, None)
+        select([file], None)
 
 
 def test_the_file_of_a_fleet_that_is_up_from_it_is_read_by_those_who_need_it(
@@ -192,7 +192,7 @@ def test_the_file_of_a_fleet_that_is_up_from_it_is_read_by_those_who_need_it(
     assert select(None, None).loaded is not None  # it is down
     with fleet_paths("lab").supervisor_lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for ref in (select(None, None), select(file, None), select(None, "lab")):
+        for ref in (select(None, None), select([file], None), select(None, "lab")):
             assert (ref.name, ref.file, ref.base_dir) == ("lab", file, here)
             assert ref.loaded is None and not ref.attached
             assert ref.config.model == "./model"
@@ -215,7 +215,7 @@ def test_variables_are_not_expanded_in_the_copy(
     file = tmp_path / "project" / "fleet.yaml"
     file.parent.mkdir()
     file.write_text("name: known\nservers: ['http://127.0.0.1:${SECRET_PORT}']\n")
-    ref = select(file, None)
+    ref = select([file], None)
     assert ref.config.servers == ["http://127.0.0.1:4242"]
     keep(ref)
     assert "4242" not in ref.paths.fleet_file.read_text()
@@ -238,6 +238,42 @@ def test_a_fleet_file_may_come_through_a_pipe(here: Path) -> None:
     os.write(writer, b"name: piped\nservers: ['http://127.0.0.1:1']\n")
     os.close(writer)
     try:
-        assert select(Path(f"/dev/fd/{reader}"), None).name == "piped"
+        assert select([Path(f"/dev/fd/{reader}")], None).name == "piped"
     finally:
         os.close(reader)
+
+
+def test_several_files_are_remembered_merged_and_found_by_name(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    base, prod = project / "fleet.yaml", project / "prod.yaml"
+    base.write_text("name: known\nmodel: ./m\nenv: {TOKEN: '${TOKEN}', MODE: a}\n")
+    prod.write_text("env: {MODE: b}\n")
+    (project / ".env").write_text("TOKEN=s3cret\n")
+    ref = select([base, prod], None)
+    keep(ref)
+    env = {"TOKEN": "s3cret", "MODE": "b"}
+    assert ref.config.env == env and ref.file == base
+    kept = [*ref.paths.directory.rglob("*")]
+    assert kept and not any(b"s3cret" in file.read_bytes() for file in kept if file.is_file())
+    assert select(None, "known").files == (base, prod)
+    prod.unlink()
+    ref = select(None, "known")  # from skyctl's copy, with the variables of the same directory
+    assert ref.config.env == env and ref.file is None and ref.base_dir == project
+    keep(select([base], None))
+    prod.touch()
+    assert select(None, "known").files == (base,)
+
+
+def test_what_comes_through_a_pipe_is_remembered_as_it_was_read(here: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"name: piped\nmodel: ./m\n")
+    os.close(writer)
+    try:
+        keep(select([Path(f"/dev/fd/{reader}")], None))
+    finally:
+        os.close(reader)
+    ref = select(None, "piped")
+    assert (ref.config.model, ref.files, ref.base_dir) == ("./m", (), here)

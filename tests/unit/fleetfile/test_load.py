@@ -188,7 +188,7 @@ def test_a_missing_key_is_named() -> None:
         ("- a\n", 1, "expected a mapping"),
         ("", 1, "the file is empty"),
         ("# only a comment\n", 1, "the file is empty"),
-        ("a: 1\n---\nb: 2\n", 2, "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", 2, "a second document begins"),
         ("name: a\nmodel: !!python/object:os.system {}\n", 2, "expected text, got a mapping"),
         ("? [a]\n: b\n", 1, "a key is a single word"),
         ("a: &a [*a]\n", 1, "too large or too deep"),
@@ -261,7 +261,7 @@ def test_an_unset_variable_is_an_error_with_its_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["${", "${1A}", "${A-b}", "${A"])
+@pytest.mark.parametrize("text", ["${", "${1A}", "${A:b}", "${A", "${A:-${B}}"])
 def test_a_broken_variable_is_explained(text: str) -> None:
     assert "`${` starts a variable" in refused(f"name: a\nmodel: '{text}'\n", A="x")[0]
 
@@ -553,6 +553,10 @@ def test_an_attached_fleets_token_is_a_variables_name_and_never_repeated() -> No
         ),
         ("applications: []\n", "fleet.yaml:1: this is a Ray Serve configuration"),
         ("model_list: []\n", "fleet.yaml:1: this is a LiteLLM configuration"),
+        ("kind: A\napiVersion: v1\n---\nb: 1\n", "fleet.yaml:1: this is a Kubernetes manifest"),
+        ("cluster_name: a\nprovider: {}\n", "fleet.yaml:1: this is a Ray cluster"),
+        ("data: {}\nactor_rollout_ref: {}\n", "fleet.yaml:2: this is a verl configuration"),
+        ("trainer: {}\ngenerator: {}\n", "fleet.yaml:1: this is a SkyRL configuration"),
     ],
 )
 def test_another_kind_of_file_is_told_what_it_is(text: str, message: str) -> None:
@@ -565,6 +569,8 @@ def test_another_kind_of_file_is_told_what_it_is(text: str, message: str) -> Non
 def test_a_file_for_vllm_serve_is_told_where_its_arguments_go() -> None:
     with pytest.raises(FleetFileError) as caught:
         parse("model: Qwen/Qwen3-0.6B\nport: 8000\ntensor-parallel-size: 2\n")
+    with pytest.raises(FleetFileError, match="this is a file for `vllm serve"):
+        parse("max-model-len: 4096\n")
     assert "fleet.yaml:2: this is a file for `vllm serve --config`" in caught.value.message
     assert "under `args:`" in caught.value.hint
 
@@ -592,9 +598,9 @@ def test_the_url_of_a_route_is_told_the_servers_own(key: str, route: str) -> Non
     assert parse("name: a\nservers: [http://h:1/v1x]\n").servers == ["http://h:1/v1x"]
 
 
-def test_a_file_is_not_read_from_standard_input() -> None:
-    with pytest.raises(FleetFileError, match="not read from standard input"):
-        load_fleet(Path("-"))
+def test_standard_input_is_one_file() -> None:
+    with pytest.raises(FleetFileError, match="only one of the fleet files"):
+        load_fleet(Path("-"), Path("-"))
 
 
 def test_keys_for_the_files_own_use_are_ignored_at_its_top() -> None:
