@@ -122,6 +122,17 @@ def emit(
         raise SystemExit(int(exit_code))
 
 
+def emit_line(data: dict[str, Any], line: str, error: SkyctlError | None = None) -> None:
+    """Print one of several results, and go on: with `--json` an envelope on one line."""
+    if mode.json:
+        exit_code = ExitCode.OK if error is None else error.exit_code
+        _print_envelope(data, exit_code, error, indent=None)
+    elif error is None:
+        out.print(line)
+    else:
+        print_error(error)
+
+
 def emit_error(error: SkyctlError) -> None:
     """Print an error that ended the command (no exit): one line and its hint, or the envelope."""
     if mode.json:
@@ -148,7 +159,13 @@ def _labelled(label: str, style: str, message: str) -> Text:
     return Text.assemble((label, style), ("\n" + below).join(lines))
 
 
-def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlError | None) -> None:
+def _print_envelope(
+    data: dict[str, Any],
+    exit_code: ExitCode,
+    error: SkyctlError | None,
+    *,
+    indent: int | None = 2,
+) -> None:
     envelope = {
         "skyctl": ENVELOPE_VERSION,
         "command": mode.command,
@@ -157,7 +174,7 @@ def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlErro
         "data": data,
         "error": None if error is None else error.to_json(),
     }
-    sys.stdout.write(json.dumps(envelope, indent=2, default=str) + "\n")
+    sys.stdout.write(json.dumps(envelope, indent=indent, default=str) + "\n")
     sys.stdout.flush()
 
 

@@ -134,15 +134,19 @@ def job_views(job: Job) -> list[RenderableType]:
     if details.get("canary"):
         views += ["", canary_view(details["canary"])]
     if result := job.result:
-        chunks = f" in {count_of(result['chunks'], 'chunk')}" if result["chunks"] else ""
-        source = f"{live_source(result['ranks'])}, " if result.get("ranks") else ""
-        views.append(
-            f"{result['version']}: {source}{format_bytes(result['total_bytes'])}{chunks} by "
-            f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
-            f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
-        )
-        views.append(_compared(result))
+        views += [summary(result), _compared(result)]
     return views
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One line about a push that succeeded."""
+    chunks = f" in {count_of(result['chunks'], 'chunk')}" if result["chunks"] else ""
+    source = f"{live_source(result['ranks'])}, " if result.get("ranks") else ""
+    return (
+        f"{result['version']}: {source}{format_bytes(result['total_bytes'])}{chunks} by "
+        f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
+        f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
+    )
 
 
 def _compared(result: dict[str, Any]) -> str:

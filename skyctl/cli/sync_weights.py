@@ -78,6 +78,15 @@ KeepOption = Annotated[
         rich_help_panel=VERSION,
     ),
 ]
+WatchOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--watch",
+        metavar="DIR",
+        help="Push each finished checkpoint below DIR, until Ctrl-C.",
+        rich_help_panel=VERSION,
+    ),
+]
 ModeOption = Annotated[
     PauseModeOption | None,
     typer.Option(
@@ -158,7 +167,7 @@ TransportOption = Annotated[
     TransportChoice,
     typer.Option(
         metavar="WAY",
-        help=f"{', '.join(TransportChoice)}; see: skyctl help transports (auto: by topology).",
+        help=f"{', '.join(TransportChoice)}: see skyctl help transports.",
         rich_help_panel=TRAVEL,
         show_default=False,
     ),
@@ -166,7 +175,8 @@ TransportOption = Annotated[
 StageOption = Annotated[
     StageChoice,
     typer.Option(
-        help="Where the checkpoint waits for the freeze: GPU or host memory, or in a ring of "
+        metavar="WHERE",
+        help="Where the checkpoint waits for the freeze: gpu or host memory, or stream: a ring of "
         "chunks (auto: the GPU if it fits).",
         rich_help_panel=TRAVEL,
         show_default=False,
@@ -183,7 +193,9 @@ StageRateOption = Annotated[
 LayoutOption = Annotated[
     LayoutChoice,
     typer.Option(
-        help="Copy into the parameters, or give to the engine's loader (auto: copy if proven).",
+        metavar="KIND",
+        help="runtime: copy into the parameters; checkpoint: give to the engine's loader (auto: "
+        "copy if proven).",
         rich_help_panel=TRAVEL,
         show_default=False,
     ),
@@ -205,6 +217,7 @@ def sync_weights(
     weight_version: WeightVersionOption = None,
     back: BackOption = False,
     keep: KeepOption = False,
+    watch: WatchOption = None,
     mode: ModeOption = None,
     rolling: RollingOption = None,
     canary: CanaryOption = None,
@@ -233,13 +246,20 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
-    skyctl sync-weights --rollback               # to the previous version
     skyctl sync-weights --rollback step-100      # see: skyctl weights history
+    skyctl sync-weights --watch runs             # each new runs/checkpoint-N
     """
     from skyctl.core.registry import find
     from skyctl.push.request import PushRequest, usual_mode
 
-    if not checkpoint and not back:
+    if watch is not None and (
+        checkpoint or back or weight_version or dry_run or detach or timeout is not None
+    ):
+        raise UsageError(
+            "--watch pushes what it finds: leave CKPT, --rollback, --weight-version, --dry-run, "
+            "--detach and --timeout out"
+        )
+    if not checkpoint and not back and watch is None:
         raise UsageError(
             "missing argument 'CKPT'", hint="how it is typed: skyctl sync-weights --help"
         )
@@ -267,6 +287,11 @@ def sync_weights(
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
+    if watch is not None:
+        from skyctl.cli.watching import watch as watch_run
+
+        watch_run(ref, watch, request)
+        return
     _push(ref, request, checkpoint if back else None, back=back, detach=detach, timeout_s=timeout)
 
 
