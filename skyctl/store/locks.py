@@ -259,11 +259,10 @@ class Locks:
     def holders(self, name: str) -> list[Holder]:
         """Every holder of this lock now, in this process or another."""
         own = [lock.holder for lock in self.own if lock.name == name]
-        path = self._path(name)
-        try:
-            pids = _locking_pids(path.stat()) - {os.getpid()}
-        except OSError:
-            return own
+        pids: set[int] = set()
+        for place in (self._path(name), *[self._directory] * self.directory_stands_in):
+            with contextlib.suppress(OSError):
+                pids |= _locking_pids(place.stat()) - {os.getpid()}
         recorded = self.recorded(name) if pids else None
         return own + [
             recorded if recorded and recorded.pid == pid else _by_process(pid)

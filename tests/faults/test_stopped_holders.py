@@ -18,7 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import job_changes
+from skyctl.errors import ConflictError
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.store.stopped import is_stopped
@@ -113,24 +115,32 @@ def wait_until_stopped(pid: int, stopped: bool) -> None:
         time.sleep(0.001)
 
 
-# A command that takes a lock of a fleet and keeps it.
+# A command that takes a lock of a fleet and keeps it; "full": there is no room for its file.
 _HOLDER = """
 import sys
 from pathlib import Path
+from skyctl.errors import StateUnwritable
 from skyctl.startup import become_command
-from skyctl.store.locks import Locks
+from skyctl.store import locks
+def full(path, flags=0):
+    raise StateUnwritable("No space left on device")
 become_command()
-lock = Locks(Path(sys.argv[1])).take(*sys.argv[2:])
+directory, name, subject, disk = sys.argv[1:]
+if disk == "full":
+    locks.create_private_file = full
+lock = locks.Locks(Path(directory)).take(name, subject)
 print(flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def stopped_holder(directory: Path, name: str, subject: str) -> Iterator[subprocess.Popen[str]]:
+def stopped_holder(
+    directory: Path, name: str, subject: str, disk: str = ""
+) -> Iterator[subprocess.Popen[str]]:
     """A stopped process that holds this lock."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(directory), name, subject],
+        [sys.executable, "-c", _HOLDER, str(directory), name, subject, disk],
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -264,6 +274,18 @@ def test_recover_ends_a_stopped_command_that_keeps_others_from_starting_the_flee
             assert process.wait(timeout=BOUND_S) == -signal.SIGKILL
     finally:
         fleet.run("down")
+
+
+def test_a_stopped_command_that_had_no_room_for_its_lock_is_named(tmp_path: Path) -> None:
+    with (
+        FleetState(tmp_path / "state.sqlite") as state,
+        stopped_holder(tmp_path, "turn", "skyctl pause", disk="full") as process,
+    ):
+        arbiter = Arbiter(state.locks)
+        assert [holder.pid for holder in arbiter.stopped()] == [process.pid]
+        with pytest.raises(ConflictError, match=rf"pid {process.pid}\b.*stopped") as refused:
+            arbiter.take(Act.PUSH, "push-1")
+        assert f"kill -CONT {process.pid}" in refused.value.hint
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
