@@ -25,7 +25,7 @@ _skyctl() {
         [[ $word == -* ]] && continue
         if [[ -z $path ]]; then
             path=$word
-        elif [[ " rollout jobs weights adapters tinker " == *" $path "* ]]; then
+        elif [[ " rollout canary jobs weights adapters tinker " == *" $path "* ]]; then
             path="$path $word"
             break
         else
@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights canary jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -224,6 +224,44 @@ _skyctl() {
             if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --watch --mode --rolling --canary --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --chunk-size -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
+        "canary")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "start status promote rollback -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "canary start")
+            case "$prev" in
+                --share) true; return ;;
+                --replicas) true; return ;;
+                --weight-version) true; return ;;
+                --rollback-if) true; return ;;
+                --promote-after) true; return ;;
+                --timeout) true; return ;;
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "--share --replicas --weight-version --keep --rollback-if --promote-after --timeout -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "canary status")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "canary promote")
+            case "$prev" in
+                --timeout) true; return ;;
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "--timeout -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "canary rollback")
+            case "$prev" in
+                --timeout) true; return ;;
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "--timeout -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "jobs")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

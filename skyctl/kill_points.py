@@ -90,6 +90,7 @@ SUPERVISOR = (
     "router.recorded",
     "adopt.begin",
     "adopt.done",
+    "canary.recorded",
     "recover.begin",
     "down.begin",
     "down.stopped",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -9,7 +10,7 @@ from datetime import datetime
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _LONGEST = 64  # in characters; keeps float() finite
-_AGE = re.compile(r"^(\d+(?:\.\d+)?)([smhd])$")
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)([smhd])$")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -31,6 +32,18 @@ def parse_bytes(text: str | int) -> int:
     return int(float(number) * base ** _POWERS[unit.lower()])
 
 
+def parse_duration(text: str) -> float:
+    """Seconds, from `90s`, `10m`, `2h` or `1d`.
+
+    Raises:
+        ValueError: the text is not a duration.
+    """
+    match = _DURATION.match(text) if len(text) <= _LONGEST else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 90s or 10m")
+    return float(match[1]) * _UNIT_S[match[2]]
+
+
 def parse_moment(text: str) -> float:
     """Seconds since the epoch, from a time before now (`90s`, `10m`, `2h`, `1d`) or an ISO 8601
     time, which is local unless it says otherwise.
@@ -38,8 +51,8 @@ def parse_moment(text: str) -> float:
     Raises:
         ValueError: the text is neither.
     """
-    if (match := _AGE.match(text)) and len(text) <= _LONGEST:
-        return time.time() - float(match[1]) * _UNIT_S[match[2]]
+    with contextlib.suppress(ValueError):
+        return time.time() - parse_duration(text)
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
@@ -67,6 +80,11 @@ def format_bytes(count: float) -> str:
 def format_rate(gb_per_s: float) -> str:
     """`52.10 GB/s`, or `4.2 MB/s` for small rates; from 10^9 bytes per second."""
     return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
+
+
+def percent(share: float) -> str:
+    """`10%`, `2.5%`."""
+    return f"{share * 100:.3g}%"
 
 
 def format_seconds(seconds: float) -> str:

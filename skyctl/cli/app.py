@@ -65,6 +65,7 @@ VERBS = [
     Verb("sleep", "freeze", "sleep", FREEZE),
     Verb("wake", "freeze", "wake", FREEZE),
     Verb("sync-weights", "sync_weights", "sync_weights", WEIGHTS),
+    Verb("canary", "canary", "app", WEIGHTS),
     Verb("jobs", "jobs", "app", WEIGHTS),
     Verb("weights", "weights", "app", WEIGHTS),
     Verb("adapters", "adapters", "app", WEIGHTS),

@@ -170,7 +170,9 @@ def _disagreement(report: Mapping[str, Any]) -> SkyctlError | None:
         return SkyctlError(
             "the servers hold different weights", hint="push again: skyctl sync-weights CKPT"
         )
-    if len({row["version"] for row in servers if row["ok"]}) > 1:
+    # those of a canary are labelled otherwise, as recorded
+    intended = report["agree"] and all(row["as_recorded"] for row in servers)
+    if len({row["version"] for row in servers if row["ok"]}) > 1 and not intended:
         return SkyctlError("the servers are labelled with different versions")
     if report["agree"] is None:
         return SkyctlError("the servers cannot digest their weights: nothing was compared")
@@ -349,6 +351,8 @@ def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:
     groups = comparable([row["digest"] for row in servers], str)
     if len(servers) == 1:
         same = "there is one server, and none to compare it with"
+    elif len({row["version"] for row in servers}) > 1:
+        same = f"of {len(servers)} servers those of each version hold the same weights"
     elif len(groups) == 1:
         same = f"{len(servers)} servers hold the same weights"
     else:

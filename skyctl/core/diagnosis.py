@@ -13,14 +13,17 @@ from skyctl.core.status import (
     OperationKind,
     ReplicaStatus,
     RouterStatus,
+    RunningCanary,
 )
 from skyctl.states import UNLABELLED, ReplicaState
+from skyctl.units import percent
 
 if TYPE_CHECKING:
     from skyctl.core.observation import Observed
+    from skyctl.store.fleet_weights import FleetWeights
     from skyctl.store.in_doubt import InDoubt
     from skyctl.store.locks import Holder
-    from skyctl.store.state import FleetWeights, ServerRow
+    from skyctl.store.state import ServerRow
 
 _CONDITIONS = {
     ReplicaState.QUARANTINED: Condition.QUARANTINED,
@@ -40,6 +43,7 @@ def assess(
     *,
     pushing: bool = False,
     operation: OperationKind | None = None,
+    canary: RunningCanary | None = None,
 ) -> tuple[Health, tuple[Finding, ...]]:
     """The verdict over a fleet, and the reasons if it is not healthy.
 
@@ -47,7 +51,7 @@ def assess(
     fine meanwhile; without one, a server that is updating is still being admitted.
     """
     reasons = [*_processes(replicas, router, tinker, operation)]
-    versions = {r.weight_version for r in replicas if r.state.as_intended}
+    versions = {r.weight_version for r in replicas if r.state.as_intended and not _tries(r, canary)}
     if len(versions) > 1 and not pushing:
         listed = ", ".join(sorted(str(v or "base") for v in versions))
         mixed = f"weights are mixed, servers hold: {listed}"
@@ -74,7 +78,21 @@ def assess(
         if health is Health.UNAVAILABLE:
             unrouted = "the router sends requests to no server"
             reasons.append(Finding("", Condition.NOT_ROUTED, unrouted, hint="skyctl doctor"))
-    return health, (*reasons, *_requests(health, replicas))
+    return health, (*reasons, *_requests(health, replicas), *_canary(canary))
+
+
+def _tries(replica: ReplicaStatus, canary: RunningCanary | None) -> bool:
+    """Whether it serves the canary, as it is to."""
+    intended = canary is not None and canary.intends(replica.name)
+    return canary is not None and intended and replica.weight_version == canary.version
+
+
+def _canary(canary: RunningCanary | None) -> Iterator[Finding]:
+    if canary is not None:
+        names, share = ", ".join(canary.servers), percent(canary.share)
+        version = canary.version or "a new version"
+        detail = f"canary {version} is {canary.stage} on {names}, for {share} of the requests"
+        yield _requested("", detail, "skyctl canary status")
 
 
 def _without_answers(
@@ -208,10 +226,7 @@ def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) ->
 
 def from_weights(status: FleetStatus) -> list[Finding]:
     """Servers at a weight version other than the fleet's."""
-    version = status.weight_version
-    if version is None:
-        return []
-    again = "push again: skyctl sync-weights CKPT"
+    version, again = status.weight_version, "push again: skyctl sync-weights CKPT"
     return [
         drift(
             replica.name,
@@ -220,7 +235,10 @@ def from_weights(status: FleetStatus) -> list[Finding]:
             Condition.WRONG_VERSION,
         )
         for replica in status.replicas
-        if replica.state.as_intended and replica.weight_version != version
+        if version is not None
+        and not _tries(replica, status.canary)
+        and replica.state.as_intended
+        and replica.weight_version != version
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,14 +13,18 @@ from skyctl.checkpoints.checkpoint import locate, read_checkpoint
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushServer
 from skyctl.push.rows import KnownRows, read_rows
-from skyctl.push.verify import Record
+from skyctl.push.verify import Record, Verification, verify
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import by_files
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import NO_DOUBT, in_doubt
-from skyctl.store.state import FleetState, FleetWeights, ServerRow
+from skyctl.store.state import FleetState, ServerRow
 
+_VERIFY_TIMEOUT_S = 120.0
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
 _SETTINGS = (
     "config.json",
@@ -121,6 +126,32 @@ def records_of(
         for server in servers
         if server.weight_version or server.weights_digest
     }
+
+
+async def verify_servers(
+    targets: Sequence[ServerTarget],
+    rows: Iterable[ServerRow],
+    client: ControlClient,
+    state: FleetState,
+) -> Verification:
+    """Compare what servers hold with each other, their `rows` and their checkpoint: those of a
+    canary by themselves.
+    """
+    recorded, parts = list(rows), []
+    by_weights: dict[FleetWeights, list[ServerTarget]] = {}
+    for target in targets:
+        by_weights.setdefault(state.weights_of(target.name), []).append(target)
+    for weights, group in by_weights.items():
+        records = records_of(recorded, weights, await asyncio.to_thread(rows_of, weights))
+        parts.append(
+            await verify(group, client=client, timeout_s=_VERIFY_TIMEOUT_S, records=records)
+        )
+    agreed = {part.agree for part in parts}
+    reports = {report.server: report for part in parts for report in part.servers}
+    return Verification(
+        tuple(reports[target.name] for target in targets),
+        False if False in agreed else None if None in agreed else True,
+    )
 
 
 def files_of(model: str) -> BaseFiles:

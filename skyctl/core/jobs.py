@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.checkpoints.staging import in_use, without_links
 from skyctl.core.arbiter import Turn
-from skyctl.core.expectations import informed, records_of, rows_of
+from skyctl.core.expectations import informed
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
-from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import (
     THIS_JOB,
@@ -28,9 +27,9 @@ from skyctl.push.request import (
     PushResult,
     live_source,
 )
-from skyctl.push.verify import verify
 from skyctl.states import PushStage, PushState
 from skyctl.store.adapters import served
+from skyctl.store.fleet_weights import CanaryStage, FleetWeights
 from skyctl.store.in_doubt import (
     clear_doubt,
     in_doubt,
@@ -40,16 +39,14 @@ from skyctl.store.in_doubt import (
     verified,
 )
 from skyctl.store.journal import DRY_RUN, PUSH, EventKind, Job, JobEvent, JobState, Journal
-from skyctl.store.state import FleetState, FleetWeights, ServerRow
+from skyctl.store.state import FleetState
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
     from skyctl.push.run import Rotation
-    from skyctl.push.verify import Verification
 
 _PROGRESS_S = 0.15
-_VERIFY_TIMEOUT_S = 120.0
 
 
 class JournalObserver(PushObserver):
@@ -277,10 +274,17 @@ def abandon(state: FleetState, job_id: str, error: Exception | asyncio.Cancelled
 
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
-    """Record a push that succeeded: every server and the fleet are at its version."""
+    """Record a push that succeeded: every server and the fleet are at its version, or the servers
+    of a canary that starts.
+    """
     with state.transaction():
         _record_servers(state, result)
-        state.set_weights(FleetWeights.pushed(result.to_json()))
+        weights, canary = FleetWeights.pushed(result.to_json()), state.canary()
+        if canary is not None and canary.stage is CanaryStage.STARTING:
+            state.set_canary(canary.serving(weights))
+            state.add_event("fleet", f"{job_id}: canary {result.version}")
+            return
+        state.set_weights(weights)
         frozen = format_seconds(result.freeze_window_s)
         state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
         state.journal.record_push(
@@ -355,7 +359,8 @@ def record_failure(
         if changes:
             state.update_server(server["server"], **changes)
     state.expected.learn(error.details.pop("learned", None))
-    _publish_in_part(state, error.details, holding)
+    if not request.servers:
+        _publish_in_part(state, error.details, holding)
     doubt_left(state, job_id)
     state.journal.record_push(
         job_id,
@@ -379,18 +384,6 @@ def _publish_in_part(
     rows = result.get("servers", ()) if version else ()
     if any(row["server"] in holding and row.get("version") == version for row in rows):
         state.set_weights(FleetWeights.pushed(result))
-
-
-async def verify_servers(
-    targets: Sequence[ServerTarget],
-    rows: Iterable[ServerRow],
-    client: ControlClient,
-    state: FleetState,
-) -> Verification:
-    """Compare what servers hold with each other, their `rows` and the fleet's checkpoint."""
-    weights = state.weights()
-    records = records_of(rows, weights, await asyncio.to_thread(rows_of, weights))
-    return await verify(targets, client=client, timeout_s=_VERIFY_TIMEOUT_S, records=records)
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

@@ -258,7 +258,7 @@ async def _release_whole(case: _Case, actions: Actions) -> bool:
     no file has them. Returns whether that was so.
     """
     record, row = in_doubt(actions.state).get(case.name), actions.state.server(case.name)
-    weights = actions.state.weights()
+    weights = actions.state.weights_of(case.name)
     current = row.weight_version == weights.version
     current = current and row.checkpoint_digest == weights.checkpoint_digest
     if record is None or not row.weights_digest or not current:

@@ -10,9 +10,10 @@ from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.push.request import PushRequest
 from skyctl.push.source import refuse_changed
 from skyctl.states import TRAINER
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import EventKind, number_of
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 
 
 def interrupted_request(state: FleetState) -> PushRequest | None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core import verb_table
+from skyctl.core.canary import CanaryRequest, CanaryStatus
 from skyctl.core.requests import (
     CancelJob,
     CloseUpdate,
@@ -46,7 +47,7 @@ from skyctl.core.requests import (
     Wake,
     Withdraw,
 )
-from skyctl.core.verb_table import Handlers, Q, R, Verb, by_verb, handle
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.live.offer import Offer, Offered
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous, SendTarget
@@ -331,6 +332,15 @@ class FleetService:
         """
         return await self._ask(verb_table.SCALE, request, int)
 
+    async def canary(self, request: CanaryRequest = CanaryRequest()) -> CanaryStatus:
+        """Begin a canary, promote it or roll it back; or only compare it with the fleet's version.
+
+        Raises:
+            ConflictError: another command acts on the fleet, or it has a canary already.
+            NotFoundError: it has none. UsageError: it cannot have this one.
+        """
+        return await self._ask(verb_table.CANARY, request, CanaryStatus)
+
     async def down(self, request: Down = Down()) -> TakenDown:
         """Drain the fleet and stop all of it; returns when everything has ended."""
         return await self._ask(verb_table.DOWN, request, TakenDown)
@@ -350,44 +360,3 @@ class FleetService:
     async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         """The ends of the logs, by name. Raises NotFoundError for an unknown name."""
         return await self._ask(verb_table.LOGS, request, dict[str, tuple[str, ...]])
-
-
-def handlers(fleet: FleetService) -> Handlers:
-    """What answers each verb."""
-    verbs = verb_table
-    return by_verb(
-        handle(verbs.STATUS, fleet.status),
-        handle(verbs.PAUSE, fleet.pause),
-        handle(verbs.RESUME, fleet.resume),
-        handle(verbs.SLEEP, fleet.sleep),
-        handle(verbs.WAKE, fleet.wake),
-        handle(verbs.START_PUSH, fleet.start_push),
-        handle(verbs.OPEN_UPDATE, fleet.open_update),
-        handle(verbs.CLOSE_UPDATE, fleet.close_update),
-        handle(verbs.OFFER, fleet.offer),
-        handle(verbs.PUSH_LIVE, fleet.push_live),
-        handle(verbs.WITHDRAW, fleet.withdraw),
-        handle(verbs.RENDEZVOUS, fleet.rendezvous),
-        handle(verbs.JOBS, fleet.jobs),
-        handle(verbs.JOB_CHANGES, fleet.job_changes),
-        handle(verbs.CANCEL_JOB, fleet.cancel_job),
-        handle(verbs.EVENTS, fleet.events),
-        handle(verbs.WEIGHTS, fleet.weights),
-        handle(verbs.VERIFY_WEIGHTS, fleet.verify_weights),
-        handle(verbs.SAVE_WEIGHTS, fleet.save_weights),
-        handle(verbs.KEPT_VERSIONS, fleet.kept_versions),
-        handle(verbs.FORGET_VERSION, fleet.forget_version),
-        handle(verbs.MODEL_PATH, fleet.model_path),
-        handle(verbs.STAGING, fleet.staging),
-        handle(verbs.ADAPTERS, fleet.adapters),
-        handle(verbs.LOAD_ADAPTER, fleet.load_adapter),
-        handle(verbs.UNLOAD_ADAPTER, fleet.unload_adapter),
-        handle(verbs.FINDINGS, fleet.findings),
-        handle(verbs.RECOVER, fleet.recover),
-        handle(verbs.RESTART, fleet.restart),
-        handle(verbs.SCALE, fleet.scale),
-        handle(verbs.DOWN, fleet.down),
-        handle(verbs.URLS, fleet.urls),
-        handle(verbs.PROCESSES, fleet.processes),
-        handle(verbs.LOGS, fleet.logs),
-    )

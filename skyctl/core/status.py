@@ -9,6 +9,7 @@ from typing import Any
 from skyctl.core.findings import Finding
 from skyctl.errors import ExitCode, SkyctlError
 from skyctl.states import ReplicaState
+from skyctl.store.fleet_weights import Canary, CanaryStage
 
 
 class Health(StrEnum):
@@ -211,6 +212,27 @@ def ended_by_others(kind: str, how: str) -> SkyctlError:
 
 
 @dataclass(frozen=True)
+class RunningCanary:
+    """Another version on some servers (`core/canary.py`)."""
+
+    version: str | None
+    servers: tuple[str, ...]
+    share: float
+    stage: CanaryStage
+
+    def intends(self, server: str) -> bool:
+        """Whether this server is to serve it."""
+        return self.stage is CanaryStage.SERVING and server in self.servers
+
+    @classmethod
+    def recorded(cls, canary: Canary | None) -> RunningCanary | None:
+        """As it is on record; None if there is none."""
+        if canary is None:
+            return None
+        return cls(canary.weights.version, canary.servers, canary.share, canary.stage)
+
+
+@dataclass(frozen=True)
 class FleetStatus:
     """One fleet at one moment."""
 
@@ -246,6 +268,8 @@ class FleetStatus:
     """The Tinker API; None where there is none."""
     base: str | None = None
     """What servers are started with: a directory, or `ORG/NAME@COMMIT`."""
+    canary: RunningCanary | None = None
+    """The canary; None where there is none."""
     config_digest: str = ""
     """Of the fleet file in force; "" where there is no supervisor."""
     unapplied: bool | None = None

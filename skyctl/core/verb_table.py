@@ -12,6 +12,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
+from skyctl.core.canary import CanaryRequest, CanaryStatus
 from skyctl.core.requests import (
     CancelJob,
     CloseUpdate,
@@ -141,6 +142,7 @@ FINDINGS: Final[Verb[None, tuple[Finding, ...]]] = Verb("findings", NoneType, _o
 RECOVER: Final[Verb[Recover, tuple[Recovered, ...]]] = Verb("recover", Recover, _recover_s)
 RESTART: Final[Verb[Restart, int]] = Verb("restart", Restart)
 SCALE: Final[Verb[Scale, int]] = Verb("scale", Scale, _observed)
+CANARY: Final[Verb[CanaryRequest, CanaryStatus]] = Verb("canary", CanaryRequest, _begun)
 DOWN: Final[Verb[Down, TakenDown]] = Verb("down", Down, lambda request: request.wait_s)
 URLS: Final[Verb[None, FleetUrls]] = Verb("urls", NoneType)
 PROCESSES: Final[Verb[None, Processes]] = Verb("processes", NoneType)

@@ -173,7 +173,7 @@ async def _workers(client: ControlClient, engine: str, status: FleetStatus) -> l
     if status.router is None or status.router.state is not ReplicaState.READY:
         return None
     try:
-        url = status.router.url
-        return await engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S).workers()
+        router = engines.router(client, engine, status.router.url, timeout_s=ASK_TIMEOUT_S)
+        return list(map(engines.routing(engine).worker, await router.workers()))
     except SkyctlError:
         return None  # the router's state has its own check

@@ -31,6 +31,7 @@ from skyctl.engines.launches import (
 from skyctl.states import PauseMode
 
 if TYPE_CHECKING:
+    from skyctl.engines.traffic import ServerTraffic
     from skyctl.errors import ServerError
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
@@ -312,7 +313,7 @@ class Router(Protocol):
     def url(self) -> str: ...
 
     async def workers(self) -> list[str]:
-        """URLs it routes to, without trailing slash."""
+        """URLs it routes to, without trailing slash, as they are listed (`Routing.entries`)."""
 
     async def add_worker(self, url: str) -> None:
         """Route to `url`; returns once it is listed. A worker that is already listed is fine."""
@@ -336,6 +337,12 @@ class Routing:
     """Its load, read from its metrics port."""
     removal: Callable[[str, str], str]
     """What to type to take a worker (second) out of the router at a URL (first)."""
+    entries: Callable[[str, int], Sequence[str]] = lambda url, count: [url]
+    """So many spellings of a worker's URL, which the router takes for as many workers."""
+    worker: Callable[[str], str] = str
+    """The worker's URL, from any of its spellings."""
+    counting_policies: frozenset[str] = frozenset()
+    """The policies that give every worker in the list the same number of requests."""
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -403,3 +410,5 @@ class Engine:
     """Arguments that name models which can have no revision but the model's."""
     routing: Routing | None = None
     """Its router; None if it has none that skyctl knows."""
+    traffic: Callable[[ControlClient, ServerTarget, float], Awaitable[ServerTraffic]] | None = None
+    """What a server has answered since its start; None if that is not read."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from skyctl.live.offer import Live
     from skyctl.push.trainer import Trainer
     from skyctl.store.expected import Expectations
+    from skyctl.store.fleet_weights import FleetWeights
     from skyctl.store.journal import PushRecord
-    from skyctl.store.state import FleetWeights
 
 THIS_JOB = "ID"
 """Stands for the job in a hint of `skyctl jobs show`: a push does not know its number."""
@@ -95,6 +95,8 @@ class PushRequest:
     ranks: int = 0
     """How many ranks of a trainer have written the checkpoint from their memory; 0: they have
     not."""
+    servers: tuple[str, ...] = ()
+    """Those of a canary, which alone get it; () for all servers."""
 
     @property
     def leaves_router(self) -> bool:

@@ -81,7 +81,7 @@ def _refuse_roll(request: PushRequest, fleet: PushFleet) -> None:
     servers = len(fleet.servers)
     if request.rolling < 0:
         raise PreflightError(f"--rolling {request.rolling}: a part has at least one server")
-    if request.rolling >= servers:
+    if request.rolling >= servers and not request.servers:  # others serve beside a canary's
         raise PreflightError(
             f"--rolling {request.rolling} would take all {servers} servers out of the router at "
             "once",

@@ -273,7 +273,7 @@ class AttachedFleet(RecordedFleet):
         return replace(await super().weights(), servers=rows)
 
     async def verify_weights(self) -> Verification:
-        from skyctl.core.jobs import verify_servers
+        from skyctl.core.expectations import verify_servers
 
         targets = await self._servers.locate()
         rows = self._servers.rows().values()

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl.core import verb_table
+from skyctl.core.handlers import handlers
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.requests import Recover, StatusQuery
-from skyctl.core.service import handlers
 from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
 from skyctl.kill_points import reached

@@ -19,6 +19,7 @@ from skyctl.core.status import (
     Health,
     ReplicaStatus,
     RouterStatus,
+    RunningCanary,
     TinkerStatus,
 )
 from skyctl.core.urls import access, control_token
@@ -79,6 +80,7 @@ class UnsupervisedFleet(RecordedFleet):
             reasons=reasons,
             supervised=False,
             weight_version=state.weights().version,
+            canary=RunningCanary.recorded(state.canary()),
         )
 
     async def findings(self) -> tuple[Finding, ...]:
@@ -110,7 +112,8 @@ class UnsupervisedFleet(RecordedFleet):
                 )
                 continue
             doubted, intended = doubts.get(row.name), state.server(row.name)
-            finding = judge(seen[row.name], intended, doubted, state.weights(), ours=True)
+            weights = state.weights_of(row.name)
+            finding = judge(seen[row.name], intended, doubted, weights, ours=True)
             if finding.condition is Condition.HEALTHY:
                 detail = "it serves, and no supervisor watches it"
                 finding = Finding(row.name, Condition.UNSUPERVISED, detail, Action.ADOPT)

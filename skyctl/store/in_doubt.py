@@ -14,9 +14,10 @@ from typing import Any
 
 from skyctl.errors import ConflictError
 from skyctl.states import PushStage, PushState
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import EventKind, Job, JobEvent
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 
 
 @dataclass(frozen=True)

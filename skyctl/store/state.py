@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyctl.errors import StateUnwritable
-from skyctl.states import LIVE, TRAINER
 from skyctl.store.database import Database, understood
 from skyctl.store.expected_digests import ExpectedDigests
+from skyctl.store.fleet_weights import Canary, FleetWeights
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal, prune, prune_events
 from skyctl.store.locks import Locks, News
@@ -35,6 +35,7 @@ _RENAMING = ">"
 """Marks new names until all are given: no name begins with it."""
 
 _HOLDER_KEY = "holder"
+_CANARY_KEY = "canary"
 BASE_KEY = "base"
 """Where the fleet's base weights are on record (`store/base_weights.py`)."""
 
@@ -76,36 +77,6 @@ class ServerRow:
         if self.sleep_level:
             return "asleep"
         return "paused" if self.paused else "running"
-
-
-@dataclass(frozen=True)
-class FleetWeights:
-    """The weights every routed server must have."""
-
-    version: str | None = None
-    """Their label; None is the base model."""
-    checkpoint: str | None = None
-    """Their directory, links resolved. None if they are in no file: a trainer sent them itself."""
-    checkpoint_digest: str | None = None
-    """The identity of its files when they were pushed."""
-    transport: str = "auto"
-    """How a server that restarts gets them."""
-    content_digest: str = ""
-    """Covers every byte that was pushed; "" if it was not computed."""
-
-    @classmethod
-    def pushed(cls, push: Mapping[str, Any]) -> FleetWeights:
-        """The weights of a finished push, from its result as JSON: bringing them to a server again
-        needs no trainer.
-        """
-        again = "auto" if push["transport"] in (TRAINER, LIVE) else push["transport"]
-        return cls(
-            push["version"],
-            push["checkpoint"] or None,
-            push["checkpoint_digest"],
-            again,
-            push.get("content_digest") or "",
-        )
 
 
 @dataclass(frozen=True)
@@ -265,10 +236,29 @@ class FleetState(Database):
 
     def checkpoints(self) -> set[str | None]:
         """Every checkpoint that the fleet or one of its servers runs by the record."""
-        return {self.weights().checkpoint, *(row.checkpoint for row in self.servers())}
+        canary = self.canary()
+        intended = (self.weights(), canary.weights) if canary else (self.weights(),)
+        return {row.checkpoint for row in (*intended, *self.servers())}
 
     def set_weights(self, weights: FleetWeights) -> None:
-        self.set("weights", json.dumps(asdict(weights)))
+        """Every server is to have these: a canary is over."""
+        with self.transaction():
+            self.set("weights", json.dumps(asdict(weights)))
+            self.set_canary(None)
+
+    @understood
+    def canary(self) -> Canary | None:
+        """The canary that runs, begins or ends; None if there is none."""
+        recorded = self.get(_CANARY_KEY)
+        return Canary.from_json(json.loads(recorded)) if recorded else None
+
+    def set_canary(self, canary: Canary | None) -> None:
+        self.set(_CANARY_KEY, json.dumps(asdict(canary)) if canary else "")
+
+    def weights_of(self, server: str) -> FleetWeights:
+        """The weights that this server must have: the canary's if it serves on it."""
+        canary = self.canary()
+        return canary.weights if canary and canary.serves_on(server) else self.weights()
 
     def get(self, key: str) -> str | None:
         """A remembered value of the fleet as a whole (`file`, `base_dir` …)."""
@@ -315,7 +305,8 @@ class FleetState(Database):
                 self.write(f"DELETE FROM {table}")
             self.write(
                 "DELETE FROM meta WHERE key IN "
-                f"('weights', 'ports', 'pins', 'going_down', 'restarts', '{BASE_KEY}')"
+                "('weights', 'ports', 'pins', 'going_down', 'restarts', "
+                f"'{BASE_KEY}', '{_CANARY_KEY}')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

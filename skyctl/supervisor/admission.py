@@ -29,8 +29,9 @@ from skyctl.push.request import PushFleet, PushServer
 from skyctl.push.verify import CannotDigest, arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.journal import PushRecord
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
 
 _LOG = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ async def refresh_all(
 
 def is_current(state: FleetState, replica: Replica) -> bool:
     """Whether the server has the weights every routed server must have."""
-    weights, row = state.weights(), replica.row
+    weights, row = state.weights_of(replica.name), replica.row
     if weights.version is None:
         return True
     # a label alone proves little: "latest" may have meant other bytes

@@ -281,6 +281,7 @@ async def keep_house(supervisor: Supervisor) -> None:
             supervisor.state.complete()
             host_of(supervisor.state).reap()
             await adapters.retire(supervisor)
+            await supervisor.canaries.tend()
             if time.monotonic() - pruned_at > _PRUNE_INTERVAL_S:
                 supervisor.state.prune()
                 pruned_at = time.monotonic()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from skyctl import engines
+from skyctl.core.canary import entries
 from skyctl.core.diagnosis import assess
 from skyctl.core.findings import Condition, Finding
 from skyctl.core.health import routable
@@ -23,6 +24,7 @@ from skyctl.core.status import (
     Operation,
     ReplicaStatus,
     RouterStatus,
+    RunningCanary,
     TinkerStatus,
 )
 from skyctl.engines.base import Server, ServerMetrics
@@ -31,6 +33,7 @@ from skyctl.errors import SkyctlError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.adapters import served
+from skyctl.store.fleet_weights import CanaryStage
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -136,10 +139,11 @@ class RunningFleet(RecordedFleet):
             return {}
         # a server being admitted is shown as updating but is not frozen: until its push begins it
         # answers with the weights it was started from
+        out = self.held_out | self._returning()
         states = {
             name: replica.state
             for name, replica in self.replicas.items()
-            if name not in self.held_out and replica.phase is not Phase.ADMITTING
+            if name not in out and replica.phase is not Phase.ADMITTING
         }
         by_role: dict[str, dict[str, ReplicaState]] = {}
         for name, state in states.items():
@@ -150,6 +154,18 @@ class RunningFleet(RecordedFleet):
             # prefill/decode pairs, which cuts requests
             names |= {n for n, s in states.items() if s.queues and self.replicas[n].spec.role}
         return {name: self.replicas[name].spec.url for name in sorted(names)}
+
+    def _returning(self) -> set[str]:
+        """Servers of a canary that ends, as long as they do not have the fleet's weights."""
+        canary, version = self.state.canary(), self.state.weights().version
+        names = canary.servers if canary and canary.stage is CanaryStage.ENDING else ()
+        rows = [self.replicas[name].row for name in names if name in self.replicas]
+        return {row.name for row in rows if row.weight_version != version}
+
+    def entries(self) -> dict[str, int]:
+        """How often the router lists each server: more than once for the shares of a canary."""
+        canary = self.state.canary()
+        return {} if canary is None else entries(canary, self.desired())
 
     def routed(self) -> dict[str, str]:
         """The same for clients that go through the router, if there is one: none until it is up."""
@@ -201,10 +217,12 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         for replica in replicas
     )
     router, tinker = _front_statuses(running)
+    canary = RunningCanary.recorded(running.state.canary())
     health, reasons = assess(
         rows,
         router,
         tinker,
+        canary=canary,
         pushing=running.push_job is not None,
         operation=running.under_way.kind if running.under_way else None,
     )
@@ -233,6 +251,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         rollout=_rollout(running),
         adapters=tuple(adapter.served_as for adapter in served(running.state).values()),
         tinker=tinker,
+        canary=canary,
         config_digest=config_digest(running.plan.config) if running.plan else "",
     )
 

@@ -29,11 +29,13 @@ _TRAINING = ("worker_pid", "device", "models", "operation", "operation_s")
 @dataclass(kw_only=True)
 class FrontContext(Context):
     """`desired()` is what a front serves, URLs by name: it does not start while that is empty.
-    `role(name)` is that of a server.
+    `role(name)` is that of a server. `entries()` says which servers a router lists more than once,
+    and how often.
     """
 
     desired: Callable[[], Mapping[str, str]]
     role: Callable[[str], str]
+    entries: Callable[[], Mapping[str, int]]
 
 
 class Front(KeptRunning):

@@ -24,6 +24,7 @@ from skyctl.states import Phase
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.supervisor import admission, rollout
+from skyctl.supervisor.canary import drain_ending, end_if_returned, push_ended
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.weights import push_alone
@@ -43,13 +44,13 @@ async def find(running: RunningFleet) -> list[Finding]:
     replicas = list(running.replicas.values())
     targets = [replica.target for replica in replicas if replica.phase is Phase.UP]
     seen = {answer.server: answer for answer in await observe(running.client, targets)}
-    doubts, weights = in_doubt(state), state.weights()
+    doubts = in_doubt(state)
     findings = []
     for replica in replicas:
         observed = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
         if replica.name not in seen or replica.in_push:
             observed = Observed(replica.name, state=replica.state, problem=replica.reason)
-        doubted = doubts.get(replica.name)
+        doubted, weights = doubts.get(replica.name), state.weights_of(replica.name)
         findings.append(judge(observed, state.server(replica.name), doubted, weights, ours=True))
     return findings
 
@@ -69,11 +70,13 @@ async def heal(running: RunningFleet, pushes: Pushes) -> None:
         SkyctlError: something could not be repaired.
     """
     running.recovered = ()
+    await drain_ending(running)
     recovered = await recover(await find(running), _Actions(running, pushes))
     running.recovered = tuple(recovered)
     for replica in running.replicas.values():
         replica.reload_row()
     await admission.refresh_all(running.replicas.values(), running.client, 5.0)
+    end_if_returned(running)
     await rollout.sync_router(running)
     failed = [repair for repair in recovered if not repair.ok]
     if failed:
@@ -149,7 +152,7 @@ async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:
     """Repair what an interrupted push left, once the adopted servers answer."""
     adopted = [replica for replica in running.replicas.values() if replica.adopted]
     await asyncio.gather(*(replica.settled.wait() for replica in adopted))
-    if in_doubt(running.state):
+    if push_ended(running.state) or in_doubt(running.state):
         await heal_in_turn(running, pushes)
 
 

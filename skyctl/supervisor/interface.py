@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Final
 
+from skyctl.core.handlers import handlers
 from skyctl.core.plan import FleetPlan
-from skyctl.core.service import FleetService, handlers
+from skyctl.core.service import FleetService
 from skyctl.core.status import OperationKind
 from skyctl.core.verb_table import Handlers, Verb, by_verb, handle
 from skyctl.supervisor.client import RemoteFleet

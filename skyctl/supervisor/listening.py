@@ -22,7 +22,7 @@ import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from skyctl.core.service import handlers
+from skyctl.core.handlers import handlers
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.sections import SupervisorSection
 from skyctl.http.listener import listen_at

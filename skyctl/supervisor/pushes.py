@@ -73,7 +73,7 @@ class Pushes:
             ConflictError: no server can take one, or another trainer may still send to some.
             StateUnwritable: it cannot be put on record; nothing was touched.
         """
-        up = self._able()
+        up = self._chosen(request)
         refuse_held(self._running.state, trainer.process if trainer else None)
         self.trainer, self._live = trainer, live
         try:
@@ -81,6 +81,18 @@ class Pushes:
         except BaseException:
             self.trainer = self._live = None
             raise
+
+    def _chosen(self, request: PushRequest) -> list[Replica]:
+        """The servers of this push. Raises ConflictError if there is none, or if one of a canary's
+        cannot take it.
+        """
+        able = self._able()
+        chosen = [r for r in able if not request.servers or r.name in request.servers]
+        if missing := {*request.servers} - {replica.name for replica in chosen}:
+            raise ConflictError(
+                f"{', '.join(sorted(missing))} cannot take a push", hint="look: skyctl status"
+            )
+        return chosen
 
     async def opened(self, trainer: Trainer) -> tuple[SendTarget, ...]:
         """`Trainer.targets` of the push that was just started for it."""

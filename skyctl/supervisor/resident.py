@@ -19,7 +19,9 @@ from urllib.parse import urlsplit
 
 from skyctl.core import jobs, verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
+from skyctl.core.canary import CanaryRequest, CanaryStatus
 from skyctl.core.check_machines import refuse_unseen
+from skyctl.core.expectations import verify_servers
 from skyctl.core.findings import Finding
 from skyctl.core.keeping import place_copies
 from skyctl.core.pinning import pin
@@ -63,6 +65,7 @@ from skyctl.errors import (
     NotFoundError,
     ServerError,
     SkyctlError,
+    UsageError,
 )
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
@@ -82,6 +85,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rolling, rollout
+from skyctl.supervisor.canary import Canaries, push_ended, refuse, refuse_push
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.operations import OperatedFleet
@@ -107,6 +111,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
         self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
         self.pushes = Pushes(self, self.heal_after)
+        self.canaries = Canaries(self, self._begin_push, self.begin_recovery)
 
     # --- verbs ----------------------------------------------------------------------------------
 
@@ -136,6 +141,8 @@ class Supervisor(OperatedFleet, SupervisorService):
         if running and self.operation and self.plan and _same(plan, self.plan):
             return Begun(self.operation.id, joined=True)
         self._refuse_while_busy()
+        if (canary := self.state.canary()) is not None:
+            refuse(plan, canary)
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
             self._keep_file(keep_applied)
@@ -234,7 +241,8 @@ class Supervisor(OperatedFleet, SupervisorService):
 
         False: there is nothing to do, or something else is being done.
         """
-        if self.under_way or self.push_job or self.draining or not in_doubt(self.state):
+        needed = push_ended(self.state) or in_doubt(self.state)
+        if self.under_way or self.push_job or self.draining or not needed:
             return False
         turn.rename(f"recovery after {job.id}")
         self._begin(OperationKind.RECOVER, f"after {job.id}", healing.heal(self, self.pushes))
@@ -279,7 +287,7 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def verify_weights(self) -> Verification:
         targets = [r.target for r in self.named(()) if r.phase is Phase.UP]
-        return await jobs.verify_servers(targets, self.state.servers(), self.client, self.state)
+        return await verify_servers(targets, self.state.servers(), self.client, self.state)
 
     async def save_weights(self, request: SaveWeights) -> SavedWeights:
         near = [r for r in self.named(()) if r.phase is Phase.UP and r.spec.node is None]
@@ -370,10 +378,15 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def start_push(self, request: PushRequest) -> str:
         """Push into every server that is up."""
+        refuse_push(self.state)
+        if request.servers:
+            hint = "skyctl canary start CKPT --share 10%"
+            raise UsageError("a push into some servers is a canary's", hint=hint)
         return (await self._begin_push(request)).id
 
     async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         transfer = self.require_plan().config.weight_transfer
+        refuse_push(self.state)
         trainer = Trainer(
             request.at, request.process, request.timeout_s or transfer.update_timeout_s
         )
@@ -395,6 +408,10 @@ class Supervisor(OperatedFleet, SupervisorService):
             with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
 
+    async def canary(self, request: CanaryRequest = CanaryRequest()) -> CanaryStatus:
+        self.require_plan()
+        return await self.canaries.act(request)
+
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()
         self._refuse_beside_operation()
@@ -408,6 +425,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         live = self.pushes.offers.get(request.key)
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
+        refuse_push(self.state)
         live = replace(live, numbers=request.numbers)
         return (await self._begin_push(request.push, live=live)).id
 
@@ -553,7 +571,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 continue
             if admission.is_current(self.state, replica):
                 break
-            weights = self.state.weights()
+            weights = self.state.weights_of(replica.name)
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await bring_to_weights(replica, self)
         if not replica.row.quarantine and not adapters.is_current(self, replica):

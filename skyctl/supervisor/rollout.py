@@ -159,6 +159,7 @@ def _front_context(
         changed=changed,
         desired=desired,
         role=lambda name: running.replicas[name].spec.role,
+        entries=running.entries,
     )
 
 
@@ -231,6 +232,12 @@ async def restart(running: RunningFleet, replica: Replica, spec: ServerSpec) -> 
     finally:
         running.held_out.discard(replica.name)
         await sync_router(running)
+
+
+async def drain_all(running: RunningFleet, replicas: Sequence[Replica]) -> None:
+    """Wait for the requests of servers that are not routed to."""
+    timeout_s = running.require_plan().config.drain_timeout_s
+    await asyncio.gather(*(_drain(running, replica, timeout_s) for replica in replicas))
 
 
 async def leave_router(running: RunningFleet, replica: Replica) -> None:

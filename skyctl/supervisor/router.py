@@ -7,7 +7,7 @@ and decode servers: then another process takes its place.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import get_args
 
@@ -69,7 +69,7 @@ class RouterChild(Front):
         if self.phase is not Phase.READY:
             return False
         async with self._syncing:
-            desired = set(self._desired().values())
+            desired = set(self._entries())
             actual = set(await self._client.workers())
             self._heard = True  # adding a dead server takes long; that is not its fault
             for url in sorted(actual - desired):
@@ -78,7 +78,7 @@ class RouterChild(Front):
                 return True
             for url in sorted(desired - actual):
                 await self._client.add_worker(url)
-            self._set_workers(frozenset(desired))
+            self._set_workers(desired)
             return False
 
     async def _renew(self) -> None:
@@ -113,21 +113,31 @@ class RouterChild(Front):
 
     async def _first_answer(self) -> None:
         # an answer is enough: its own health checks may lag behind ours
-        self._set_workers(frozenset(await self._client.workers()))
+        self._set_workers(await self._client.workers())
 
     def _command(self) -> tuple[str, ...]:
         urls: dict[str, list[str]] = {}
-        for name, url in sorted(self._desired().items()):
-            urls.setdefault(self._context.role(name), []).append(url)
+        for entry, name in self._entries().items():
+            urls.setdefault(self._context.role(name), []).append(entry)
         return (*self.spec.argv, *self._routing.workers(urls, self.spec.argv))
+
+    def _entries(self) -> dict[str, str]:
+        """Its list of workers: the server behind each entry."""
+        counts = self._context.entries()
+        return {
+            entry: name
+            for name, url in sorted(self._desired().items())
+            for entry in self._routing.entries(url, counts.get(name, 1))
+        }
 
     def _variables(self) -> Mapping[str, str]:
         return bypassing(self.spec.env, EVERY_ADDRESS)  # servers may join it from anywhere
 
     def _after_end(self) -> None:
-        self._set_workers(frozenset())
+        self._set_workers(())
 
-    def _set_workers(self, workers: frozenset[str]) -> None:
+    def _set_workers(self, entries: Collection[str]) -> None:
+        workers = frozenset(map(self._routing.worker, entries))
         if workers != self.workers:
             self.workers = workers
             self._context.changed()

@@ -34,11 +34,11 @@ async def bring_to_weights(replica: Replica, running: RunningFleet) -> None:
     If the fleet has moved on to other weights meanwhile, a failure is ignored.
     """
     state = running.state
-    weights = state.weights()
+    weights = state.weights_of(replica.name)
     try:
         await push_alone(replica, running)
     except SkyctlError as error:
-        if state.weights() != weights:
+        if state.weights_of(replica.name) != weights:
             return  # what was pushed may be gone from disk by now: the caller tries the new weights
         if isinstance(error, WeightsGone):
             leave_to_next_push(state, replica.name)
@@ -56,7 +56,7 @@ async def push_alone(replica: Replica, running: RunningFleet) -> None:
     from skyctl.push.transaction import push
 
     state, plan = running.state, running.require_plan()
-    weights = state.weights()
+    weights = state.weights_of(replica.name)
     async with _request_for(replica, running) as request:
         fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
         # first: this process may die meanwhile
@@ -90,7 +90,7 @@ async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator
     verify = running.require_plan().config.weight_transfer.verify
     try:
         # may read a whole checkpoint
-        request = await asyncio.to_thread(published, state.weights(), verify=verify)
+        request = await asyncio.to_thread(published, state.weights_of(replica.name), verify=verify)
     except WeightsGone as error:
         sibling, reason = _sibling_of(replica, running), error.message
         if sibling is None:
@@ -109,13 +109,14 @@ async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator
 
 
 def _sibling_of(replica: Replica, running: RunningFleet) -> Replica | None:
-    """A server on this machine that has the fleet's weights."""
+    """A server on this machine that has the weights that this one is to have."""
     doubts = in_doubt(running.state)
     for sibling in running.replicas.values():
         up = sibling is not replica and sibling.phase is Phase.UP and sibling.spec.node is None
         row = running.state.server(sibling.name)  # recovery may have just released it
         whole = not row.quarantine and not row.sleep_level and sibling.name not in doubts
-        if up and whole and is_current(running.state, sibling):
+        same = running.state.weights_of(sibling.name) == running.state.weights_of(replica.name)
+        if up and whole and same and is_current(running.state, sibling):
             return sibling
     return None
 
@@ -141,7 +142,7 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
             )
             yield PushRequest(
                 checkpoint=str(directory),
-                weight_version=state.weights().version,
+                weight_version=sibling.row.weight_version,
                 verify=transfer.verify,
                 scan_nan=False,  # they were accepted when they were pushed
                 allow_config=(ALL_KEYS,),
@@ -153,9 +154,11 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
 def _refuse_unlike(replica: Replica, running: RunningFleet, digest: str) -> None:
     """Raise ServerError if a sibling that holds the model in the same way has other weights on
     record."""
+    state = running.state
     for sibling in running.replicas.values():
         recorded = sibling.row.weights_digest or ""
-        if sibling is replica or not recorded or not is_current(running.state, sibling):
+        same = state.weights_of(sibling.name) == state.weights_of(replica.name)
+        if sibling is replica or not recorded or not same or not is_current(state, sibling):
             continue
         if arrangement_of(recorded) == arrangement_of(digest) and recorded != digest:
             raise ServerError(f"{replica.name} did not get the weights of {sibling.name}")

@@ -28,11 +28,12 @@ from skyctl.fleetfile.load import parse_fleet
 from skyctl.generate.prompts import Cut, read_pieces
 from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor.interface import SupervisorClient, SupervisorService, own_handlers
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx

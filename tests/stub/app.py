@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,8 +66,10 @@ class StubServer:
         self.served_model = served_model
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self._api_key = api_key
+        self._answered: list[tuple[float, int]] = []  # seconds and tokens of each completion
         self._token_delay_s = token_delay_s
-        self.asgi = FaultLayer(self._app(), faults or {})
+        layer = FaultLayer(self._app(), faults or {})
+        self._answers, self.asgi = layer.answers, layer
 
     def _app(self) -> Starlette:
         since = self.engine.since
@@ -96,8 +99,8 @@ class StubServer:
             ("/finish_weight_update", self._finish_update),
             ("/v1/load_lora_adapter", self._load_adapter),
             ("/v1/unload_lora_adapter", self._unload_adapter),
-            ("/v1/completions", self._completions),
-            ("/v1/chat/completions", self._completions),
+            ("/v1/completions", self._counted_completions),
+            ("/v1/chat/completions", self._counted_completions),
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
             ("/stub/faults", self._set_faults),
@@ -177,7 +180,28 @@ class StubServer:
             f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} '
             f"{float(level == 1)}\n"
             f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} {float(level == 2)}\n'
+            f"{self._traffic_page()}"
         )
+
+    def _traffic_page(self) -> str:
+        """Its first token comes with its last."""
+        lines = [
+            f'http_requests_total{{handler="{path}",method="POST",status="{status // 100}xx"}} {n}'
+            for (path, status), n in self._answers.items()
+        ]
+        seconds = [taken_s for taken_s, _ in self._answered]
+        lengths = [length for _, length in self._answered]
+        for name, bounds, values in (
+            ("time_to_first_token_seconds", (0.1, 1.0, 10.0), seconds),
+            ("e2e_request_latency_seconds", (0.1, 1.0, 10.0), seconds),
+            ("request_generation_tokens", (1.0, 10.0, 100.0), lengths),
+        ):
+            for bound in (*bounds, float("inf")):
+                shown = "+Inf" if bound == float("inf") else bound
+                count = sum(value <= bound for value in values)
+                lines.append(f'vllm:{name}_bucket{{engine="0",le="{shown}"}} {float(count)}')
+            lines.append(f'vllm:{name}_count{{engine="0"}} {float(len(values))}')
+        return "".join(f"{line}\n" for line in lines)
 
     async def _selected_metrics(self, request: Request) -> Response:
         wanted = tuple(request.query_params.getlist("name[]"))
@@ -295,6 +319,15 @@ class StubServer:
 
     async def _weight_checker(self, _: Request) -> Response:
         return JSONResponse({"checksums": {"weights": self.engine.digest}})
+
+    async def _counted_completions(self, request: Request) -> Response:
+        began = time.monotonic()
+        answer = await self._completions(request)
+        self._answers[request.url.path, answer.status_code] += 1
+        if answer.status_code == 200:
+            length = int((await self._body(request)).get("max_tokens", 16))
+            self._answered.append((time.monotonic() - began, length))
+        return answer
 
     async def _completions(self, request: Request) -> Response:
         if refusal := self._unauthorized(request):

@@ -64,6 +64,7 @@ class FaultLayer:
         self._app = app
         self.faults = dict(faults)
         self.calls: Counter[str] = Counter()
+        self.answers: Counter[tuple[str, int]] = Counter()  # those of faults, by route and status
         self.changed = asyncio.Condition()
 
     async def until(self, path: str, calls: int = 1) -> None:
@@ -90,6 +91,7 @@ class FaultLayer:
 
     async def _play(self, fault: Fault, scope: Message, receive: Receive, send: Send) -> None:
         if fault.kind == "status":
+            self.answers[scope["path"], fault.status] += 1
             body = {"error": {"message": fault.text, "code": fault.status}}
             await JSONResponse(body, fault.status)(scope, receive, send)
             return

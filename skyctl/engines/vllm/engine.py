@@ -33,6 +33,7 @@ from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.vllm import command
 from skyctl.engines.vllm.arguments import argument_problem, known_arguments
 from skyctl.engines.vllm.router import VLLM_ROUTER
+from skyctl.engines.vllm.traffic import traffic
 
 if TYPE_CHECKING:
     from skyctl.engines.base import Server
@@ -176,4 +177,5 @@ VLLM = Engine(
     shared_revision=frozenset({"hf-config-path"}),
     other_hub_variable="VLLM_USE_MODELSCOPE",
     routing=VLLM_ROUTER,
+    traffic=traffic,
 )

@@ -58,6 +58,20 @@ def router_workers(urls: Mapping[str, Sequence[str]], argv: Sequence[str] = ()) 
     return router_flags({role: list(workers) for role, workers in urls.items()})
 
 
+def router_entries(url: str, count: int) -> list[str]:
+    """The router has no weights, and keeps a URL that is there twice once. It does not normalise
+    ports, while its HTTP client does: `:08000` is another worker at port 8000.
+    """
+    host, _, port = url.rstrip("/").rpartition(":")
+    return [f"{host}:{'0' * zeros}{port}" for zeros in range(count)]
+
+
+def router_worker(entry: str) -> str:
+    """Inverse of `router_entries`."""
+    host, _, port = entry.rstrip("/").rpartition(":")
+    return f"{host}:{port.lstrip('0')}"
+
+
 class RouterClient:
     """One vllm-router. `timeout_s` bounds each method as a whole, in seconds."""
 
@@ -141,4 +155,7 @@ VLLM_ROUTER = Routing(
     client=RouterClient,
     metrics=router_metrics,
     removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
+    entries=router_entries,
+    worker=router_worker,
+    counting_policies=frozenset({"round_robin", "random"}),
 )

@@ -35,9 +35,10 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
 from skyctl.states import Phase
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor import admission, healing, replica, rollout
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt, Begun

@@ -19,7 +19,7 @@ from skyctl.errors import PreflightError, ServerUnreachable
 from skyctl.push import rehearsal
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.servers import PushedServer
-from skyctl.store.state import FleetWeights
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.supervisor import replica
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.test_resident import bring_up, pid_of, supervising

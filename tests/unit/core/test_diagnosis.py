@@ -12,8 +12,9 @@ from skyctl.core.observation import Observed, observe
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.states import ReplicaState
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt
-from skyctl.store.state import FleetWeights, ServerRow
+from skyctl.store.state import ServerRow
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport

@@ -21,10 +21,11 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.source import read_content
 from skyctl.push.verify import weights_digest
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import InDoubt, close_sender, in_doubt, open_sender, put_in_doubt
 from skyctl.store.journal import Job, JobEvent
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint

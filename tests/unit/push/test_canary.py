@@ -17,7 +17,7 @@ from skyctl.errors import CanaryFailed, PreflightError, PushError, SkyctlError, 
 from skyctl.push.canary import Answer, Expectation, judge, parse_canary, read_answer, read_canary
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
-from skyctl.store.state import FleetWeights
+from skyctl.store.fleet_weights import FleetWeights
 from tests.stub.faults import Fault
 from tests.stub.generation import next_token
 from tests.unit.push.fleets import Recorder, Rotation, Stubs

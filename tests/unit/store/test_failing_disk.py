@@ -9,8 +9,9 @@ import pytest
 
 from skyctl.errors import StateUnwritable
 from skyctl.store import database, unrecorded
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, clear_doubt, in_doubt, put_in_doubt
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full, failing_disk
 
 

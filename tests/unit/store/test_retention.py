@@ -11,10 +11,11 @@ import pytest
 
 from skyctl.fleetfile.sections import HistorySection
 from skyctl.store.database import Retention
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.journal import RECENT, JobEvent
 from skyctl.store.kept_weights import KeptWeights, remember
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 
 RESULT = {"servers": [{"server": f"a-{n}", "padding": "x" * 700} for n in range(8)]}
 """As large as the result of a push into 8 servers."""

@@ -11,11 +11,12 @@ import psutil
 import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.identity import ProcessIdentity, boot_id, own_identity
 from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
 from skyctl.store.schema import SCHEMA_VERSION
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 
 
 @pytest.fixture

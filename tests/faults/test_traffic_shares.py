@@ -1,0 +1,374 @@
+"""A canary gets its share of the requests, and the fleet its weights back, whatever dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.core.canary import CanaryRequest
+from skyctl.errors import ConflictError, NotFoundError, StateUnwritable, UsageError
+from skyctl.fleetfile.sections import RouterSection
+from skyctl.push.request import PushRequest
+from skyctl.supervisor.fleet import report
+from skyctl.supervisor.resident import Supervisor
+from tests.faults.stub_fleet import StubFleet
+from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
+from tests.faults.test_out_of_router import asking
+from tests.faults.test_router import ROUTER, routed_fleet
+from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
+
+needs_router = pytest.mark.skipif(not ROUTER.exists(), reason="vllm-router is not installed")
+
+
+@asynccontextmanager
+async def fleet_of(
+    tmp_path: Path, *, replicas: int = 3, pushed: bool = True
+) -> AsyncIterator[Supervisor]:
+    """Stubs behind a router that counts requests, at version step-1 or never pushed to."""
+    base = write_checkpoint(tmp_path / "base")
+    write_checkpoint(tmp_path / "one", tiny_tensors(50))
+    write_checkpoint(tmp_path / "two", tiny_tensors(90))
+    async with supervising(tmp_path) as supervisor:
+        servers = [pushable(name, base) for name in "abcd"[:replicas]]
+        plan = fleet_plan(servers, stub_router())
+        counting = {"router": RouterSection(policy="round_robin")}
+        plan = replace(plan, config=plan.config.model_copy(update=counting))
+        await bring_up(supervisor, plan)
+        if pushed:
+            await pushing(
+                supervisor,
+                await supervisor.start_push(
+                    PushRequest(str(tmp_path / "one"), weight_version="step-1")
+                ),
+            )
+        yield supervisor
+
+
+async def pushing(supervisor: Supervisor, job: str, *, state: str = "succeeded") -> None:
+    await eventually(lambda: supervisor.push_job is None)
+    assert supervisor.state.journal.job(job).state == state, supervisor.state.journal.job(job).error
+
+
+async def started(
+    supervisor: Supervisor, tmp_path: Path, *, state: str = "succeeded", **fields: Any
+) -> None:
+    push = PushRequest(str(tmp_path / "two"), weight_version="step-2")
+    request = CanaryRequest("start", push, share=0.25)
+    begun = await supervisor.canary(replace(request, **fields))
+    await pushing(supervisor, begun.job, state=state)
+
+
+async def rolled_back(supervisor: Supervisor) -> None:
+    assert (await supervisor.canary(CanaryRequest("rollback"))).operation > 0
+    assert await ended(supervisor) == ""
+
+
+async def versions(supervisor: Supervisor) -> dict[str, str]:
+    return {
+        name: (await stub_state(supervisor, name))["weight_version"] for name in supervisor.replicas
+    }
+
+
+async def at_one_version(supervisor: Supervisor, version: str) -> None:
+    """All servers have it, are routed to alike, and nothing of a canary is on record."""
+    await eventually(lambda: supervisor.state.canary() is None)
+    assert set((await versions(supervisor)).values()) == {version}
+    await eventually(lambda: routed(supervisor) == {*supervisor.replicas})
+    assert supervisor.entries() == {}
+    status = await report(supervisor)
+    assert (status.health, status.reasons, status.canary) == ("healthy", (), None)
+
+
+# --- its life ------------------------------------------------------------------------------------
+
+
+async def test_a_canary_serves_beside_the_fleet_and_no_request_fails(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        async with asking(supervisor) as client:
+            await started(supervisor, tmp_path)
+            status = await report(supervisor)
+            assert (status.health, status.weight_version) == ("healthy", "step-1")
+            [reason] = status.reasons
+            assert "canary step-2 is serving on a, for 25% of the requests" in reason.message
+            assert supervisor.entries() == {"a": 2, "b": 3, "c": 3}
+            assert await versions(supervisor) == {"a": "step-2", "b": "step-1", "c": "step-1"}
+            findings = await supervisor.findings()
+            assert {finding.condition for finding in findings} == {"healthy"}
+            assert (await supervisor.verify_weights()).agree
+            await rolled_back(supervisor)
+        assert client.failures == []
+        assert len(set(client.answers)) == 2  # both versions, and no answer of a mixture
+        await at_one_version(supervisor, "step-1")
+
+
+async def test_a_canary_that_is_promoted_is_the_fleets_version(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        begun = await supervisor.canary(CanaryRequest("promote"))
+        await pushing(supervisor, begun.job)
+        await at_one_version(supervisor, "step-2")
+        assert supervisor.state.weights().version == "step-2"
+
+
+async def test_a_fleet_that_was_never_pushed_to_gets_its_start_back(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path, replicas=2, pushed=False) as supervisor:
+        await started(supervisor, tmp_path)
+        assert await versions(supervisor) == {"a": "step-2", "b": "default"}
+        await rolled_back(supervisor)
+        await at_one_version(supervisor, "default")
+
+
+async def test_what_would_not_fit_a_canary_is_refused_while_it_runs(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        with pytest.raises(NotFoundError, match="no canary"):
+            await supervisor.canary(CanaryRequest("promote"))
+        push = PushRequest(str(tmp_path / "one"))
+        with pytest.raises(UsageError, match="a canary's"):
+            await supervisor.start_push(replace(push, servers=("b",)))
+        await started(supervisor, tmp_path)
+        with pytest.raises(ConflictError, match="step-2 is serving on a"):
+            await supervisor.start_push(push)
+        with pytest.raises(ConflictError, match="step-2 is serving on a"):
+            await supervisor.canary(CanaryRequest("start", push, share=0.5))
+        plan = supervisor.require_plan()
+        for servers in (plan.servers[:1], plan.servers[1:]):
+            with pytest.raises(UsageError, match="the canary needs a and another server"):
+                supervisor.change_to(replace(plan, servers=servers))
+        supervisor.change_to(replace(plan, servers=plan.servers[:2]))
+        assert await ended(supervisor) == ""
+        assert supervisor.entries() == {"a": 1, "b": 3}
+
+
+async def test_nothing_is_touched_before_the_canary_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+
+        def full(canary: object) -> None:
+            raise StateUnwritable("no space")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor.state, "set_canary", full)
+            with pytest.raises(StateUnwritable):
+                await started(supervisor, tmp_path)
+        assert supervisor.push_job is None
+        await at_one_version(supervisor, "step-1")
+
+
+# --- what fails ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/update_weights"])
+async def test_a_canary_whose_push_fails_leaves_the_fleet_as_it_was(
+    tmp_path: Path, route: str
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await set_faults(supervisor, "a", {route: {"kind": "status"}})
+        async with asking(supervisor) as client:
+            await started(supervisor, tmp_path, state="failed")
+            await at_one_version(supervisor, "step-1")
+        assert client.failures == []
+        assert len(set(client.answers)) == 1
+
+
+async def test_a_canary_that_is_cancelled_leaves_the_fleet_as_it_was(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await set_faults(supervisor, "a", {"/pause": {"kind": "delay", "seconds": 0.5}})
+        push = PushRequest(str(tmp_path / "two"), weight_version="step-2")
+        begun = await supervisor.canary(CanaryRequest("start", push, share=0.25))
+        await supervisor.pushes.cancel(supervisor.state.journal.job(begun.job))
+        await pushing(supervisor, begun.job, state="interrupted")
+        await at_one_version(supervisor, "step-1")
+
+
+async def test_a_promotion_that_fails_leaves_the_canary_as_it_was(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        await set_faults(supervisor, "b", {"/init_weight_transfer_engine": {"kind": "status"}})
+        begun = await supervisor.canary(CanaryRequest("promote"))
+        await pushing(supervisor, begun.job, state="failed")
+        assert await versions(supervisor) == {"a": "step-2", "b": "step-1", "c": "step-1"}
+        assert (await report(supervisor)).health == "healthy"
+        assert supervisor.entries() == {"a": 2, "b": 3, "c": 3}
+
+
+@pytest.mark.parametrize(("name", "version"), [("a", "step-2"), ("b", "step-1")])
+async def test_a_server_that_dies_comes_back_with_its_own_version(
+    tmp_path: Path, name: str, version: str
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        process = supervisor.replicas[name].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        await eventually(lambda: states(supervisor)[name] != "ready")
+        await eventually(lambda: states(supervisor)[name] == "ready")
+        assert (await versions(supervisor))[name] == version
+        await eventually(lambda: routed(supervisor) == {"a", "b", "c"})
+        assert supervisor.entries() == {"a": 2, "b": 3, "c": 3}
+        assert (await report(supervisor)).health == "healthy"
+
+
+async def test_a_server_whose_version_cannot_be_taken_back_is_restarted(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        await set_faults(supervisor, "a", {"/init_weight_transfer_engine": {"kind": "status"}})
+        await rolled_back(supervisor)
+        await at_one_version(supervisor, "step-1")
+
+
+# --- rules ---------------------------------------------------------------------------------------
+
+
+async def answered(supervisor: Supervisor, name: str, count: int) -> None:
+    """So many requests to one server, whatever it answers."""
+    body = {"model": "stub-model", "prompt": "ab", "max_tokens": 2}
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
+        for _ in range(count):
+            await http.post(f"{supervisor.replicas[name].spec.url}/v1/completions", json=body)
+
+
+async def test_a_canary_that_breaks_its_rule_is_rolled_back(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path, rollback_if=("errors>1%",))
+        await eventually(lambda: bool((canary := supervisor.state.canary()) and canary.counted))
+        await answered(supervisor, "a", 30)
+        await supervisor.canaries.tend()
+        assert supervisor.state.canary() is not None
+        await set_faults(supervisor, "a", {"/v1/completions": {"kind": "status"}})
+        await answered(supervisor, "a", 5)
+        await supervisor.canaries.tend()
+        assert await ended(supervisor) == ""
+        await at_one_version(supervisor, "step-1")
+        reasons = [event.message for event in supervisor.state.events()]
+        assert "canary step-2 ends: errors 14.3% (5 of 35) > 1%" in reasons
+
+
+async def test_a_canary_that_kept_its_rules_is_promoted(tmp_path: Path) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path, rollback_if=("errors>1%",), promote_after_s=0.0)
+        await eventually(lambda: bool((canary := supervisor.state.canary()) and canary.counted))
+        await supervisor.canaries.tend()
+        assert supervisor.push_job is None  # nothing was tried
+        await answered(supervisor, "a", 20)
+        await supervisor.canaries.tend()
+        await eventually(lambda: supervisor.push_job is None)
+        await at_one_version(supervisor, "step-2")
+
+
+# --- deaths of the supervisor ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def killed_at(tmp_path: Path) -> Iterator[StubFleet]:
+    fleet = StubFleet(tmp_path)
+    extra = "auth: none\nrouter: {policy: round_robin}\nweight_transfer: {transport: shm}"
+    fleet.write(replicas=2, extra=extra)
+    write_checkpoint(tmp_path / "model")
+    write_checkpoint(tmp_path / "one", tiny_tensors(50))
+    write_checkpoint(tmp_path / "two", tiny_tensors(90))
+    yield fleet
+    fleet.environ = {}
+    fleet.run("down")
+
+
+START = ("canary", "start", "two", "--share", "20%", "--weight-version", "step-2")
+
+
+@pytest.mark.parametrize(
+    ("point", "serves"),
+    [
+        ("canary.recorded", False),
+        ("push.drain.done:1", False),
+        ("push.update.sent:1", False),
+        ("push.published:1", False),
+        ("push.part.done:1", False),
+        ("push.ended:2", True),
+    ],
+)
+def test_a_supervisor_that_dies_leaves_a_canary_or_none(
+    killed_at: StubFleet, point: str, serves: bool
+) -> None:
+    fleet = killed_at
+    fleet.environ = {"SKYCTL_KILL_AT": point}
+    fleet.run("up", "--timeout", "30")
+    fleet.environ = {}
+    if point == "push.ended:2":
+        fleet.run("sync-weights", "one", "--weight-version", "step-1")
+    fleet.run(*START, expect=None)
+    fleet.run("wait", "--for", "ready", "--timeout", "30")
+    status = fleet.json("status")["data"]
+    assert status["health"] == "healthy"
+    held = {row["name"]: row["weight_version"] for row in status["replicas"]}
+    if serves:
+        assert held == {"stubs-0": "step-2", "stubs-1": "step-1"}
+        assert status["canary"]["stage"] == "serving"
+        fleet.run("canary", "rollback")
+        held = {name: row["weight_version"] for name, row in fleet.replicas().items()}
+        assert set(held.values()) == {"step-1"}
+    else:
+        assert set(held.values()) == {None}
+        assert status["canary"] is None
+    fleet.run("sync-weights", "one")  # nothing is in its way
+
+
+# --- shares, by the real router -------------------------------------------------------------------
+
+
+@pytest.mark.real
+@needs_router
+@pytest.mark.parametrize(("replicas", "share"), [(2, 10), (3, 10), (2, 33)])
+def test_the_real_router_gives_a_canary_its_share_of_5000_requests(
+    tmp_path: Path, replicas: int, share: int
+) -> None:
+    fleet = routed_fleet(tmp_path, "auth: none\nrouter: {policy: round_robin}", replicas)
+    write_checkpoint(tmp_path / "model")
+    for name, scale in (("one", 50), ("two", 90)):
+        write_checkpoint(tmp_path / name, tiny_tensors(scale))
+    try:
+        fleet.run("up", "--timeout", "60")
+        fleet.run("sync-weights", "one", "--weight-version", "step-1")
+        fleet.run("canary", "start", "two", "--share", f"{share}%", "--weight-version", "step-2")
+        urls = fleet.json("urls")["data"]
+        named = asyncio.run(versions_of_answers(urls["router"], urls["model"], 5000))
+        assert set(named) == {"step-1", "step-2"}  # each answer names one
+        assert abs(named["step-2"] / 5000 - share / 100) < 0.02 * share / 100
+        canary, others = fleet.json("canary", "status")["data"]["versions"]
+        assert (canary["version"], canary["requests"]) == ("step-2", named["step-2"])
+        assert (others["version"], others["requests"]) == ("step-1", named["step-1"])
+        assert fleet.run("doctor").returncode == 0
+        fleet.run("canary", "promote")
+        named = asyncio.run(versions_of_answers(urls["router"], urls["model"], 50))
+        assert set(named) == {"step-2"}
+    finally:
+        fleet.run("down")
+
+
+async def versions_of_answers(url: str, model: str, requests: int) -> Counter[str]:
+    """How many answers named each version, by 16 clients."""
+    named: Counter[str] = Counter()
+    body = {"model": model, "prompt": "ab", "max_tokens": 1}
+    left = iter(range(requests))
+
+    async def client(http: httpx.AsyncClient) -> None:
+        for _ in left:
+            answer = await http.post(f"{url}/v1/completions", json=body)
+            begin, end = (answer.headers[f"x-weight-version-{at}"] for at in ("begin", "end"))
+            assert (answer.status_code, begin) == (200, end)
+            named[begin] += 1
+
+    async with httpx.AsyncClient(timeout=30.0, trust_env=False) as http:
+        await asyncio.gather(*(client(http) for _ in range(16)))
+    return named
