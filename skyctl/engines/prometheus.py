@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from skyctl.engines.base import ServerMetrics
+from skyctl.engines.traffic import Histogram
+from skyctl.units import finite_or
 
 Sample = tuple[str, dict[str, str], float]
 """Name, labels and value."""
@@ -39,6 +41,18 @@ def totals(measured: Iterable[Sample]) -> Callable[[str], int]:
         sums[name] = sums.get(name, 0.0) + value
     # infinity, which sums can reach, becomes large
     return lambda name: int(max(0.0, min(sums.get(name, 0.0), 2.0**63)))
+
+
+def histogram(measured: Iterable[Sample], name: str) -> Histogram:
+    """The histogram of this name, summed over all other labels."""
+    up_to: dict[float, int] = {}
+    count = 0
+    for metric, labels, value in measured:
+        if metric == f"{name}_bucket" and (bound := finite_or(labels.get("le", ""), -1.0)) >= 0:
+            up_to[bound] = up_to.get(bound, 0) + int(value)
+        elif metric == f"{name}_count":
+            count += int(value)
+    return Histogram(count, up_to)
 
 
 def server_metrics(

@@ -4,12 +4,9 @@ subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from skyctl.engines.prometheus import Sample
-from skyctl.units import finite_or
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,3 @@ class ServerTraffic:
 
         times = read("first_token_s"), read("latency_s"), read("output_tokens")
         return cls(data["requests"], data["errors"], *times)
-
-
-def histogram(measured: Iterable[Sample], name: str) -> Histogram:
-    """The histogram of this name, summed over all other labels."""
-    up_to: dict[float, int] = {}
-    count = 0
-    for metric, labels, value in measured:
-        if metric == f"{name}_bucket" and (bound := finite_or(labels.get("le", ""), -1.0)) >= 0:
-            up_to[bound] = up_to.get(bound, 0) + int(value)
-        elif metric == f"{name}_count":
-            count += int(value)
-    return Histogram(count, up_to)

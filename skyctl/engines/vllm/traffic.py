@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from skyctl.engines.http_server import ignoring_status
 from skyctl.engines.inside.guard import VLLM
-from skyctl.engines.prometheus import samples
-from skyctl.engines.traffic import ServerTraffic, histogram
+from skyctl.engines.prometheus import histogram, samples
+from skyctl.engines.traffic import ServerTraffic
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
