@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from skyctl import engines
@@ -228,18 +228,12 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     )
     if running.plan is not None and (finding := off_base(running.state, running.plan)):
         reasons += (finding,)
-    if (lost := running.state.unrecorded) is not None:
-        detail = f"{lost.path} cannot be written: {lost.reason}"
-        reasons += (Finding("", Condition.UNRECORDED, detail, hint=lost.hint),)
-    if running.not_listening:
-        detail, hint = running.not_listening, "put it right, then: skyctl up"
-        reasons += (Finding("", Condition.UNREACHABLE, detail, hint=hint),)
     return FleetStatus(
         name=running.paths.name,
         health=health,
         replicas=rows,
         router=router,
-        reasons=reasons,
+        reasons=(*reasons, *_own_problems(running)),
         supervised=True,
         supervisor_pid=os.getpid(),
         device=running.plan.device if running.plan else None,
@@ -254,6 +248,16 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         canary=canary,
         config_digest=config_digest(running.plan.config) if running.plan else "",
     )
+
+
+def _own_problems(running: RunningFleet) -> Iterator[Finding]:
+    """What keeps the supervisor itself from its work."""
+    if (lost := running.state.unrecorded) is not None:
+        detail = f"{lost.path} cannot be written: {lost.reason}"
+        yield Finding("", Condition.UNRECORDED, detail, hint=lost.hint)
+    if running.not_listening:
+        detail, hint = running.not_listening, "put it right, then: skyctl up"
+        yield Finding("", Condition.UNREACHABLE, detail, hint=hint)
 
 
 def _front_statuses(running: RunningFleet) -> tuple[RouterStatus | None, TinkerStatus | None]:

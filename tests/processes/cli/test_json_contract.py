@@ -74,6 +74,12 @@ CALLS = [
     "sync-weights model --weight-version k2",
     "weights save saved",
     "weights forget k1",
+    "canary start b --share 50%",
+    "canary",
+    "canary status",
+    "canary rollback",
+    "canary start b --share 50%",
+    "canary promote",
     "doctor",
     "help",
     "help states",
@@ -95,7 +101,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     fleet = StubFleet(directory)
     fleet.write(
         replicas=2,
-        extra="args: {token-delay-s: 0.005}\nlora: {}\n"
+        extra="args: {token-delay-s: 0.005}\nlora: {}\nrouter: {policy: round_robin}\n"
         "weight_transfer: {transport: disk, backend: nccl}",
     )
     up_proj = lora("base_model.model.model.layers.0.mlp.up_proj")
