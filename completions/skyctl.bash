@@ -130,8 +130,10 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 -n|--lines) true; return ;;
+                --since) true; return ;;
+                --until) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -F --follow -n --lines --probes --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -F --follow -n --lines --since --until --probes --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "events")

@@ -56,7 +56,7 @@ def parse_moment(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
-        raise ValueError(f"{text!r} is no time; write it like 10m or 2026-01-31T18:00") from None
+        raise ValueError(f"{text!r} is not a time; write it like 10m or 2026-01-31T18:00") from None
 
 
 def finite_or(text: str, default: float) -> float:

@@ -14,29 +14,22 @@ from rich.text import Text
 
 from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
-from skyctl.core.requests import EventQuery
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, SinceOption, moment
+from skyctl.core.requests import ALL_LINES, EventQuery
 from skyctl.errors import UsageError
-from skyctl.units import parse_moment
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
     from skyctl.store.state import Event
 
 _POLL_S = 0.5
-_ALL = 1_000_000
 
 
 def events(
     file: FileOption = None,
     fleet: FleetOption = None,
     follow: Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")] = False,
-    since: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="From then on: 90s, 10m, 2h or 1d ago, or an ISO 8601 time."
-        ),
-    ] = None,
+    since: SinceOption = None,
     lines: Annotated[
         int | None,
         typer.Option("-n", "--lines", min=0, help="The latest lines (default: 100, or --since)."),
@@ -54,8 +47,8 @@ def events(
     """
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
-    limit = lines if lines is not None else _ALL if since else 100
-    query = EventQuery(limit, since=_moment(since) if since else 0.0)
+    limit = lines if lines is not None else ALL_LINES if since else 100
+    query = EventQuery(limit, since=moment("--since", since) or 0.0)
     if follow:
         with contextlib.suppress(KeyboardInterrupt):  # the usual way out
             call_chosen_fleet(file, fleet, lambda running: _follow(running, query))
@@ -81,18 +74,11 @@ def event_lines(events: Sequence[Event], *, dated: bool = False) -> list[Text]:
     ]
 
 
-def _moment(text: str) -> float:
-    try:
-        return parse_moment(text)
-    except ValueError as error:
-        raise UsageError(f"--since: {error}") from error
-
-
 async def _follow(running: FleetService, query: EventQuery) -> None:
     """Print the events, then each new one; never returns."""
     while True:
         if listed := await running.events(query):
-            query = EventQuery(_ALL, listed[-1].sequence)
+            query = EventQuery(ALL_LINES, listed[-1].sequence)
             for line in event_lines(listed, dated=True):
                 output.out.print(line, soft_wrap=True)
         await asyncio.sleep(_POLL_S)

@@ -114,7 +114,8 @@ def headline(status: FleetStatus) -> Text:
     line.append("  " + " · ".join(fact for fact in facts if fact), style="dim")
     operation = status.operation
     if operation is not None and operation.ended_at is None:
-        line.append(f"  {operation.kind} {operation.detail}".rstrip(), style="cyan")
+        progress = status.rollout.partition(": ")[2] if status.rollout and not status.job else ""
+        line.append(f"  {operation.job} {progress or operation.detail}".rstrip(), style="cyan")
     if status.job is not None:
         line.append(f"  {status.rollout or f'{status.job} running'}", style="cyan")
     if status.health == Health.DOWN and not status.replicas:

@@ -13,8 +13,9 @@ from rich.text import Text
 from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, SinceOption, moment
 from skyctl.core.registry import Files, select, select_paths
+from skyctl.core.requests import ALL_LINES, LogQuery
 from skyctl.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +34,12 @@ NamesArgument = Annotated[
     ),
 ]
 FollowOption = Annotated[bool, typer.Option("-F", "--follow", help="Follow until Ctrl-C.")]
-LinesOption = Annotated[int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")]
+LinesOption = Annotated[
+    int | None,
+    typer.Option(
+        "-n", "--lines", min=0, help="Last lines of each log (default: 50, or --since, --until)."
+    ),
+]
 ProbesOption = Annotated[
     bool, typer.Option("--probes", help="Also the access-log lines of health probes.")
 ]
@@ -44,16 +50,21 @@ def logs(
     file: FileOption = None,
     fleet: FleetOption = None,
     follow: FollowOption = False,
-    lines: LinesOption = 50,
+    lines: LinesOption = None,
+    since: SinceOption = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="Up to then.")] = None,
     probes: ProbesOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the end of the logs, each line behind its replica's name.
 
+    A line `── skyctl starts …` stands where each run of a process begins, also with --since.
+
     \b
     Examples:
       skyctl logs
       skyctl logs tiny-1 -n 200
+      skyctl logs --since 1h --until 30m
       skyctl logs --follow router
     """
     names = names or []
@@ -68,11 +79,19 @@ def logs(
     remote = fleet is not None and "://" in fleet
     if remote and follow:
         raise UsageError("--follow works on the fleet's own machine")
+    if follow and until:
+        raise UsageError("--follow and --until do not go together")
+    query = LogQuery(
+        tuple(names),
+        lines if lines is not None else ALL_LINES if since or until else 50,
+        probes,
+        moment("--since", since) or 0.0,
+        moment("--until", until),
+    )
     if follow:
-        follow_logs(_paths(file, fleet), names, lines, probes=probes)
+        follow_logs(_paths(file, fleet), query)
         return
-    read = _remote_endings if remote else _local_endings
-    endings = read(file, fleet, names, lines, probes)
+    endings = (_remote_endings if remote else _local_endings)(file, fleet, query)
     printer = LinePrinter(list(endings))
     if not as_json:
         for name, ending in endings.items():
@@ -81,25 +100,18 @@ def logs(
     output.emit({"logs": endings})
 
 
-def _remote_endings(
-    file: Files, fleet: str | None, names: Sequence[str], lines: int, probes: bool
-) -> dict[str, list[str]]:
+def _remote_endings(file: Files, fleet: str | None, query: LogQuery) -> dict[str, list[str]]:
     """The ends of the logs, from the fleet's supervisor."""
-    from skyctl.core.requests import LogQuery
-
-    query = LogQuery(tuple(names), lines, probes)
     endings = call_chosen_fleet(None, fleet, lambda running: running.logs(query))
     return {name: list(ending) for name, ending in endings.items()}
 
 
-def _local_endings(
-    file: Files, fleet: str | None, names: Sequence[str], lines: int, probes: bool
-) -> dict[str, list[str]]:
+def _local_endings(file: Files, fleet: str | None, query: LogQuery) -> dict[str, list[str]]:
     """The ends of the logs, from this machine's files."""
-    from skyctl.engines.logs import tail
+    from skyctl.core.log_times import log_lines
 
-    files = _files(_paths(file, fleet), names)
-    return {name: tail(path, lines, probes=probes) for name, path in files.items()}
+    files = _files(_paths(file, fleet), query.names)
+    return {name: log_lines(path, query) for name, path in files.items()}
 
 
 def _paths(file: Files, fleet: str | None) -> FleetPaths:
@@ -112,24 +124,23 @@ def _paths(file: Files, fleet: str | None) -> FleetPaths:
     return paths
 
 
-def follow_logs(
-    paths: FleetPaths, names: Sequence[str], lines: int, *, probes: bool = False
-) -> None:
+def follow_logs(paths: FleetPaths, query: LogQuery) -> None:
     """Print the ends of the logs and then every new line; never returns (Ctrl-C)."""
-    from skyctl.engines.logs import tail
+    from skyctl.core.log_times import log_lines
 
-    files = _files(paths, names)
+    files = _files(paths, query.names)
     printer = LinePrinter(list(files))
     positions: dict[str, int] = {}
     for name, path in files.items():
         positions[name] = path.stat().st_size
-        for line in tail(path, lines, probes=probes):
+        for line in log_lines(path, query):
             printer.print(name, line)
     while True:
         time.sleep(_POLL_S)
         # a replica that was scaled up gets a log later
-        for name, path in (files if names else _files(paths, ())).items():
-            positions[name] = _print_new(printer, name, path, positions.get(name, 0), probes)
+        for name, path in (files if query.names else _files(paths, ())).items():
+            position = positions.get(name, 0)
+            positions[name] = _print_new(printer, name, path, position, query.probes)
 
 
 class LinePrinter:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from skyctl.cli import complete
+from skyctl.errors import UsageError
+from skyctl.units import parse_moment
 
 FileOption = Annotated[
     list[Path] | None,
@@ -44,6 +46,20 @@ ServersArgument = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope, also on failure.")
 ]
+
+
+SinceOption = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="From then on: 90s, 10m, 2h or 1d ago, or an ISO 8601 time."),
+]
+
+
+def moment(option: str, text: str | None) -> float | None:
+    """Seconds since the epoch. Raises UsageError for what is not a time."""
+    try:
+        return None if text is None else parse_moment(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
 
 
 def seconds(help: str, *, least: float = 0, panel: str | None = None) -> Any:

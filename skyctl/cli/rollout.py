@@ -74,10 +74,10 @@ def undo(
     from skyctl.core.registry import select
     from skyctl.service.bring_up import earlier
 
-    target, changes = in_loop(earlier(select(*chosen(context, file, fleet))))
+    target, router, changes = in_loop(earlier(select(*chosen(context, file, fleet))))
     asks = not yes and on_terminal()
     if (dry_run or asks) and not confirmed(target, changes, dry_run=dry_run):
         return
-    status, message = bring_up(target, True, parallel, True, timeout, False)
+    status, message = bring_up(target, router, parallel, True, timeout, False)
     output.note(message)
     output.emit(status.to_json(), status_view(status))

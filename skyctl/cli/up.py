@@ -222,10 +222,11 @@ def _note_entrance(ref: FleetRef) -> None:
 def _stay(ref: FleetRef) -> None:
     """Follow the logs until Ctrl-C (or the fleet ends), then take the fleet down."""
     from skyctl.cli.logs import follow_logs
+    from skyctl.core.requests import LogQuery
 
     output.note("following the logs; Ctrl-C brings the fleet down")
     try:
-        follow_logs(ref.paths, [], 0)
+        follow_logs(ref.paths, LogQuery(lines=0))
     except KeyboardInterrupt:
         _bring_down(ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s)
 

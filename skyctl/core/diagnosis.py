@@ -118,10 +118,12 @@ def _requests(health: Health, replicas: Sequence[ReplicaStatus]) -> Iterator[Fin
         (ReplicaState.UPDATING, "requests wait or are refused", ""),
     ):
         names = [replica.name for replica in replicas if replica.state is state]
-        if health is Health(state):
+        if health is Health(state) and len(names) == len(replicas):
             yield _requested("", f"the fleet is {state}: {effect}", end)
         elif names:
             message = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}"
+            if health is Health(state):  # the others answer nobody
+                message += f": {effect}"
             yield _requested("", message, end and f"{end} {' '.join(names)}")
 
 

@@ -112,9 +112,14 @@ def planned(
     out.
     """
     if not router:  # the Tinker API bypasses it then
-        config = config.model_copy(update={"router": RouterSection(enabled=False)})
+        config = without_router(config)
     plan = plan_here(config, base_dir, known_ports=ports, pins=pins)
     return plan if tinker else replace(plan, tinker=None)
+
+
+def without_router(config: FleetConfig) -> FleetConfig:
+    """The configuration that `up --no-router` brings up."""
+    return config.model_copy(update={"router": RouterSection(enabled=False)})
 
 
 def scaled(config: FleetConfig, replicas: int) -> FleetConfig:

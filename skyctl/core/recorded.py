@@ -9,11 +9,11 @@ from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
+from skyctl.core.log_times import log_lines
 from skyctl.core.requests import CancelJob, EventQuery, Forget, JobQuery, LogQuery, Staging
 from skyctl.core.results import KeptVersion, Processes, WeightsState
 from skyctl.core.service import FleetService
 from skyctl.core.verb_table import Q, R, Verb
-from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError
 from skyctl.store.adapters import AdapterVersion, served
 from skyctl.store.journal import Job
@@ -133,7 +133,7 @@ class RecordedFleet(FleetService):
                     f"there is no log of {name!r}", hint=f"logs: {', '.join(log_files)}"
                 )
         return {
-            name: tuple(tail(log_files[name], request.lines, probes=request.probes))
+            name: tuple(await asyncio.to_thread(log_lines, log_files[name], request))
             for name in request.names or log_files
         }
 

@@ -150,6 +150,9 @@ class Withdraw:
     key: str
 
 
+ALL_LINES = 1_000_000
+
+
 @dataclass(frozen=True)
 class EventQuery:
     """The latest `limit` lines of the fleet's history: of those with a `sequence` above `after`,
@@ -205,13 +208,18 @@ class Down:
 
 @dataclass(frozen=True)
 class LogQuery:
-    """The last `lines` of the logs of these (a server, `router`, `supervisor`), all if empty; with
-    `probes`, including the access-log lines of health probes.
-    """
+    """The ends of logs, or the end of what was written in a period."""
 
     names: tuple[str, ...] = ()
+    """Of which: a server, `router`, `tinker` or `supervisor`; all if empty."""
     lines: int = 50
+    """How many of each."""
     probes: bool = False
+    """Including the access-log lines of health probes."""
+    since: float = 0.0
+    """From then on, in seconds since the epoch."""
+    until: float | None = None
+    """Up to then."""
 
 
 @dataclass(frozen=True)

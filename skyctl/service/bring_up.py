@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan, config_digest
-from skyctl.core.planning import planned, usable
+from skyctl.core.planning import planned, usable, without_router
 from skyctl.core.recorded import down_error
 from skyctl.core.registry import FleetRef, kept_files, remember, was_attached
 from skyctl.core.requests import StatusQuery
@@ -146,9 +146,9 @@ async def preview_of(ref: FleetRef, plan: FleetPlan) -> Preview:
         return preview_of_rows(plan, (await fleet.processes()).rows)
 
 
-async def earlier(ref: FleetRef) -> tuple[FleetRef, Preview]:
-    """What `rollout undo` returns to, and what it would do: the last applied file if the fleet
-    differs from it, else the one before.
+async def earlier(ref: FleetRef) -> tuple[FleetRef, bool, Preview]:
+    """What `rollout undo` returns to, whether with its router (not after `up --no-router`), and
+    what it would do: the last applied file if the fleet differs from it, else the one before.
 
     Raises:
         FleetDownError: the fleet does not run.
@@ -156,13 +156,18 @@ async def earlier(ref: FleetRef) -> tuple[FleetRef, Preview]:
     """
     refuse_attached(ref)
     async with SupervisedFleet(ref) as fleet:
-        digest = (await fleet.status(StatusQuery(fresh=False))).config_digest
-    if not digest:
+        status = await fleet.status(StatusQuery(fresh=False))
+    if not status.config_digest:
         raise down_error(ref.name)
-    for number, candidate in enumerate(kept_files(ref)):
-        changes = await preview_of(candidate, (await _planned(candidate, True))[0])
-        if number or changes.differs or config_digest(candidate.config) != digest:
-            return candidate, changes
+    kept, digest = kept_files(ref), status.config_digest
+    router = any(config_digest(candidate.config) == digest for candidate in kept) or not any(
+        config_digest(without_router(candidate.config)) == digest for candidate in kept
+    )
+    for number, candidate in enumerate(kept):
+        config = candidate.config if router else without_router(candidate.config)
+        changes = await preview_of(candidate, (await _planned(candidate, router))[0])
+        if number or changes.differs or config_digest(config) != digest:
+            return candidate, router, changes
     raise NotFoundError(
         f"no earlier file of fleet {ref.name} is kept",
         hint="one is kept as soon as another was applied: skyctl up",

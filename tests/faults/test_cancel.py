@@ -77,6 +77,8 @@ def test_what_waits_for_a_request_names_it_and_is_cancelled_at_once(
     change = fleet.start(*words.split())
     until_said(change, stage)
     [job] = [job for job in fleet.json("jobs")["data"]["jobs"] if job["state"] == "running"]
+    if job["kind"] == "restart":
+        assert "restart-2 0 of 1 server restarted" in fleet.run("status").stdout
     assert f"{job['id']} is cancelled; " in fleet.run("jobs", "cancel", job["id"]).stdout
     assert request.poll() is None  # what it waited for still runs
     _, notes = change.communicate(timeout=30)

@@ -138,6 +138,21 @@ def test_undo_returns_to_the_file_before_and_a_second_one_comes_back(fleet: Stub
     assert fleet.json("status")["data"]["unapplied"] is False
 
 
+def test_undo_of_a_fleet_without_its_files_router_starts_none(fleet: StubFleet) -> None:
+    fleet.write(replicas=2)
+    fleet.run("up", "--no-router")
+    assert "no earlier file" in fleet.json("rollout", "undo", expect=4)["error"]["message"]
+    fleet.write(replicas=2, extra="args: {max-model-len: 2048}")
+    fleet.run("up", "--no-router")
+    shown = fleet.json("rollout", "undo", "--dry-run")["data"]["changes"]
+    assert {change["name"]: change["kind"] for change in shown} == dict.fromkeys(
+        ("stubs-0", "stubs-1"), "restart"
+    )
+    fleet.run("rollout", "undo")
+    assert fleet.json("status")["data"]["router"] is None
+    assert length(fleet) == {None}
+
+
 def test_undo_after_a_change_that_was_left_half_done_returns_to_what_was_applied(
     fleet: StubFleet,
 ) -> None:

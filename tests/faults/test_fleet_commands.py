@@ -51,7 +51,8 @@ def test_events_are_shown_since_a_time_and_followed(fleet: StubFleet) -> None:
     assert (pause["subject"], pause["at"] >= began) == ("fleet", True)
     every = fleet.json("events", "--since", "10m")["data"]["events"]
     assert every[-1] == pause and len(every) > 2
-    assert "--since: 'soon' is no time" in fleet.run("events", "--since", "soon", expect=2).stderr
+    refused = fleet.run("events", "--since", "yesterday", expect=2).stderr
+    assert "--since: 'yesterday' is not a time" in refused
 
 
 def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
@@ -98,6 +99,10 @@ def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     assert name == "stubs-0" and row["pid"] != rows["stubs-0"]["pid"] and row["routed"]
     runs = fleet.run("logs", "stubs-0", "-n", "1000").stdout.count("│ ── skyctl starts stubs-0 at ")
     assert runs == 2
+    lately = fleet.run("logs", "stubs-0", "--since", "1h").stdout
+    assert lately == fleet.run("logs", "stubs-0", "-n", "1000").stdout
+    assert fleet.json("logs", "--until", "1h")["data"]["logs"]["stubs-0"] == []
+    assert "--until: 'soon' is not a time" in fleet.run("logs", "--until", "soon", expect=2).stderr
 
     unknown = fleet.json("restart", "stubs-7", expect=4)
     assert "stubs-0" in unknown["error"]["hint"]

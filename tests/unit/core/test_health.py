@@ -130,6 +130,13 @@ def test_what_was_requested_names_what_ends_it(states: tuple[str, ...], hint: st
     assert not reason.fault and reason.hint == hint
 
 
+def test_a_fleet_of_which_one_sleeps_and_the_rest_is_paused_is_not_called_paused() -> None:
+    verdict, (paused, asleep) = assess(replicas("paused", "asleep"), ROUTER)
+    assert verdict == Health.PAUSED
+    assert (paused.message, paused.hint) == ("f-0 is paused: requests wait", "skyctl resume f-0")
+    assert (asleep.message, asleep.hint) == ("f-1 is asleep", "skyctl wake f-1")
+
+
 @pytest.mark.parametrize("health", Health)
 def test_the_exit_code_is_0_while_users_are_served(health: Health) -> None:
     served = health in (Health.HEALTHY, Health.PARTIAL, Health.UPDATING)
