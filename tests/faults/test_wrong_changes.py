@@ -42,18 +42,18 @@ CHANGES = [(old, new) for old, every in FILES.items() for new in every]
 class Load:
     """Two clients that ask the router again and again."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, model: str = "model") -> None:
         self.answers, self.failures = 0, list[str]()
         self._url, self._key, self._over = url, key, threading.Event()
+        self._body = json.dumps({"model": model, "prompt": "a", "max_tokens": 4}).encode()
         self._threads = [threading.Thread(target=self._ask) for _ in range(2)]
         for thread in self._threads:
             thread.start()
 
     def _ask(self) -> None:
-        body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 4}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         while not self._over.is_set():
-            request = urllib.request.Request(f"{self._url}/v1/completions", body, headers)
+            request = urllib.request.Request(f"{self._url}/v1/completions", self._body, headers)
             try:
                 with urllib.request.urlopen(request, timeout=20) as answer:
                     answer.read()
