@@ -13,6 +13,7 @@ from skyctl import output
 from skyctl.cli.fleet_file import FileArgument, chosen_fleet, kept
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.errors import SkyctlError
+from skyctl.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -87,8 +88,6 @@ def _emit_attached(ref: FleetRef) -> None:
 
 
 def _overview(planned: FleetPlan) -> Text:
-    from skyctl.units import format_bytes
-
     origin = ""
     if not Path(planned.model_path).is_absolute():
         commit = next((pin for name, pin in planned.pins.items() if planned.base.endswith(pin)), "")
