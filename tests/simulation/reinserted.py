@@ -147,8 +147,7 @@ async def _cancelled_as_it_ends(self: CancelGuard, transaction: Coroutine[Any, A
         except asyncio.CancelledError:
             if task.done():
                 raise
-            again = self.cancelled
-            self.requested.set()
+            again, self.cancelled = self.cancelled, True
             if again or not self._entered:
                 task.cancel()
 
