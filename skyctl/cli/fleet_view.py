@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from skyctl.core.findings import Finding
-    from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, TinkerStatus
+    from skyctl.core.status import (
+        FleetStatus,
+        FrontStatus,
+        ReplicaStatus,
+        ScalingStatus,
+        TinkerStatus,
+    )
 
 _HEALTH = {
     Health.HEALTHY: "green",
@@ -45,6 +51,8 @@ def status_view(status: FleetStatus) -> RenderableType:
         parts += [Text(), _table(status)]
     if (tinker := status.tinker) is not None and tinker.worker_pid is not None:
         parts += [Text(), _training_line(tinker)]
+    if status.scaling is not None:
+        parts += [Text(), _scaling_line(status.scaling)]
     if status.reasons or status.unapplied:
         parts.append(Text())
     if status.unapplied:
@@ -59,6 +67,15 @@ def _training_line(tinker: TinkerStatus) -> Text:
     if tinker.operation is not None:
         facts += f", {tinker.operation} for {format_seconds(tinker.operation_s or 0.0)}"
     return Text(facts, "dim")
+
+
+def _scaling_line(scaling: ScalingStatus) -> Text:
+    line = Text(f"scale: {scaling}")
+    if scaling.load is None and scaling.reason:
+        line.append(f": {scaling.reason}")
+    if scaling.asleep:
+        line.append(f"; asleep: {', '.join(scaling.asleep)}", "dim")
+    return line
 
 
 def restart_lines(status: FleetStatus) -> list[Text]:

@@ -43,14 +43,15 @@ def plan(
       skyctl plan fleets/production.yaml --json | jq '.data.servers[].argv'
     """
     from skyctl.cli.change_view import change_lines
-    from skyctl.core.planning import plan_here
+    from skyctl.core.planning import at_present, plan_here
 
     ref = chosen_fleet(path, file, fleet)
     if ref.attached:
         _emit_attached(ref)
         return
     ports, pins = kept(ref)
-    planned = plan_here(ref.config, ref.base_dir, known_ports=ports, pins=pins)
+    config = at_present(ref.config, ports)
+    planned = plan_here(config, ref.base_dir, known_ports=ports, pins=pins)
     for warning in planned.warnings:
         output.warn(warning)
     changes = _changes(ref, planned)
@@ -99,6 +100,9 @@ def _overview(planned: FleetPlan) -> Text:
         ("model", planned.model_path + origin),
         ("served as", planned.served_model_name),
     ]
+    if (scale := planned.config.scale) is not None:
+        bounds = f"{len(planned.servers)} of {scale.min} to {scale.max} replicas"
+        rows.append(("scale", f"{bounds}, by {scale.target}: {scale.per_replica:g} each"))
     if planned.free_gpus:
         rows.append(("free GPUs", ", ".join(str(gpu) for gpu in planned.free_gpus)))
     if planned.warm_sender["gpu_bytes"]:

@@ -52,7 +52,7 @@ def scale(
     """Run N replicas. New ones take the fleet's weights before they are routed.
 
     To shrink, the last ones leave the router, finish their requests and stop. The next `skyctl up`
-    goes back to the number in the fleet file.
+    goes back to the number in the fleet file. With `scale:` there, load goes on deciding it.
 
     \b
     Examples:
@@ -90,4 +90,6 @@ def _follow(
             return await running.status()
 
     done = run_following(run(), lambda: going_on(f"{kind}-{begun}") if begun else "")
+    if (scaling := done.scaling) is not None and kind is OperationKind.SCALE:
+        output.note(f"load decides from here: {scaling.min} to {scaling.max} replicas")
     output.emit(done.to_json(), status_view(done))

@@ -66,7 +66,7 @@ def validate(
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
     """Warnings, problems, and one phrase that says what the fleet is."""
     from skyctl.core.check import check_plan, learn_arguments
-    from skyctl.core.planning import plan_here, plan_offline
+    from skyctl.core.planning import at_present, plan_here, plan_offline
 
     servers = ref.config.servers
     if servers is not None:
@@ -77,7 +77,8 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
         return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"
     learn_arguments(ref.config, ref.base_dir, output.note)
     recorded_ports, pins = kept(ref)
-    plan = plan_here(ref.config, ref.base_dir, known_ports=recorded_ports, pins=pins)
+    config = at_present(ref.config, recorded_ports)
+    plan = plan_here(config, ref.base_dir, known_ports=recorded_ports, pins=pins)
     own = set(recorded_ports.values())
     if "router" in recorded_ports and plan.router is not None:
         own.add(plan.router.metrics_port)

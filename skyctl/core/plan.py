@@ -237,5 +237,8 @@ def is_secret(variable: str) -> bool:
 
 
 def config_digest(config: FleetConfig) -> str:
-    """Changes with every setting of a fleet file, and with nothing else in it."""
-    return hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+    """Changes with every setting of a fleet file, and with nothing else in it; how many replicas
+    run is no setting where load decides it.
+    """
+    without = {"replicas"} if config.scale else None
+    return hashlib.sha256(config.model_dump_json(exclude=without).encode()).hexdigest()[:16]

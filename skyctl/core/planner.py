@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class _Planner:
             self._launch(replica, place, backend, api_key)
             for replica, place in zip(self.replicas, placed, strict=True)
         ]
-        servers = tuple(map(self._server, self.replicas, launches, placed))
+        servers = self._as_many_as_run(map(self._server, self.replicas, launches, placed))
         router = self._router(config.router)
         return FleetPlan(
             name=config.name,
@@ -164,6 +164,18 @@ class _Planner:
             tinker=self._tinker(router or servers[0], servers[0].base),
             pins=dict(self.pins),
         )
+
+    def _as_many_as_run(self, servers: Iterable[ServerSpec]) -> tuple[ServerSpec, ...]:
+        """All servers; where load decides how many run, so many of them: first those that have a
+        port. Each keeps its place among as many as there may be, so no other restarts for it.
+        """
+        possible = tuple(servers)
+        if not isinstance(count := self.config.replicas, int):
+            return possible
+        order = {name: number for number, name in enumerate(self.known_ports)}
+        by_port = sorted(possible, key=lambda spec: order.get(spec.name, len(order)))
+        chosen = {spec.name for spec in by_port[:count]}
+        return tuple(spec for spec in possible if spec.name in chosen)
 
     def _allowed_gpus(self) -> Sequence[int] | None:
         """Those of the file, else all but the trainer's; None is all."""

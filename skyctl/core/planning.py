@@ -137,6 +137,8 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
         raise UsageError(
             f"fleet {config.name} has replica groups", hint="change their counts and: skyctl up"
         )
+    if config.scale is not None:  # with ports for as many as there may be
+        return config.model_copy(update={"replicas": replicas})
     ports = config.ports
     if ports and len(ports) < replicas:
         raise UsageError(
@@ -145,6 +147,17 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
         )
     changes = {"replicas": replicas, "ports": ports[:replicas] if ports else None}
     return config.model_copy(update=changes)
+
+
+def at_present(config: FleetConfig, ports: Mapping[str, int]) -> FleetConfig:
+    """The configuration with as many replicas as run, by their ports, where load decides how many;
+    within the file's bounds, by which it also begins.
+    """
+    if (scale := config.scale) is None:
+        return config
+    written = config.replicas if isinstance(config.replicas, int) else scale.min
+    count = len(servers_of(ports)) or written
+    return config.model_copy(update={"replicas": min(max(count, scale.min), scale.max)})
 
 
 def usable(

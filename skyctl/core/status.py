@@ -148,6 +148,34 @@ class TinkerStatus(FrontStatus):
     """For how long it has been doing that."""
 
 
+@dataclass(frozen=True)
+class ScalingStatus:
+    """How load decides the number of replicas."""
+
+    replicas: int
+    """Those that serve or start."""
+    min: int
+    """The fewest there may be."""
+    max: int
+    """The most there may be."""
+    target: str
+    """What is measured: queue, kv or tokens."""
+    value: float
+    """How much of it a replica is to have at most."""
+    load: float | None = None
+    """How much a replica has now, on average; None while that is not known."""
+    reason: str = ""
+    """Why the number changes, or does not although it might."""
+    asleep: tuple[str, ...] = ()
+    """Removed servers that would be woken first."""
+
+    def __str__(self) -> str:
+        load = "load not known" if self.load is None else f"{self.target} {self.load:.3g}"
+        compared = ">" if (self.load or 0.0) > self.value else "of"
+        limit = "" if self.load is None else f" {compared} {self.value:g}"
+        return f"{self.replicas} of {self.min}–{self.max} replicas, {load}{limit}"
+
+
 class OperationKind(StrEnum):
     """What a supervisor does to its processes, one at a time."""
 
@@ -272,6 +300,8 @@ class FleetStatus:
     """The canary; None where there is none."""
     config_digest: str = ""
     """Of the fleet file in force; "" where there is no supervisor."""
+    scaling: ScalingStatus | None = None
+    """How load decides the number of replicas; None where it does not."""
     unapplied: bool | None = None
     """Whether the fleet file is another than the one in force; None if that is not known."""
 

@@ -101,11 +101,13 @@ class ServerMetrics:
     """Counter of tokens that it had."""
     sleep_level: int | None = None
     """0 awake, 1 or 2 asleep, None if the server does not say."""
+    measured: bool = True
+    """Whether it counts requests at all: vLLM does not with --disable-log-stats."""
 
     def load(self) -> dict[str, Any]:
-        """All fields except `sleep_level`, as a ReplicaStatus takes them."""
+        """The load itself, as a ReplicaStatus takes it."""
         fields = asdict(self)
-        del fields["sleep_level"]
+        del fields["sleep_level"], fields["measured"]
         return fields
 
     @property

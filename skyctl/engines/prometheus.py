@@ -68,4 +68,5 @@ def server_metrics(
         **{field: total(metric) for field, metric in counts.items()},
         kv_usage=sum(shares) / len(shares) if shares else 0.0,
         sleep_level=sleep_level,
+        measured=any(name == counts["running"] for name, _, _ in measured),
     )

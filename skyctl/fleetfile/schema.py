@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES
+from skyctl.fleetfile.scaling import ScaleSection
 from skyctl.fleetfile.sections import (
     DiscoverySection,
     HealthPolicy,
@@ -27,6 +28,7 @@ from skyctl.fleetfile.sections import (
     TrainerSection,
     WeightTransferSection,
 )
+from skyctl.fleetfile.spanning import check_spanning
 from skyctl.fleetfile.values import (
     ArgValue,
     Count,
@@ -82,6 +84,9 @@ class FleetConfig(Section):
     )
     replicas: Replicas | Annotated[list[ReplicaGroup], Field(min_length=1)] = Field(
         1, description="How many replicas, or a list of groups that differ."
+    )
+    scale: ScaleSection | None = Field(
+        None, description="Let load decide how many; `replicas` start."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda when there is a GPU, else cpu."
@@ -179,9 +184,12 @@ class FleetConfig(Section):
 
     @property
     def groups(self) -> list[ReplicaGroup]:
-        """The groups of replicas; a number of replicas is one group without settings of its own."""
+        """The groups of replicas; a number of replicas is one group without settings of its own,
+        with `scale` of as many as there may be.
+        """
         if isinstance(self.replicas, int):
-            return [ReplicaGroup(count=self.replicas)]
+            most = self.scale.max if self.scale else 1
+            return [ReplicaGroup(count=max(self.replicas, most))]
         return self.replicas
 
     @property
@@ -200,7 +208,15 @@ class FleetConfig(Section):
         self._check_launcher()
         for group in self.groups:
             if (nodes := group.nodes_per_replica or self.nodes_per_replica) > 1:
-                self._check_spanning(nodes, group)
+                check_spanning(
+                    nodes,
+                    launcher=self.launcher,
+                    hosts=len(hosts),
+                    stages=group.pipeline_parallel_size or self.pipeline_parallel_size,
+                    copies=group.data_parallel_size or self.data_parallel_size,
+                    share_gpus=self.share_gpus,
+                    transfer=self.weight_transfer,
+                )
         self._check_pairs()
         if self.attached and self.lora is not None and self.lora.adapters:
             raise ValueError(
@@ -214,7 +230,19 @@ class FleetConfig(Section):
                 "`trainer` is for vLLM servers that skyctl starts: it speaks their API"
             )
         self._check_tokens()
+        if self.scale is not None:
+            self._check_scale(self.scale)
         return self
+
+    def _check_scale(self, scale: ScaleSection) -> None:
+        if self.attached or self.launcher == "ray":
+            raise ValueError("`scale` is for servers that skyctl starts, and not on a Ray cluster")
+        if not isinstance(self.replicas, int):
+            raise ValueError("`scale` goes with a number of `replicas`, not with groups")
+        if isinstance(self.router, RouterSection) and not self.router.enabled:
+            raise ValueError("`scale` needs the router: without it clients choose their server")
+        if "replicas" in self.model_fields_set and (reason := scale.refusal(self.replicas)):
+            raise ValueError(f"`replicas: {self.replicas}`, and {reason}")
 
     def _check_servers(self) -> None:
         if self.servers is not None:
@@ -267,35 +295,6 @@ class FleetConfig(Section):
             raise ValueError(
                 f"`auth: none` with `launcher: {self.launcher}`: every client that reaches "
                 "the machines could replace the weights; leave `auth` out"
-            )
-
-    def _check_spanning(self, nodes: int, group: ReplicaGroup) -> None:
-        """Raise ValueError if a replica cannot run on several machines as the file has it."""
-        setting, hosts = f"`nodes_per_replica: {nodes}`", len(self.ssh.hosts)
-        stages = group.pipeline_parallel_size or self.pipeline_parallel_size
-        if self.launcher != "ssh":
-            raise ValueError(
-                f"{setting} goes with `launcher: ssh`: elsewhere a replica runs on one machine"
-            )
-        if stages % nodes:
-            raise ValueError(
-                f"{setting} with `pipeline_parallel_size: {stages}`: each machine takes whole "
-                f"pipeline stages; write a multiple of {nodes}"
-            )
-        if hosts < nodes:
-            raise ValueError(f"{setting}, and `ssh: hosts` names {hosts}: add machines")
-        if (group.data_parallel_size or self.data_parallel_size) > 1:
-            raise ValueError(
-                f"{setting} does not go with `data_parallel_size`: write more replicas"
-            )
-        if self.share_gpus:
-            raise ValueError(f"{setting} does not go with `share_gpus`: leave one of the two out")
-        transport, backend = self.weight_transfer.transport, self.weight_transfer.backend
-        if backend or transport not in ("auto", "disk"):
-            sender = f"backend {backend}" if backend else f"transport {transport}"
-            raise ValueError(
-                f"{setting} with {sender}: a sender reaches the workers of one machine; leave it "
-                "out: each machine reads the checkpoint (disk)"
             )
 
     def _check_pairs(self) -> None:

@@ -26,7 +26,7 @@ def whole_number(value: Any) -> Any:
     return value
 
 
-def _real_number(value: Any) -> Any:
+def real_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "Input should be a number")
     return value
@@ -78,7 +78,7 @@ Count = Annotated[int, Field(ge=0), BeforeValidator(whole_number)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(whole_number)]
 MOST_REPLICAS = 512
 Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS), BeforeValidator(whole_number)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_real_number)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(real_number)]
 ByteSize = Annotated[
     int,
     Field(gt=0),

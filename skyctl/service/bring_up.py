@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan, config_digest
-from skyctl.core.planning import planned, usable, without_router
+from skyctl.core.planning import at_present, planned, usable, without_router
 from skyctl.core.recorded import down_error
 from skyctl.core.registry import FleetRef, kept_files, remember, was_attached
 from skyctl.core.requests import StatusQuery
@@ -178,7 +178,8 @@ async def _planned(ref: FleetRef, router: bool) -> tuple[FleetPlan, dict[str, in
     """The plan of the file, with the ports and models that what runs keeps; and these ports."""
     async with SupervisedFleet(ref) as fleet:
         ports, pins = await fleet.kept()
-    return planned(ref.config, ref.base_dir, ports, pins=pins, router=router), ports
+    config = at_present(ref.config, ports)
+    return planned(config, ref.base_dir, ports, pins=pins, router=router), ports
 
 
 async def _after_down(ref: FleetRef) -> None:

@@ -59,16 +59,18 @@ def from_file(changes: Changes | None) -> list[Finding]:
 
 def _changes(ref: FleetRef, processes: Processes, status: FleetStatus) -> Changes:
     """What `skyctl up` would do, from the hashes recorded at each spawn."""
-    from skyctl.core.planning import planned
+    from skyctl.core.planning import at_present, planned
     from skyctl.supervisor.reconcile import compare
 
     given_up = {r.name for r in status.replicas if r.state.ended}
+    asleep = status.scaling.asleep if status.scaling else ()  # outside the fleet
     running = {
         row.name: None if row.name in given_up else row.spec_hash
         for row in processes.rows
-        if row.role == "server"
+        if row.role == "server" and row.name not in asleep
     }
     fronts = {row.role: row.spec_hash for row in processes.rows if row.role != "server"}
     # `up --no-router` was deliberate, not drift
-    plan = planned(ref.config, ref.base_dir, processes.ports, router="router" in fronts)
+    config = at_present(ref.config, processes.ports)
+    plan = planned(config, ref.base_dir, processes.ports, router="router" in fronts)
     return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

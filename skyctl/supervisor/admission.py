@@ -181,6 +181,17 @@ async def _digest_at_start(
     return f"{version}+{arguments_of(replica.spec)}", weights.digest, ""
 
 
+async def wake(replica: Replica, client: ControlClient) -> None:
+    """Wake a server that slept outside the fleet. Raises ServerError if it does not."""
+    from skyctl.core import actions
+
+    [outcome] = await actions.wake(client, [replica.target])
+    if not outcome.ok:
+        raise ServerError(f"{replica.name} did not wake: {outcome.detail}")
+    replica.asleep = False
+    replica.observe(paused=False)
+
+
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
     """Bring a server to its intended state: paused or asleep as its predecessor was, or running."""
     from skyctl.core import actions

@@ -201,6 +201,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     chores = (
         asyncio.create_task(keep_house(supervisor)),
+        asyncio.create_task(supervisor.scaler.run()),
         asyncio.create_task(_end_without_plan(supervisor)),
     )
     _log(f"supervisor of fleet {supervisor.paths.name} is up (pid {os.getpid()})")

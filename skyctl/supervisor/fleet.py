@@ -25,6 +25,7 @@ from skyctl.core.status import (
     ReplicaStatus,
     RouterStatus,
     RunningCanary,
+    ScalingStatus,
     TinkerStatus,
 )
 from skyctl.engines.base import Server, ServerMetrics
@@ -34,14 +35,16 @@ from skyctl.http.client import ControlClient
 from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.adapters import served
 from skyctl.store.fleet_weights import CanaryStage
+from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from skyctl.supervisor.admission import off_base, refresh_all
+from skyctl.supervisor.admission import is_current, off_base, refresh_all
 from skyctl.supervisor.front import Front, TinkerChild
 from skyctl.supervisor.reconcile import Changes, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.sleepers import Sleepers
 from skyctl.units import count_of, waits_for
 
 T = TypeVar("T")
@@ -78,6 +81,8 @@ class RunningFleet(RecordedFleet):
         self.recovered: tuple[Recovered, ...] = ()
         self.taken_over = False
         self.unbound: dict[str, str] = {}  # what does not listen although it should, and why
+        self.sleepers = Sleepers(state, self.client)
+        self.scaling: ScalingStatus | None = None  # None where load does not decide
         self._context: ReplicaContext | None = None
         self._looking = False
         self._unanswering: Replica | None = None  # the last to be replaced for missed probes
@@ -133,6 +138,12 @@ class RunningFleet(RecordedFleet):
         self.replicas[spec.name] = replica = Replica(spec, self._context)
         return replica
 
+    def start_new(self, spec: ServerSpec) -> Replica:
+        """Start a replica that the fleet does not have, or wake it."""
+        replica = self.new_replica(spec)
+        self.sleepers.start(replica)
+        return replica
+
     def desired(self) -> dict[str, str]:
         """URLs the router should route to, by server name."""
         if self.draining:
@@ -166,6 +177,20 @@ class RunningFleet(RecordedFleet):
         """How often the router lists each server: more than once for the shares of a canary."""
         canary = self.state.canary()
         return {} if canary is None else entries(canary, self.desired())
+
+    def undecided(self) -> set[str]:
+        """URLs of adopted servers that have not been asked yet, and that there is no reason not to
+        route: the router keeps those that it has.
+        """
+        doubts, phases = in_doubt(self.state), (Phase.STARTING, Phase.ADMITTING)
+        return {
+            replica.spec.url
+            for name, replica in self.replicas.items()
+            if replica.adopted and replica.phase in phases and name not in doubts
+            if not (self.draining or name in self.held_out or replica.asleep)
+            if not (replica.row.quarantine or replica.row.sleep_level)
+            if is_current(self.state, replica)
+        }
 
     def routed(self) -> dict[str, str]:
         """The same for clients that go through the router, if there is one: none until it is up."""
@@ -206,8 +231,8 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     up = [replica for replica in replicas if replica.phase is Phase.UP]
     polled = [replica for replica in up if fresh and not replica.in_push]
     metrics, versions, failed = await asyncio.gather(
-        _answers(running, up, lambda server: server.metrics()),
-        _answers(running, polled, lambda server: server.weight_version()),
+        answers(running, up, lambda server: server.metrics()),
+        answers(running, polled, lambda server: server.weight_version()),
         refresh_all(polled, running.client, STATUS_TIMEOUT_S),
     )
     rows = tuple(
@@ -247,6 +272,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         tinker=tinker,
         canary=canary,
         config_digest=config_digest(running.plan.config) if running.plan else "",
+        scaling=running.scaling,
     )
 
 
@@ -287,7 +313,7 @@ def _rollout(running: RunningFleet) -> str | None:
     return f"{job.id}: {done} of {count_of(len(running.replicas), 'server')} updated"
 
 
-async def _answers(
+async def answers(
     running: RunningFleet, replicas: Sequence[Replica], question: Callable[[Server], Awaitable[T]]
 ) -> dict[str, T]:
     """What these servers answer, by name; those that do not are left out."""
@@ -295,11 +321,11 @@ async def _answers(
     async def ask(replica: Replica) -> None:
         server = engines.server(running.client, replica.target, timeout_s=STATUS_TIMEOUT_S)
         with contextlib.suppress(SkyctlError):
-            answers[replica.name] = await question(server)
+            answered[replica.name] = await question(server)
 
-    answers: dict[str, T] = {}
+    answered: dict[str, T] = {}
     await asyncio.gather(*map(ask, replicas))
-    return answers
+    return answered
 
 
 def _replica_row(

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,16 @@ _TRAINING = ("worker_pid", "device", "models", "operation", "operation_s")
 
 @dataclass(kw_only=True)
 class FrontContext(Context):
-    """`desired()` is what a front serves, URLs by name: it does not start while that is empty.
-    `role(name)` is that of a server. `entries()` says which servers a router lists more than once,
-    and how often.
-    """
+    """What fronts are given of their fleet."""
 
     desired: Callable[[], Mapping[str, str]]
+    """What a front serves, URLs by name: it does not start while that is empty."""
+    undecided: Callable[[], Set[str]]
+    """URLs that a router keeps if it has them, and does not take."""
     role: Callable[[str], str]
+    """Of a server by its name."""
     entries: Callable[[], Mapping[str, int]]
+    """Which servers a router lists more than once, and how often."""
 
 
 class Front(KeptRunning):

@@ -146,6 +146,15 @@ class KeptRunning(ABC):
             forget(self._context.state, self.name)
         self._to(Phase.STOPPED)
 
+    async def release_process(self) -> None:
+        """Look after its process no longer: that lives on, and is the caller's."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self.process = self._ending = None
+        self._to(Phase.STOPPED)
+
     async def _run(self, adopted: ChildProcess | None) -> None:
         while True:
             try:

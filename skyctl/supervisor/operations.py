@@ -33,6 +33,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, rolling, rollout
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.pushes import Pushes
+from skyctl.supervisor.scaling import Scaling
 from skyctl.units import count_of
 
 _ADAPTERS = "adapters"
@@ -44,6 +45,7 @@ class OperatedFleet(RunningFleet, ABC):
     """A fleet that is changed by operations; subclasses say what each does."""
 
     pushes: Pushes
+    scaler: Scaling
 
     def __init__(
         self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
@@ -186,6 +188,7 @@ class OperatedFleet(RunningFleet, ABC):
         """Do the work. If it is to be undone, it is over once that is done, too."""
         try:
             await self.pushes.warming.stop()
+            await self.scaler.stop()
             await work
         except asyncio.CancelledError:
             if self._stopped_by == BY_DOWN:

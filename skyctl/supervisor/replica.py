@@ -77,6 +77,7 @@ class Replica(KeptRunning):
         self._worth_restarting = False  # until it was up once with this spec
         self.launched: BaseFiles | None = None  # what it was started from; None if not recorded
         self.compared = False  # with what the fleet came up with, since its start
+        self.asleep = False  # its process sleeps, and is to be woken before it is admitted
         self._row = context.state.server(spec.name)
         self._shown = self.state
 
@@ -127,6 +128,11 @@ class Replica(KeptRunning):
     def start(self, adopted: ChildProcess | None = None) -> None:
         self._worth_restarting = self._worth_restarting or adopted is not None
         super().start(adopted)
+
+    def wake_up(self, process: ChildProcess) -> None:
+        """Keep a sleeping process running from now on, and admit it like any that starts."""
+        self.asleep = True
+        self.start(process)
 
     async def stop(self) -> None:
         await super().stop()
@@ -241,7 +247,7 @@ class Replica(KeptRunning):
 
     def _before_spawn(self) -> None:
         self.forget_weights()
-        self.reached_by_push, self.resume_when_up = "", False
+        self.reached_by_push, self.resume_when_up, self.asleep = "", False, False
         self.launched, self.compared = files_of(self.spec.base), False
         self._context.state.expected.launched(self.name, "")
         self._after_end()

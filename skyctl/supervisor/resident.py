@@ -26,7 +26,7 @@ from skyctl.core.findings import Finding
 from skyctl.core.keeping import place_copies
 from skyctl.core.pinning import pin
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
-from skyctl.core.planning import planned, ports_of, scaled, usable
+from skyctl.core.planning import planned, ports_of
 from skyctl.core.recovery import Recovered
 from skyctl.core.registry import keep_applied, restore_applied
 from skyctl.core.requests import (
@@ -92,6 +92,7 @@ from skyctl.supervisor.operations import OperatedFleet
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
+from skyctl.supervisor.scaling import Scaling, resized
 from skyctl.supervisor.weights import bring_to_weights
 from skyctl.supervisor.wire import spec_hash
 
@@ -112,6 +113,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
         self.pushes = Pushes(self, self.heal_after)
         self.canaries = Canaries(self, self._begin_push, self.begin_recovery)
+        self.scaler = Scaling(self, self._take, self.pushes.warming)
 
     # --- verbs ----------------------------------------------------------------------------------
 
@@ -195,14 +197,12 @@ class Supervisor(OperatedFleet, SupervisorService):
         return self._begin(OperationKind.ADOPT, "", work)
 
     async def scale(self, request: Scale) -> int:
-        before = self.require_plan()
-        config, ports = scaled(before.config, request.replicas), ports_of(before)
-
-        def plan() -> FleetPlan:
-            has = {"router": before.router is not None, "tinker": before.tinker is not None}
-            return usable(planned(config, before.base_dir, ports, pins=before.pins, **has), ports)
-
-        return self.change_to(await asyncio.to_thread(plan), OperationKind.SCALE).operation
+        scale = self.require_plan().config.scale
+        if scale is not None and (reason := scale.refusal(request.replicas)):
+            hint = "change the file, then: skyctl up"
+            raise UsageError(f"cannot scale to {request.replicas}: {reason}", hint=hint)
+        plan = await asyncio.to_thread(resized, self, request.replicas)
+        return self.change_to(plan, OperationKind.SCALE).operation
 
     async def findings(self) -> tuple[Finding, ...]:
         self.require_plan()
@@ -320,6 +320,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         await self._stop_operation(BY_DOWN)
         # before the push is stopped: what it leaves in doubt is no longer repaired
         self.operation = Operation(next(self._numbers), OperationKind.DOWN, "", time.time())
+        await self.scaler.stop()
         await self.pushes.stop()
         self.state.set("going_down", "1")  # after a death midway, the next one goes on with it
         reached("down.begin")
@@ -560,7 +561,9 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def _admit(self, replica: Replica) -> None:
         """Between ready and routed: the fleet's weights, then its adapters and intent."""
-        plan = self.require_plan()
+        plan, slept = self.require_plan(), replica.asleep
+        if slept:
+            await admission.wake(replica, self.client)
         while not replica.row.quarantine:
             await self.pushes.over.wait()
             if replica.reached_by_push:
@@ -574,7 +577,8 @@ class Supervisor(OperatedFleet, SupervisorService):
             weights = self.state.weights_of(replica.name)
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await bring_to_weights(replica, self)
-        if not replica.row.quarantine and not adapters.is_current(self, replica):
+        # a server that slept may have adapters that the fleet has no more
+        if not replica.row.quarantine and (slept or not adapters.is_current(self, replica)):
             await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
 

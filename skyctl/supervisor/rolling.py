@@ -202,7 +202,8 @@ def _begin(running: RunningFleet, spec: ServerSpec) -> None:
     if replica is None or (replica.phase.ended and spec.name not in running.replaced):
         running.started_by_operation.append(spec.name)
     if replica is None:
-        replica = running.new_replica(spec)
+        running.start_new(spec)
+        return
     replica.planned = spec
     replica.start()
 

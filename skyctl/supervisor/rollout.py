@@ -158,6 +158,7 @@ def _front_context(
         config=lambda: running.require_plan().config,
         changed=changed,
         desired=desired,
+        undecided=running.undecided,
         role=lambda name: running.replicas[name].spec.role,
         entries=running.entries,
     )

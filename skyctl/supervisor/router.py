@@ -69,16 +69,18 @@ class RouterChild(Front):
         if self.phase is not Phase.READY:
             return False
         async with self._syncing:
-            desired = set(self._entries())
             actual = set(await self._client.workers())
             self._heard = True  # adding a dead server takes long; that is not its fault
-            for url in sorted(actual - desired):
+            # at once: what is decided between the two would be in neither
+            desired, undecided = set(self._entries()), self._context.undecided()
+            kept = {entry for entry in actual if self._routing.worker(entry) in undecided}
+            for url in sorted(actual - desired - kept):
                 await self._client.remove_worker(url)
             if self._pairs and desired - actual:
                 return True
             for url in sorted(desired - actual):
                 await self._client.add_worker(url)
-            self._set_workers(desired)
+            self._set_workers(desired | kept)
             return False
 
     async def _renew(self) -> None:

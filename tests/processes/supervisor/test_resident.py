@@ -437,6 +437,35 @@ async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_wai
         await later.down(Down(0.0))
 
 
+async def test_servers_that_a_takeover_has_not_asked_yet_stay_in_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, may_ask, probe = list[str](), asyncio.Event(), replica.probe_ready
+
+    async def remove(self: RouterClient, url: str) -> None:
+        removed.append(url)
+
+    async def probe_late(*arguments: Any) -> bool | None:
+        await may_ask.wait()
+        return await probe(*arguments)
+
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router())
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        monkeypatch.setattr(RouterClient, "remove_worker", remove)
+        monkeypatch.setattr(replica, "probe_ready", probe_late)
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: later.router is not None and later.router.phase is Phase.READY)
+        await rollout.sync_router(later)
+        assert later.desired() == {} and routed(later) == {"a", "b"}
+        may_ask.set()
+        assert await ended(later) == ""
+        assert removed == [] and routed(later) == {"a", "b"}
+        await later.down(Down(0.0))
+
+
 async def abandon(supervisor: Supervisor) -> None:
     """As if it had been killed."""
     tasks = [one._task for one in supervisor.replicas.values() if one._task is not None]

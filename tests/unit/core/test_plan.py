@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
 from skyctl.core.planner import plan_fleet
-from skyctl.core.planning import planned, scaled
+from skyctl.core.planning import at_present, planned, scaled
 from skyctl.core.tinker import TinkerSettings
 from skyctl.engines import routing
 from skyctl.errors import FleetFileError, UsageError
@@ -238,6 +238,38 @@ def test_scaling_keeps_what_the_first_replicas_have() -> None:
     known = {server.name: server.port for server in before.servers}
     after = plan(device="cpu", replicas=2, known_ports=known)
     assert after.servers[0] == before.servers[0]
+
+
+def test_where_load_decides_a_server_is_the_same_with_any_number_of_others() -> None:
+    def of(replicas: int, ports: dict[str, int]) -> dict[str, ServerSpec]:
+        whole = plan(machine_gpus=gpus(4), known_ports=ports, replicas=replicas, scale={"max": 3})
+        assert whole.free_gpus == (3,)  # also while fewer run
+        return {server.name: server for server in whole.servers}
+
+    alone = of(1, {})
+    assert list(alone) == ["demo-0"]
+    every = of(3, {"demo-0": alone["demo-0"].port})
+    assert every["demo-0"] == alone["demo-0"]
+    # those that run, in the order of their ports; here the last, and then the first that sleeps
+    ports = {"demo-2": every["demo-2"].port, "demo-1": every["demo-1"].port}
+    assert of(1, ports) == {"demo-2": every["demo-2"]}
+    assert list(of(2, ports)) == ["demo-1", "demo-2"]
+
+
+def test_where_load_decides_the_number_that_runs_is_kept_within_the_bounds() -> None:
+    def kept(running: int, **scale: int) -> int:
+        file = {"name": "demo", "model": "x", "scale": {"min": 2, "max": 4, **scale}}
+        ports = {f"demo-{index}": 8000 + index for index in range(running)} | {"router": 9000}
+        config = at_present(FleetConfig.model_validate(file), ports)
+        assert isinstance(config.replicas, int)
+        return config.replicas
+
+    assert [kept(running) for running in range(6)] == [2, 2, 2, 3, 4, 4]
+    config = FleetConfig.model_validate({"name": "demo", "model": "x", "scale": {"max": 4}})
+    assert config_digest(config) == config_digest(scaled(config, 3))
+    fixed = FleetConfig.model_validate({"name": "demo", "model": "x"})
+    assert config_digest(fixed) != config_digest(scaled(fixed, 3))
+    assert at_present(fixed, {"demo-0": 1, "demo-1": 2}) is fixed
 
 
 def test_two_replicas_on_two_cores_get_one_each() -> None:

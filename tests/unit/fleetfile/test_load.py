@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from skyctl.errors import FleetFileError
 from skyctl.fleetfile.load import LoadedFleet, load_fleet, parse_fleet
+from skyctl.fleetfile.scaling import ScaleSection
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import ReplicaGroup, RouterSection
 
@@ -509,6 +510,39 @@ def test_settings_of_one_machine_are_refused_for_a_replica_on_several(
     assert parse(STARTED + SPAN).nodes_per_replica == 2
     (line,) = refused(STARTED + text)
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("scale: {}\n", "scale.max"),
+        ("scale: {min: 3, max: 2}\n", "`scale: min` is 3, and `max` 2"),
+        ("scale: {max: 2, target: tokens}\n", "`scale: {target: tokens}` needs `value`"),
+        ("scale: {max: 2, target: kv, value: 80}\n", "write `value: 0.8` for 80 %"),
+        (
+            "scale: {max: 2}\nreplicas: 3\n",
+            "`replicas: 3`, and `scale:` in the fleet file says 1 to",
+        ),
+        ("scale: {max: 2}\nreplicas: [{count: 1}]\n", "not with groups"),
+        ("scale: {max: 2}\nrouter: {enabled: false}\n", "`scale` needs the router"),
+        ("scale: {max: 2}\nlauncher: ray\n", "not on a Ray cluster"),
+        ("scale: {max: 2, sleep_s: -1}\n", "sleep_s"),
+    ],
+)
+def test_a_scale_that_cannot_be_kept_is_refused(text: str, expected: str) -> None:
+    (line,) = refused(STARTED + text)
+    assert expected in line
+
+
+def test_what_scale_leaves_out_depends_on_its_target() -> None:
+    def scale(text: str) -> ScaleSection:
+        section = parse(STARTED + f"scale: {text}\n").scale
+        assert section is not None
+        return section
+
+    assert (scale("{max: 4}").per_replica, scale("{max: 4, target: kv}").per_replica) == (32, 0.8)
+    assert scale("{max: 4, up_after_s: 3}").interval_s == 1
+    assert scale("{max: 4, up_after_s: 60}").interval_s == 5
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
