@@ -10,53 +10,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.faults.stub_fleet import StubFleet
+from tests.load import Load
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 SCALE = "{min: 1, max: 3, target: queue, value: 4, up_after_s: 0.6, down_after_s: 2, sleep_s: 30}"
-TOKENS = 8
+BODY = {"model": "model", "prompt": "abc", "max_tokens": 8}
 DELAY_S = 0.05
 EXTRA = f"""
 weight_transfer: {{transport: disk}}
 check_args: false
 args: {{token-delay-s: {DELAY_S}}}
 """
-
-
-class Load:
-    """Clients that ask the router one request after the other. `answers` by text."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url, self._headers = url, {"Authorization": f"Bearer {key}"}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._over: list[asyncio.Event] = []
-        self.answers: list[str] = []
-        self.failures: list[str] = []
-
-    async def become(self, clients: int) -> None:
-        """So many clients from now on; those that go finish their requests first."""
-        while len(self._tasks) < clients:
-            self._over.append(asyncio.Event())
-            self._tasks.append(asyncio.create_task(self._ask(self._over[-1])))
-        ending, self._tasks = self._tasks[clients:], self._tasks[:clients]
-        for over in self._over[clients:]:
-            over.set()
-        del self._over[clients:]
-        await asyncio.gather(*ending)
-
-    async def _ask(self, over: asyncio.Event) -> None:
-        body = {"model": "model", "prompt": "abc", "max_tokens": TOKENS}
-        async with httpx.AsyncClient(timeout=30.0, trust_env=False, headers=self._headers) as http:
-            while not over.is_set():
-                try:
-                    answer = await http.post(f"{self._url}/v1/completions", json=body)
-                    answer.raise_for_status()
-                    self.answers.append(answer.json()["choices"][0]["text"])
-                except httpx.HTTPError as error:
-                    self.failures.append(repr(error))
 
 
 class Scaled:
@@ -109,7 +76,7 @@ async def scaled(directory: Path, scale: str = SCALE, extra: str = EXTRA) -> Asy
     try:
         fleet.run("up")
         url = fleet.json("urls")["data"]["router"]
-        load = Load(url, fleet.run("urls", "--show-key").stdout.strip())
+        load = Load(url, fleet.run("urls", "--show-key").stdout.strip(), BODY)
         yield Scaled(fleet, load)
         await load.become(0)
     finally:
@@ -254,5 +221,17 @@ async def test_what_is_added_and_does_not_start_is_removed_and_tried_again_later
             assert message.endswith("again in 60 s at the earliest")
         await it.until_serving("stubs-0")
         assert [row["name"] for row in (await it.status())["replicas"]] == ["stubs-0"]
+        await it.load.become(0)
+        assert it.load.failures == []
+
+
+async def test_tokens_per_second_decide_as_well(tmp_path: Path) -> None:
+    scale = SCALE.replace("target: queue, value: 4", "target: tokens, value: 60")
+    async with scaled(tmp_path, scale) as it:
+        await it.load.become(6)  # each generates at most 20 per second
+        await it.until_serving("stubs-0", "stubs-1")
+        await it.load.become(1)
+        status = await it.until_serving("stubs-0")
+        assert status["scaling"]["target"] == "tokens"
         await it.load.become(0)
         assert it.load.failures == []
