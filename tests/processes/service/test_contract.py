@@ -15,6 +15,7 @@ import pytest
 
 from skyctl.api.updates import updating
 from skyctl.core import verb_table
+from skyctl.core.handlers import handlers
 from skyctl.core.requests import (
     CancelJob,
     CloseUpdate,
@@ -26,7 +27,7 @@ from skyctl.core.requests import (
     Sleep,
     Wake,
 )
-from skyctl.core.service import FleetService, handlers
+from skyctl.core.service import FleetService
 from skyctl.core.verb_table import Verb
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
