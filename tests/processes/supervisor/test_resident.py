@@ -831,7 +831,7 @@ class FakeCheckpoint:
 
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
-    monkeypatch.setattr("skyctl.core.recovery.read_checkpoint", lambda path: FakeCheckpoint)
+    monkeypatch.setattr("skyctl.core.repeated.read_checkpoint", lambda path: FakeCheckpoint)
     return FakeCheckpoint
 
 
