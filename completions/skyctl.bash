@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights canary jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout drain down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights canary jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -92,6 +92,12 @@ _skyctl() {
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --parallel --timeout --dry-run --yes -y --json -h --help -q --quiet --no-color --debug" ;;
+        "drain")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --off --json -h --help -q --quiet --no-color --debug" ;;
         "down")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

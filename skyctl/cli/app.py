@@ -50,6 +50,7 @@ VERBS = [
     Verb("schema", "schema", "schema", SETUP),
     Verb("up", "up", "up", FLEET),
     Verb("rollout", "rollout", "app", FLEET),
+    Verb("drain", "drain", "drain", FLEET),
     Verb("down", "up", "down", FLEET),
     Verb("status", "status", "status", FLEET),
     Verb("ls", "ls", "ls", FLEET),

@@ -42,6 +42,7 @@ def handlers(fleet: FleetService) -> Handlers:
         handle(verbs.RESTART, fleet.restart),
         handle(verbs.SCALE, fleet.scale),
         handle(verbs.CANARY, fleet.canary),
+        handle(verbs.DRAIN, fleet.drain),
         handle(verbs.DOWN, fleet.down),
         handle(verbs.URLS, fleet.urls),
         handle(verbs.PROCESSES, fleet.processes),

@@ -199,6 +199,21 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """Whether load balancers in front are to send nothing more."""
+
+    on: bool = True
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """Whether load balancers in front are to send requests; `reason` says why not."""
+
+    ready: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Down:
     """`drain_timeout_s` None: the fleet file's. `wait_s` bounds the whole wait."""
 

@@ -26,6 +26,7 @@ from skyctl.core.requests import (
     CloseUpdate,
     Control,
     Down,
+    Drain,
     EventQuery,
     Forget,
     JobQuery,
@@ -35,6 +36,7 @@ from skyctl.core.requests import (
     Outcomes,
     Pause,
     PushLive,
+    Readiness,
     Recover,
     Restart,
     Resume,
@@ -340,6 +342,12 @@ class FleetService:
             NotFoundError: it has none. UsageError: it cannot have this one.
         """
         return await self._ask(verb_table.CANARY, request, CanaryStatus)
+
+    async def drain(self, request: Drain = Drain()) -> Readiness:
+        """Answer load balancers in front that they are to send nothing more, or to send again:
+        `GET /ready` of the supervisor. Nothing else changes.
+        """
+        return await self._ask(verb_table.DRAIN, request, Readiness)
 
     async def down(self, request: Down = Down()) -> TakenDown:
         """Drain the fleet and stop all of it; returns when everything has ended."""

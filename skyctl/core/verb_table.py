@@ -18,6 +18,7 @@ from skyctl.core.requests import (
     CloseUpdate,
     Control,
     Down,
+    Drain,
     EventQuery,
     Forget,
     JobQuery,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from skyctl.core.findings import Finding
     from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
-    from skyctl.core.requests import OpenedUpdate, Outcomes, Staging, TakenDown
+    from skyctl.core.requests import OpenedUpdate, Outcomes, Readiness, Staging, TakenDown
     from skyctl.core.results import KeptVersion, Processes, SavedWeights, WeightsState
     from skyctl.core.status import FleetStatus
     from skyctl.core.urls import FleetUrls
@@ -143,6 +144,7 @@ RECOVER: Final[Verb[Recover, tuple[Recovered, ...]]] = Verb("recover", Recover, 
 RESTART: Final[Verb[Restart, int]] = Verb("restart", Restart)
 SCALE: Final[Verb[Scale, int]] = Verb("scale", Scale, _observed)
 CANARY: Final[Verb[CanaryRequest, CanaryStatus]] = Verb("canary", CanaryRequest, _begun)
+DRAIN: Final[Verb[Drain, Readiness]] = Verb("drain", Drain)
 DOWN: Final[Verb[Down, TakenDown]] = Verb("down", Down, lambda request: request.wait_s)
 URLS: Final[Verb[None, FleetUrls]] = Verb("urls", NoneType)
 PROCESSES: Final[Verb[None, Processes]] = Verb("processes", NoneType)

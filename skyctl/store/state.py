@@ -36,6 +36,7 @@ _RENAMING = ">"
 
 _HOLDER_KEY = "holder"
 _CANARY_KEY = "canary"
+_DRAINED_KEY = "drained"
 BASE_KEY = "base"
 """Where the fleet's base weights are on record (`store/base_weights.py`)."""
 
@@ -269,6 +270,14 @@ class FleetState(Database):
         self.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     @property
+    def drained(self) -> bool:
+        """Whether load balancers in front are to send nothing more."""
+        return bool(self.get(_DRAINED_KEY))
+
+    def set_drained(self, on: bool) -> None:
+        self.set(_DRAINED_KEY, "1" if on else "")
+
+    @property
     def holder(self) -> str:
         """Names this fleet to the guards of its servers, as the maker of a freeze: an id, and words
         for people. "" where it is not on disk: another process could not thaw what it froze.
@@ -306,7 +315,7 @@ class FleetState(Database):
             self.write(
                 "DELETE FROM meta WHERE key IN "
                 "('weights', 'ports', 'pins', 'going_down', 'restarts', "
-                f"'{BASE_KEY}', '{_CANARY_KEY}')"
+                f"'{BASE_KEY}', '{_CANARY_KEY}', '{_DRAINED_KEY}')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

@@ -1,4 +1,5 @@
-"""The supervisor's HTTP API: POST /v1/VERB for every verb (`core/verb_table.py`).
+"""The supervisor's HTTP API: POST /v1/VERB for every verb (`core/verb_table.py`); and GET /ready,
+which tells load balancers with 503 to send nothing.
 
 The body is the verb's request, the answer its result, both as JSON. The unix socket (mode 0600, in
 a directory of mode 0700) also offers the verbs of `supervisor/interface.py`.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import json
+from collections.abc import Callable
 from dataclasses import fields
 from types import NoneType
 from urllib.parse import unquote
@@ -23,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from skyctl.core.arbiter import caller, hung_up
+from skyctl.core.requests import Readiness
 from skyctl.core.verb_table import Handlers, Q, R, Verb
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
 from skyctl.supervisor.wire import (
@@ -41,8 +44,10 @@ _TOKEN_HINT = (
 )
 
 
-def make_app(offered: Handlers, *, token: str = "") -> Starlette:
-    """The API of one fleet, with the `offered` verbs, for callers with the `token`."""
+def make_app(offered: Handlers, *, ready: Callable[[], Readiness], token: str = "") -> Starlette:
+    """The API of one fleet, with the `offered` verbs, for callers with the `token`; `ready` is what
+    load balancers see, which have none.
+    """
     verbs = {handler.verb.name: handler for handler in offered.values()}
     headers = {VERSION_HEADER: f"{own_version()}/{stamp()}"}
 
@@ -65,12 +70,20 @@ def make_app(offered: Handlers, *, token: str = "") -> Starlette:
             status = 401 if isinstance(error, Stranger) else status
         return Response(content, status, headers, media_type="application/json")
 
+    async def readiness(_: Request) -> Response:
+        state = ready()
+        content = to_json(state)
+        return Response(content, 200 if state.ready else 503, headers, "application/json")
+
     def failed(_: Request, __: Exception) -> Response:
         # with our version, or it would be taken for another skyctl; the log has the error
         return Response(status_code=500, headers=headers)
 
     return Starlette(
-        routes=[Route("/v1/{verb}", endpoint, methods=["POST"])],
+        routes=[
+            Route("/v1/{verb}", endpoint, methods=["POST"]),
+            Route("/ready", readiness, methods=["GET"]),
+        ],
         exception_handlers={Exception: failed},
     )
 

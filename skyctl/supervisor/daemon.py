@@ -171,7 +171,7 @@ def become_subreaper() -> None:
 
 async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
     config = uvicorn.Config(
-        make_app(own_handlers(supervisor)),
+        make_app(own_handlers(supervisor), ready=supervisor.readiness),
         log_level="warning",
         access_log=False,
         lifespan="off",

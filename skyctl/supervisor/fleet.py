@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 from skyctl import engines
 from skyctl.core.canary import entries
 from skyctl.core.diagnosis import assess
-from skyctl.core.findings import Condition, Finding
+from skyctl.core.findings import Condition, Finding, Severity
 from skyctl.core.health import routable
 from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
+from skyctl.core.requests import Readiness
 from skyctl.core.status import (
     FleetStatus,
     Operation,
@@ -196,6 +197,12 @@ class RunningFleet(RecordedFleet):
         """The same for clients that go through the router, if there is one: none until it is up."""
         return self.desired() if self.router is None or self.router.phase is Phase.READY else {}
 
+    def readiness(self) -> Readiness:
+        """Whether load balancers in front are to send requests."""
+        if self.state.drained:
+            return Readiness(False, "drained")
+        return Readiness(True) if self.routed() else Readiness(False, "no server takes requests")
+
     def wake_tinker(self) -> None:
         """Wake the Tinker API: it may be waiting for a server, or for the router."""
         if self.tinker is not None and self.tinker.phase is Phase.WAITING:
@@ -277,7 +284,10 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
 
 
 def _own_problems(running: RunningFleet) -> Iterator[Finding]:
-    """What keeps the supervisor itself from its work."""
+    """What keeps the supervisor itself from its work, or requests from the fleet."""
+    if running.state.drained:
+        detail, hint = "load balancers are told to send nothing", "skyctl drain --off"
+        yield Finding("", Condition.REQUESTED, detail, hint=hint, severity=Severity.OK)
     if (lost := running.state.unrecorded) is not None:
         detail = f"{lost.path} cannot be written: {lost.reason}"
         yield Finding("", Condition.UNRECORDED, detail, hint=lost.hint)

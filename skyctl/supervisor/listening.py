@@ -181,7 +181,7 @@ class Listening(ListensAsPlanned):
             and section.tls_cert is None
         ):
             await asyncio.to_thread(ensure_certificate, credentials.cert, credentials.key, host)
-        app = make_app(handlers(self._supervisor), token=token)
+        app = make_app(handlers(self._supervisor), ready=self._supervisor.readiness, token=token)
         return uvicorn.Config(
             app, ssl_certfile=credentials.cert, ssl_keyfile=credentials.key, **options
         )

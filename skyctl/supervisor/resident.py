@@ -33,11 +33,13 @@ from skyctl.core.requests import (
     CloseUpdate,
     Control,
     Down,
+    Drain,
     OpenedUpdate,
     OpenUpdate,
     Outcomes,
     Pause,
     PushLive,
+    Readiness,
     Recover,
     Restart,
     Resume,
@@ -412,6 +414,13 @@ class Supervisor(OperatedFleet, SupervisorService):
     async def canary(self, request: CanaryRequest = CanaryRequest()) -> CanaryStatus:
         self.require_plan()
         return await self.canaries.act(request)
+
+    async def drain(self, request: Drain = Drain()) -> Readiness:
+        self.require_plan()
+        with self.state.durable():
+            self.state.set_drained(request.on)
+        self.state.add_event("fleet", "drained" if request.on else "no longer drained")
+        return self.readiness()
 
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()

@@ -24,7 +24,7 @@ from skyctl.supervisor.resident import Supervisor
 from tests.faults.stub_fleet import StubFleet
 from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
 from tests.faults.test_out_of_router import asking
-from tests.faults.test_router import ROUTER, routed_fleet
+from tests.faults.test_router import ROUTER, free_ports, routed_fleet
 from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
@@ -322,6 +322,39 @@ def test_a_supervisor_that_dies_leaves_a_canary_or_none(
         assert set(held.values()) == {None}
         assert status["canary"] is None
     fleet.run("sync-weights", "one")  # nothing is in its way
+
+
+# --- load balancers in front ----------------------------------------------------------------------
+
+
+def test_load_balancers_see_whether_to_send_requests(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    fleet = StubFleet(tmp_path)
+    listens = f"supervisor: {{listen: '127.0.0.1:{port}', tls: false}}"
+    fleet.write(replicas=1, extra=f"auth: none\n{listens}")
+
+    def ready() -> tuple[int, Any]:
+        answer = httpx.get(f"http://127.0.0.1:{port}/ready", trust_env=False)
+        return answer.status_code, answer.json()["reason"]
+
+    try:
+        fleet.run("up", "--timeout", "30")
+        assert ready() == (200, "")
+        shown = fleet.run("drain")
+        assert "not ready: drained" in shown.stdout
+        assert ready() == (503, "drained")
+        fleet.run("generate", "hi", "--max-tokens", "2")  # what arrives is answered
+        status = fleet.json("status")["data"]
+        assert (status["health"], status["reasons"][0]["hint"]) == ("healthy", "skyctl drain --off")
+        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        fleet.run("wait", "--for", "ready", "--timeout", "30")  # another one takes over
+        assert ready() == (503, "drained")
+        fleet.run("drain", "--off")
+        assert ready() == (200, "")
+        fleet.run("sleep")
+        assert ready() == (503, "no server takes requests")
+    finally:
+        fleet.run("down")
 
 
 # --- shares, by the real router -------------------------------------------------------------------

@@ -428,7 +428,7 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 
     path = dice.choice(sorted(_REQUESTS))
     version = own_version() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
-    transport = httpx.ASGITransport(make_app(own_handlers(_Unmoved())))
+    transport = httpx.ASGITransport(make_app(own_handlers(_Unmoved()), ready=_Unmoved))
     async with httpx.AsyncClient(transport=transport, base_url="http://supervisor") as client:
         answer = await client.post(
             f"/v1/{path}", content=_body(dice, _REQUESTS[path]), headers={VERSION_HEADER: version}

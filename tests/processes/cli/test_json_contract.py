@@ -80,6 +80,8 @@ CALLS = [
     "canary rollback",
     "canary start b --share 50%",
     "canary promote",
+    "drain",
+    "drain --off",
     "doctor",
     "help",
     "help states",

@@ -66,7 +66,7 @@ async def fleet(
         if request.param == "supervisor":
             yield supervisor
             return
-        app = httpx.ASGITransport(make_app(handlers(supervisor)))
+        app = httpx.ASGITransport(make_app(handlers(supervisor), ready=supervisor.readiness))
         yield await stack.enter_async_context(RemoteFleet("far", ThroughHttpx(app)))
 
 
