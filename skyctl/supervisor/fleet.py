@@ -19,7 +19,6 @@ from skyctl.core.health import routable
 from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
-from skyctl.core.requests import Readiness
 from skyctl.core.status import (
     FleetStatus,
     Operation,
@@ -196,12 +195,6 @@ class RunningFleet(RecordedFleet):
     def routed(self) -> dict[str, str]:
         """The same for clients that go through the router, if there is one: none until it is up."""
         return self.desired() if self.router is None or self.router.phase is Phase.READY else {}
-
-    def readiness(self) -> Readiness:
-        """Whether load balancers in front are to send requests."""
-        if self.state.drained:
-            return Readiness(False, "drained")
-        return Readiness(True) if self.routed() else Readiness(False, "no server takes requests")
 
     def wake_tinker(self) -> None:
         """Wake the Tinker API: it may be waiting for a server, or for the router."""

@@ -422,6 +422,12 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.state.add_event("fleet", "drained" if request.on else "no longer drained")
         return self.readiness()
 
+    def readiness(self) -> Readiness:
+        """Whether load balancers in front are to send requests."""
+        if self.state.drained:
+            return Readiness(False, "drained")
+        return Readiness(True) if self.routed() else Readiness(False, "no server takes requests")
+
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()
         self._refuse_beside_operation()
