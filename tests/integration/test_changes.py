@@ -1,4 +1,4 @@
-"""A wrong value in the file of real servers that serve; tests/faults/test_wrong_changes.py has the
+"""Changes of real servers that serve: a wrong one, and one that is cancelled. tests/faults has the
 others, on stubs.
 """
 
@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults.stub_fleet import until_said
 from tests.faults.test_wrong_changes import Load
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.streaming import StreamingCompletion
 
 pytestmark = pytest.mark.real
 
@@ -39,3 +41,26 @@ def test_a_wrong_argument_of_vllm_touches_one_server_and_fails_no_request(
     assert "max_model_len" in failed.stderr  # the line of vLLM's log that says why
     assert "nothing to do" in real_fleet.run("up", "--dry-run").stdout
     assert load.failures == [] and load.answers > 0
+
+
+def test_a_push_that_waits_for_a_request_is_cancelled_while_that_runs(real_fleet: FleetCli) -> None:
+    """vLLM keeps waiting for the request after its client has gone; a resume ends that."""
+    urls = real_fleet.data("urls")
+    before = real_fleet.data("status")["weight_version"]
+    server = urls["servers"]["tiny-0"]
+    pushes = [job["id"] for job in real_fleet.data("jobs")["jobs"] if job["kind"] == "push"]
+    job = f"push-{1 + max((int(name.partition('-')[2]) for name in pushes), default=0)}"
+    with real_fleet.loaded("jobs", "cancel", job) as cancel:
+        stream = StreamingCompletion(server, urls["model"], "on and", 1900, key=real_fleet.key)
+        stream.wait_for_tokens(1)
+        push = real_fleet.start("sync-weights", "checkpoints/b", "--mode", "wait")
+        until_said(push, "pause: waits for 1 request on tiny-0")
+        cancel()
+    at = len(stream.tokens)
+    assert at < 1900 and stream.error is None  # it still runs
+    push.communicate(timeout=60)
+    assert push.returncode == 1
+    stream.wait_for_tokens(at + 1)
+    status = real_fleet.data("status")
+    assert (status["health"], status["weight_version"]) == ("healthy", before)
+    real_fleet.run("sync-weights", "checkpoints/b", "--mode", "abort")
