@@ -17,6 +17,18 @@ UNLABELLED = "default"
 """The weight version that a server reports which was never given one."""
 
 
+class FleetEvent(StrEnum):
+    """Events that a fleet file can have a command for (`on_event:`)."""
+
+    PUSH_SUCCEEDED = "push_succeeded"
+    PUSH_FAILED = "push_failed"
+    REPLICA_READY = "replica_ready"
+    REPLICA_REPLACED = "replica_replaced"
+    PROCESS_DIED = "process_died"
+    OPERATION_DONE = "operation_done"
+    OPERATION_FAILED = "operation_failed"
+
+
 class Phase(StrEnum):
     """Where a server, the router or the Tinker API is in its life under a supervisor.
 

@@ -103,7 +103,7 @@ def start(
 
     \b
     skyctl canary start runs/step-200 --share 10%
-    skyctl canary start runs/step-200 --share 25% --rollback-if 'errors>1%' --promote-after 30m
+    skyctl canary start runs/step-200 --share 25% --rollback-if 'errors>1%'
     """
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.core.canary import CanaryRequest, Rule, parse_share

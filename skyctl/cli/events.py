@@ -14,7 +14,7 @@ from rich.text import Text
 
 from skyctl import output
 from skyctl.cli.fleet_calls import call_chosen_fleet
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, SinceOption, moment
+from skyctl.cli.options import LINES, FileOption, FleetOption, JsonOption, SinceOption, moment
 from skyctl.core.requests import ALL_LINES, EventQuery
 from skyctl.errors import UsageError
 
@@ -32,7 +32,13 @@ def events(
     since: SinceOption = None,
     lines: Annotated[
         int | None,
-        typer.Option("-n", "--lines", min=0, help="The latest lines (default: 100, or --since)."),
+        typer.Option(
+            "-n",
+            "--lines",
+            min=0,
+            help="The latest lines (default: 100, or --since).",
+            rich_help_panel=LINES,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

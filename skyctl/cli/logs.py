@@ -13,7 +13,7 @@ from rich.text import Text
 from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, SinceOption, moment
+from skyctl.cli.options import LINES, FileOption, FleetOption, JsonOption, SinceOption, moment
 from skyctl.core.registry import Files, select, select_paths
 from skyctl.core.requests import ALL_LINES, LogQuery
 from skyctl.errors import NotFoundError, UsageError
@@ -37,11 +37,18 @@ FollowOption = Annotated[bool, typer.Option("-F", "--follow", help="Follow until
 LinesOption = Annotated[
     int | None,
     typer.Option(
-        "-n", "--lines", min=0, help="Last lines of each log (default: 50, or --since, --until)."
+        "-n",
+        "--lines",
+        min=0,
+        help="Last lines of each log (default: 50, or --since, --until).",
+        rich_help_panel=LINES,
     ),
 ]
 ProbesOption = Annotated[
-    bool, typer.Option("--probes", help="Also the access-log lines of health probes.")
+    bool,
+    typer.Option(
+        "--probes", help="Also the access-log lines of health probes.", rich_help_panel=LINES
+    ),
 ]
 
 
@@ -52,7 +59,9 @@ def logs(
     follow: FollowOption = False,
     lines: LinesOption = None,
     since: SinceOption = None,
-    until: Annotated[str | None, typer.Option(metavar="TIME", help="Up to then.")] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Up to then.", rich_help_panel=LINES)
+    ] = None,
     probes: ProbesOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -48,9 +48,14 @@ JsonOption = Annotated[
 ]
 
 
+LINES = "Which lines"  # a panel of --help
 SinceOption = Annotated[
     str | None,
-    typer.Option(metavar="TIME", help="From then on: 90s, 10m, 2h or 1d ago, or an ISO 8601 time."),
+    typer.Option(
+        metavar="TIME",
+        help="From then on: 90s, 10m, 2h or 1d ago, or an ISO 8601 time.",
+        rich_help_panel=LINES,
+    ),
 ]
 
 

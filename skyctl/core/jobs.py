@@ -27,7 +27,7 @@ from skyctl.push.request import (
     PushResult,
     live_source,
 )
-from skyctl.states import PushStage, PushState
+from skyctl.states import FleetEvent, PushStage, PushState
 from skyctl.store.adapters import served
 from skyctl.store.fleet_weights import CanaryStage, FleetWeights
 from skyctl.store.in_doubt import (
@@ -286,7 +286,9 @@ def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
             return
         state.set_weights(weights)
         frozen = format_seconds(result.freeze_window_s)
-        state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
+        message = f"{job_id}: weights {result.version}, frozen for {frozen}"
+        about = {"job": job_id, "version": result.version, "checkpoint": result.checkpoint}
+        state.add_event("fleet", message, FleetEvent.PUSH_SUCCEEDED, **about)
         state.journal.record_push(
             job_id,
             ok=True,
@@ -324,7 +326,8 @@ def record_failure(
     state: FleetState, job_id: str, request: PushRequest, error: SkyctlError
 ) -> None:
     """Record a push that failed: quarantine servers left in doubt, keep those left at a version."""
-    state.add_event("fleet", f"{job_id} failed: {error.message}")
+    message = f"{job_id} failed: {error.message}"
+    state.add_event("fleet", message, FleetEvent.PUSH_FAILED, job=job_id)
     doubted, rows = in_doubt(state), error.details.get("servers", [])
     whole = {
         name for update in verified(state.journal.events(job_id)) for name in update["servers"]

@@ -15,7 +15,8 @@ from skyctl.core.placement import expand_replicas
 from skyctl.engines import ENGINES
 from skyctl.engines.base import Engine
 from skyctl.fleetfile.arguments import PlanWarning
-from skyctl.fleetfile.schema import FleetConfig, resolve_relative
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.values import resolve_relative
 from skyctl.store.paths import expanded
 
 Pins = Mapping[str, str]

@@ -34,8 +34,9 @@ from skyctl.engines.launches import (
 )
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, plan_warnings, refusals
-from skyctl.fleetfile.schema import FleetConfig, resolve_relative
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import RouterSection
+from skyctl.fleetfile.values import resolve_relative
 from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Gpu, Machine
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN

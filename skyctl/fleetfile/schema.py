@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES
+from skyctl.fleetfile.events import EventSection
 from skyctl.fleetfile.scaling import ScaleSection
 from skyctl.fleetfile.sections import (
     DiscoverySection,
@@ -46,7 +46,6 @@ from skyctl.fleetfile.values import (
 )
 from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
 from skyctl.launch import HOSTS
-from skyctl.store.paths import expanded
 from skyctl.store.server_names import normalized
 
 
@@ -152,6 +151,10 @@ class FleetConfig(Section):
         None, description="Serve vLLM's RL API for the whole fleet at one URL."
     )
     supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
+    on_event: EventSection = Field(
+        default_factory=EventSection,
+        description="Shell commands that the supervisor runs on events.",
+    )
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
     )
@@ -223,6 +226,8 @@ class FleetConfig(Section):
                 "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
                 "skyctl adapters load NAME DIR"
             )
+        if self.attached and "on_event" in self.model_fields_set:
+            raise ValueError("`on_event` is for servers that skyctl starts: a supervisor runs it")
         if self.tinker is not None:
             self._check_tinker(self.tinker)
         if self.trainer is not None and (self.attached or self.engine != DEFAULT_ENGINE):
@@ -374,19 +379,6 @@ class FleetConfig(Section):
         if warm is None:  # the GPU that is free is that of a trainer which sends by itself
             return not (self.share_gpus or self.weight_transfer.backend)
         return warm
-
-
-def resolve_relative(path: str, base: Path) -> str:
-    """`path` made absolute against `base` when it exists there or is written like a path.
-
-    A hub model id such as `Qwen/Qwen3-0.6B` stays as it is.
-    """
-    candidate = expanded(path)
-    if candidate.is_absolute():
-        return str(candidate)
-    if path.startswith((".", "~")) or (base / candidate).exists():
-        return str((base / candidate).resolve())
-    return path
 
 
 def json_schema() -> dict[str, Any]:

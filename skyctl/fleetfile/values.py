@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from skyctl.errors import UsageError
 from skyctl.plugins import Plugins
+from skyctl.store.paths import expanded
 from skyctl.units import parse_bytes
 
 
@@ -120,3 +122,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def resolve_relative(path: str, base: Path) -> str:
+    """`path` made absolute against `base` when it exists there or is written like a path.
+
+    A hub model id such as `Qwen/Qwen3-0.6B` stays as it is.
+    """
+    candidate = expanded(path)
+    if candidate.is_absolute():
+        return str(candidate)
+    if path.startswith((".", "~")) or (base / candidate).exists():
+        return str((base / candidate).resolve())
+    return path

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyctl.errors import StateUnwritable
+from skyctl.states import FleetEvent
 from skyctl.store.database import Database, understood
 from skyctl.store.expected_digests import ExpectedDigests
 from skyctl.store.fleet_weights import Canary, FleetWeights
@@ -112,6 +113,7 @@ class FleetState(Database):
         self.journal = Journal(self, news)
         self.locks = Locks(path.parent, news, self.refresh)
         self.expected = ExpectedDigests(self)
+        self.on_event: Callable[[FleetEvent, Event, Mapping[str, Any]], None] = _ignore
         self._holder = ""
         if self.recreated and (running := live_processes(path.parent)):
             for row in running:
@@ -318,12 +320,18 @@ class FleetState(Database):
                 f"'{BASE_KEY}', '{_CANARY_KEY}', '{_DRAINED_KEY}')"
             )
 
-    def add_event(self, subject: str, message: str) -> None:
-        """One line of history about a process or the fleet."""
+    def add_event(
+        self, subject: str, message: str, kind: FleetEvent | None = None, **details: Any
+    ) -> None:
+        """One line of history about a process or the fleet. With a `kind`, the supervisor is told,
+        with details that are not recorded here.
+        """
+        at = time.time()
         written = self.write(
-            "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
-            time.time(), subject, message,
-        )  # fmt: skip
+            "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)", at, subject, message
+        )
+        if kind is not None:
+            self.on_event(kind, Event(at, subject, message, written.lastrowid or 0), details)
         if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
             prune_events(self)
 
@@ -335,6 +343,10 @@ class FleetState(Database):
             after, since, limit,
         )  # fmt: skip
         return [Event(*row) for row in reversed(rows)]
+
+
+def _ignore(kind: FleetEvent, event: Event, details: Mapping[str, Any]) -> None:
+    """Outside the supervisor nothing follows from an event."""
 
 
 def _process(row: sqlite3.Row) -> ProcessRow:

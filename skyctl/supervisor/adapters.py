@@ -13,7 +13,7 @@ from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import Act
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError, UsageError
-from skyctl.fleetfile.schema import resolve_relative
+from skyctl.fleetfile.values import resolve_relative
 from skyctl.http.target import ServerTarget
 from skyctl.states import Phase
 from skyctl.store import adapters as store

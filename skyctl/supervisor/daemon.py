@@ -35,6 +35,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
+from skyctl.supervisor.event_commands import EventCommands
 from skyctl.supervisor.interface import own_handlers
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
@@ -199,7 +200,10 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, go_down)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    commands = EventCommands(supervisor)
+    supervisor.state.on_event = commands.see
     chores = (
+        asyncio.create_task(commands.run()),
         asyncio.create_task(keep_house(supervisor)),
         asyncio.create_task(supervisor.scaler.run()),
         asyncio.create_task(_end_without_plan(supervisor)),
@@ -208,6 +212,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     await supervisor.finished.wait()
     for chore in chores:
         chore.cancel()
+    await asyncio.gather(*chores, return_exceptions=True)
     server.should_exit = True
     for listening in listeners:
         await listening.close()

@@ -20,7 +20,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.push.request import PushRequest
-from skyctl.states import Phase
+from skyctl.states import FleetEvent, Phase
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.supervisor import admission, rollout
@@ -104,7 +104,7 @@ class _Actions:
 
     async def replace(self, name: str, reason: str) -> str:
         replica = self._running.replicas[name]
-        self.state.add_event(name, f"restarted: {reason}")
+        self.state.add_event(name, f"restarted: {reason}", FleetEvent.REPLICA_REPLACED)
         try:
             await rollout.restart(self._running, replica, replica.planned)
         except SkyctlError as error:

@@ -19,7 +19,7 @@ from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ChildProcess, Host
-from skyctl.states import Phase
+from skyctl.states import FleetEvent, Phase
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow, Role
 from skyctl.store.state import FleetState
@@ -167,7 +167,7 @@ class KeptRunning(ABC):
                 _LOG.exception("%s", self.name)
                 reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
             adopted = None
-            self._event(reason)
+            self._event(reason, FleetEvent.PROCESS_DIED)
             if not self._worth_restarting:
                 await self._give_up(Phase.FAILED, reason)
                 return
@@ -267,12 +267,12 @@ class KeptRunning(ABC):
         """` after 5 s`, where how long it lived is worth telling."""
         return ""
 
-    def _event(self, message: str) -> None:
+    def _event(self, message: str, kind: FleetEvent | None = None) -> None:
         """Add one line of history. A failed write says nothing about the process: it neither ends a
         live one nor keeps a dead one.
         """
         with _logged(self.name):
-            self._context.state.add_event(self.name, message)
+            self._context.state.add_event(self.name, message, kind)
 
     def _save(self, record: ProcessRow) -> None:
         """Record what is known of its process; a failed write is repeated with the next change or

@@ -27,6 +27,7 @@ from skyctl.core.status import (
 )
 from skyctl.errors import ConflictError, DeadlineExceeded, ExitCode, SkyctlError
 from skyctl.http.client import ControlClient
+from skyctl.states import FleetEvent
 from skyctl.store.journal import EventKind, Job, JobEvent, JobState
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -181,7 +182,9 @@ class OperatedFleet(RunningFleet, ABC):
                 operation, ended_at=time.time(), error=error, logs=self.failed_logs
             )
             self._ended_operations.append(self.operation)
-            self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
+            kind = FleetEvent.OPERATION_FAILED if error else FleetEvent.OPERATION_DONE
+            message = f"{operation.kind}: {error or 'done'}"
+            self.state.add_event("fleet", message, kind, operation=operation.kind)
             self.changed()
 
     async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:

@@ -20,7 +20,7 @@ from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch.base import ChildProcess
-from skyctl.states import Phase, ReplicaState
+from skyctl.states import FleetEvent, Phase, ReplicaState
 from skyctl.store.adapters import record_server
 from skyctl.store.base_weights import BaseFiles
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
@@ -234,7 +234,7 @@ class Replica(KeptRunning):
         if reason := await self._unless_dead(self.process, self.wait_confirmed()):
             return reason
         self._worth_restarting = True
-        self._event("ready")
+        self._event("ready", FleetEvent.REPLICA_READY)
         self._to(Phase.UP, self.lost)
         return await self._watch(self.process)
 
