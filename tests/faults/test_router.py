@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,6 +136,24 @@ def test_power_of_two_serves_with_one_server_and_chooses_among_those_that_join(
         assert (after["workers"], after["pid"]) == (2, router["pid"])
     finally:
         fleet.run("down")
+
+
+async def test_freezes_with_many_requests_in_flight_refuse_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does the router see a failure that would open its circuit breaker for a minute."""
+    from benchmarks import thaw
+
+    for name in ("PAUSE_S", "WATCHED_S"):
+        monkeypatch.setattr(thaw, name, 1.0)
+    options = SimpleNamespace(in_flight=100, rounds=1, modes=("abort", "wait"))
+    with thaw.stubs(tmp_path) as (fleet, token, checkpoints):
+        results = await thaw.measure(fleet, token, checkpoints, options)
+    router = results.pop("router")
+    assert (router["errors"], router["retries"]) == (0, 0)
+    assert [case["refused"] for case in results.values()] == [0] * 5
+    assert results["pause --mode abort"]["answers"]["200, aborted"]
+    assert router["requests"] > 500
 
 
 async def test_adding_a_dead_worker_ends_at_our_deadline(client: ControlClient) -> None:

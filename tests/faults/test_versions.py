@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.test_router import routed_fleet
 from tests.stub.generation import next_token, prompt_ids
 from tests.stub.state import digest_of_checkpoint
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -29,17 +28,6 @@ def expected(digest: str, prompt: str) -> list[int]:
     for _ in range(TOKENS):
         tokens.append(next_token(digest, tokens))
     return tokens[-TOKENS:]
-
-
-class RealRouter(StubFleet):
-    """Stubs behind the real router."""
-
-    def write(self, *arguments: Any, **options: Any) -> None:
-        super().write(*arguments, **options)
-        interpreter = self.directory / "python"
-        real = f'vllm_router*) exec {sys.executable} "$@" ;;'
-        lines = interpreter.read_text().splitlines()
-        interpreter.write_text("\n".join(real if "vllm_router" in x else x for x in lines) + "\n")
 
 
 class Demands:
@@ -84,8 +72,8 @@ class Demands:
 
 
 def test_no_answer_is_of_another_version_than_demanded(tmp_path: Path) -> None:
-    fleet = RealRouter(tmp_path)
-    fleet.write(replicas=3, extra="auth: none\ncheck_args: false\nargs: {token-delay-s: 0.01}\n")
+    extra = "auth: none\ncheck_args: false\nargs: {token-delay-s: 0.01}\n"
+    fleet = routed_fleet(tmp_path, extra, replicas=3)
     write_checkpoint(tmp_path / "model", tiny_tensors(1))
     digests = {"base": digest_of_checkpoint(str(tmp_path / "model"))}
     for seed in range(2, 6):

@@ -1,0 +1,242 @@
+"""Freezes by each mode with many requests in flight, through the real router: how many of them are
+refused, and how long servers have no traffic after the thaw.
+
+    python -m benchmarks.thaw [--real] [--in-flight 200] [--rounds 5] [--write]
+
+Clients send one completion after the other. Each mode is that of pushes, and of pauses of five
+seconds. `refused` counts answers other than 200, and broken connections. A server has traffic when
+its counters of tokens, prompts' and generated, have grown; they are read every 20 ms. `idle_s` is
+the longest time without traffic of any server in the 10 s from its thaw on: a router whose circuit
+breaker is open sends it nothing for a minute. `no freeze` is the same without one: what the
+machine's load adds. `--real`: two vLLM CPU servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.faults.test_router import routed_fleet
+from tests.integration.conftest import TWO_PROCESSES
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy_body
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+RESULT = Path(__file__).parent / "results" / "thaw.json"
+MODES = ("abort", "wait", "keep")
+TOKENS = 8
+PAUSE_S = 5.0
+WATCHED_S = 10.0
+READ_INTERVAL_S = 0.02
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total{.*} (\S+)$", re.M)
+
+
+@dataclass
+class Watch:
+    """What one server did, by `time.monotonic`."""
+
+    url: str
+    """The server's."""
+    thawed: float = 0.0
+    """When it was last seen to run again after it was paused; 0.0 before."""
+    traffic: list[float] = field(default_factory=list)
+    """When its counters of tokens were seen to have grown."""
+
+    def idle_s(self) -> float:
+        """The longest time without traffic since its thaw."""
+        seen = [moment for moment in self.traffic if moment > self.thawed]
+        moments = [self.thawed, *seen, self.thawed + WATCHED_S]
+        return max(later - earlier for earlier, later in itertools.pairwise(moments))
+
+
+class Load:
+    """Clients of a fleet, and a watch over each of its servers."""
+
+    def __init__(self, urls: dict[str, Any], token: str, in_flight: int) -> None:
+        self._router, self._model = urls["router"], urls["model"]
+        self._headers = bearer(token) if token else {}
+        self._in_flight = in_flight
+        self._over = False
+        self.watches = [Watch(url) for url in urls["servers"].values()]
+        self.statuses: Counter[str] = Counter()
+        self.under_way = 0
+
+    @contextmanager
+    def begun(self, tasks: asyncio.TaskGroup) -> Iterator[None]:
+        for number in range(self._in_flight):
+            tasks.create_task(self._client(number))
+        for watch in self.watches:
+            tasks.create_task(self._watch(watch))
+        try:
+            yield
+        finally:
+            self._over = True
+
+    async def _client(self, number: int) -> None:
+        await asyncio.sleep(number * 0.01)
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+            while not self._over:
+                body = greedy_body(self._model, f"{number} {time.monotonic()}", TOKENS)
+                self.under_way += 1
+                status = "broken"
+                with suppress(httpx.TransportError):
+                    url = f"{self._router}/v1/completions"
+                    answer = await client.post(url, json=body, headers=self._headers)
+                    status = str(answer.status_code)
+                    if (
+                        answer.is_success
+                        and answer.json()["choices"][0]["finish_reason"] == "abort"
+                    ):
+                        status = "200, aborted"
+                self.under_way -= 1
+                self.statuses[status] += 1
+
+    async def _watch(self, watch: Watch) -> None:
+        before, was_paused = 0.0, False
+        async with httpx.AsyncClient(
+            base_url=watch.url, trust_env=False, timeout=30, headers=self._headers
+        ) as client:
+            while not self._over:
+                page = (await client.get("/metrics")).text
+                total = sum(float(number) for number in _TOKENS.findall(page))
+                if total > before:
+                    watch.traffic.append(time.monotonic())
+                before = total
+                paused = (await client.get("/is_paused")).json()["is_paused"]
+                if was_paused and not paused:
+                    watch.thawed = time.monotonic()
+                was_paused = paused
+                await asyncio.sleep(READ_INTERVAL_S)
+
+
+class Freezes:
+    """What is done to the fleet, and what came of it."""
+
+    def __init__(self, fleet: Any, load: Load, checkpoints: list[str]) -> None:
+        self._fleet, self._load = fleet, load
+        self._checkpoints = itertools.cycle(checkpoints)
+
+    async def measured(self, how: str, mode: str) -> dict[str, Any]:
+        load = self._load
+        while load.under_way < load._in_flight:  # noqa: ASYNC110 - of other tasks
+            await asyncio.sleep(0.01)
+        load.statuses.clear()
+        began = time.monotonic()
+        if how == "push":
+            checkpoint = next(self._checkpoints)
+            await self._run("sync-weights", checkpoint, "--mode", mode)
+        elif how == "pause":
+            await self._run("pause", "--mode", mode)
+            await asyncio.sleep(PAUSE_S)
+            await self._run("resume")
+        for watch in load.watches:
+            if watch.thawed < began:  # shorter than the interval between two looks, or none
+                watch.thawed = time.monotonic()
+        await asyncio.sleep(WATCHED_S + 0.5)
+        statuses = dict(load.statuses)
+        refused = sum(n for status, n in statuses.items() if not status.startswith("200"))
+        idle_s = max(watch.idle_s() for watch in load.watches)
+        return {"refused": refused, "idle_s": round(idle_s, 3), "answers": statuses}
+
+    async def _run(self, *arguments: str) -> None:
+        await asyncio.to_thread(self._fleet.run, *arguments)
+
+
+@contextmanager
+def stubs(root: Path) -> Iterator[tuple[Any, str, list[str]]]:
+    """Two stubs behind the real router: a fleet, its secret and its checkpoints."""
+    extra = "auth: none\ncheck_args: false\nargs: {token-delay-s: 0.2}\n"
+    fleet = routed_fleet(root, extra, replicas=2)
+    for name, seed in (("model", 1), ("b", 2)):
+        write_checkpoint(root / name, tiny_tensors(seed))
+    fleet.run("up")
+    try:
+        yield fleet, "", ["b", "model"]
+    finally:
+        fleet.run("down", "--drain-timeout", "0")
+
+
+@contextmanager
+def real(root: Path) -> Iterator[tuple[Any, str, list[str]]]:
+    """The same of two vLLM CPU servers."""
+    os.environ |= TWO_PROCESSES
+    fleet = FleetCli(root / "tiny", root / "home")
+    fleet.directory.mkdir()
+    fleet.run("init", "--tiny", ".", "--name", "tiny")
+    try:
+        fleet.run("up", timeout_s=UP_TIMEOUT_S)
+        yield fleet, fleet.control_token, ["checkpoints/b", "checkpoints/a"]
+    finally:
+        fleet.run("down", expect=None)
+
+
+async def measure(fleet: Any, token: str, checkpoints: list[str], options: Any) -> dict[str, Any]:
+    load = Load(fleet.json("urls")["data"], token, options.in_flight)
+    freezes = Freezes(fleet, load, checkpoints)
+    results: dict[str, Any] = {}
+    async with asyncio.TaskGroup() as tasks:
+        with load.begun(tasks):
+            cases = itertools.product(options.modes, ("push", "pause"))
+            for mode, how in (("", "no freeze"), *cases):
+                name = f"{how} --mode {mode}" if mode else how
+                rounds = [await freezes.measured(how, mode) for _ in range(options.rounds)]
+                answers: Counter[str] = Counter()
+                for each in rounds:
+                    answers.update(each["answers"])
+                results[name] = {
+                    "refused": sum(each["refused"] for each in rounds),
+                    "idle_s": sorted(each["idle_s"] for each in rounds),
+                    "answers": dict(answers),
+                }
+                print(f"{name}: {results[name]}", flush=True)
+    router = fleet.json("top")["data"]["router"]
+    results["router"] = {key: router[key] for key in ("requests", "errors", "retries")}
+    return results
+
+
+def main() -> int:
+    """Exit status 1 when a request was refused, or a server had no traffic for over a second."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.thaw")
+    parser.add_argument("--real", action="store_true", help="vLLM CPU servers instead of stubs")
+    parser.add_argument("--in-flight", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES)
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="thaw-") as root,
+        (real if options.real else stubs)(Path(root)) as (fleet, token, checkpoints),
+    ):
+        results = asyncio.run(measure(fleet, token, checkpoints, options))
+    print(results["router"])
+    if options.write:
+        recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        recorded["real servers" if options.real else "stubs"] = {
+            "python": platform.python_version(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "in_flight": options.in_flight,
+            "rounds": options.rounds,
+            **results,
+        }
+        RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
+    cases = [case for name, case in results.items() if name != "router"]
+    return int(any(case["refused"] or max(case["idle_s"]) > 1.0 for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
