@@ -15,6 +15,8 @@ and where the update has overwritten both, they serve nobody until the next one,
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
 import os
 import platform
@@ -25,31 +27,41 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
+import skyctl
 from skyctl.launch.local.host import free_port
-from tests.faults.test_trainer_url import BOUND_S, Fleet, trainer_fleet
+from tests.faults.test_trainer_url import Fleet, trainer_fleet
 from tests.faults.test_versions import TOKENS, expected
 from tests.stub.url_trainer import CALLS
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "trainer-deaths.json"
 CLIENTS = 4
+BOUND_S = 600.0
+"""Of whatever ends at once on an idle machine."""
+
+
+class Asked(Fleet):
+    """Asked for its status here: a process for each question would take most of the time."""
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        status = asyncio.run(skyctl.Fleet.load(self.directory / "fleet.yaml").status())
+        return {row["name"]: row for row in status.to_json()["replicas"]}
 
 
 class Clients:
     """Requests to both servers, and what each got: compared in the end, when it is known which
     weights were committed."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        rows = fleet.replicas().values()
-        self._urls = [row["url"] for row in rows]
-        self._model = fleet.json("urls")["data"]["model"]
+    def __init__(self, urls: Sequence[str], model: str) -> None:
+        self._urls, self._model = urls, model
         self._answers: list[tuple[str, tuple[int, ...], str]] = []
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
@@ -77,7 +89,7 @@ class Clients:
         url = self._urls[number % len(self._urls)]
         with httpx.Client(trust_env=False, timeout=BOUND_S) as client:
             for count in range(10**9):
-                if self._over.wait(0.02):
+                if self._over.wait(0.1):
                     return
                 prompt = f"{number} {count}"
                 body = {"model": self._model, "prompt": prompt, "max_tokens": TOKENS}
@@ -97,6 +109,7 @@ class Rounds:
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
+        self._model: str = fleet.json("urls")["data"]["model"]
         self.committed = {state["digest"] for state in fleet.states()}
         self.counts: dict[str, Counter[str]] = {}
         self.violations: list[str] = []
@@ -109,12 +122,13 @@ class Rounds:
     def round(self, victim: str, call: str, dice: random.Random) -> None:
         self._number += 1
         counts = self.counts.setdefault(f"{victim} at {call}", Counter())
-        counts["rounds"] += 1
-        with Clients(self.fleet) as clients:
+        urls = [row["url"] for row in self.fleet.replicas().values()]
+        with Clients(urls, self._model) as clients:
             found = list(self._death(victim, call, dice, counts))
         answered, wrong = clients.wrong(self.committed)
+        counts["rounds"] += 1
         counts["answers"] += answered
-        if wrong:
+        if wrong or not answered:
             found.append(f"{wrong} of {answered} answers are of no committed weights")
         counts["violations"] += len(found)
         self.violations += [f"{victim} at {call}, round {self._number}: {what}" for what in found]
@@ -123,16 +137,17 @@ class Rounds:
         self, victim: str, call: str, dice: random.Random, counts: Counter[str]
     ) -> Iterator[str]:
         version = f"step-{self._number}"
-        if victim == "trainer":
-            options = ("--midway",) if counts["rounds"] // 2 % 2 else ()
-            with self.fleet.delayed(call, 1.0) if options else nullcontext():
-                code, errors = self.fleet.trainer(
-                    "--dies-at", call, *options, seed=self._number, version=version
-                )
+        if victim == "trainer" and counts["rounds"] // 2 % 2:
+            with self.fleet.delayed(call, 1.0):
+                self._dies_within(call, version)
+        elif victim == "trainer":
+            code, errors = self.fleet.trainer("--dies-at", call, seed=self._number, version=version)
             if code != -signal.SIGKILL:
                 yield f"the trainer ended with {code}: {errors}"
         else:
-            self._server_dies(call, dice, version)
+            name = dice.choice(sorted(self.fleet.replicas()))
+            with self.fleet.delayed(call, 5.0, name):
+                self._dies_within(call, version, name, dice.choice((0.0, dice.random() / 2)))
         self.fleet.run("recover", "--yes", expect=None)
         overwritten = call == "update_weights"
         yield from self._whole("after recover", counts, may_wait=overwritten)
@@ -145,15 +160,15 @@ class Rounds:
             self.fleet.run("sync-weights", str(self._checkpoints[0]))
             yield from self._whole("after the push", counts)
 
-    def _server_dies(self, call: str, dice: random.Random, version: str) -> None:
-        name = dice.choice(sorted(self.fleet.replicas()))
-        row = self.fleet.replicas()[name]
-        with self.fleet.delayed(call, 5.0, name):
-            process = self.fleet.train_begun(seed=self._number, version=version)
-            self.fleet.until_called(row["url"], call)
-            time.sleep(dice.choice((0.0, dice.random() / 2)))
-            os.kill(row["pid"], signal.SIGKILL)
-            process.communicate(timeout=BOUND_S)
+    def _dies_within(self, call: str, version: str, server: str = "", after_s: float = 0.0) -> None:
+        """Kill the trainer, or this server, once servers carry the call out."""
+        rows = self.fleet.replicas()
+        row = rows[server or next(iter(rows))]
+        process = self.fleet.train_begun(seed=self._number, version=version)
+        self.fleet.until_called(row["url"], call)
+        time.sleep(after_s)
+        os.kill(row["pid"] if server else process.pid, signal.SIGKILL)
+        process.communicate(timeout=BOUND_S)
 
     def _whole(self, when: str, counts: Counter[str], *, may_wait: bool = False) -> Iterator[str]:
         """Why the fleet is not whole; with `may_wait`, none of its servers need serve."""
@@ -173,7 +188,7 @@ class Rounds:
             counts["waited"] += 1
         self.committed |= {state["digest"] for state in ready if state["weight_version"]}
         if not ready and not may_wait:
-            yield f"{when}: no server serves"
+            yield f"{when}: no server serves: {[row['reason'] for row in rows.values()]}"
         if len({state["digest"] for state in ready}) > 1:
             yield f"{when}: servers hold different weights"
         for state in states:
@@ -197,29 +212,34 @@ def main() -> int:
     parser.add_argument("--calls", choices=CALLS, nargs="+", default=CALLS)
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    victims = options.only or ("trainer", "server")
     began, dice = time.monotonic(), random.Random(1)
     with (
         tempfile.TemporaryDirectory(prefix="trainer-deaths-") as directory,
-        trainer_fleet(Path(directory), free_port("127.0.0.1")) as fleet,
+        mock.patch.dict(os.environ, SKYCTL_HOME=f"{directory}/home"),
+        trainer_fleet(Path(directory), free_port("127.0.0.1"), kind=Asked) as fleet,
     ):
+        fleet.bound_s = BOUND_S
         rounds = Rounds(fleet)
-        for _ in range(options.rounds):
-            for victim in options.only or ("trainer", "server"):
-                for call in options.calls:
-                    rounds.round(victim, call, dice)
-                    if rounds.violations:
-                        print(rounds.violations[-1], flush=True)
-    result = {
-        "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "seconds": round(time.monotonic() - began),
-        "deaths": {name: dict(counts) for name, counts in rounds.counts.items()},
-        "violations": rounds.violations,
-    }
+        with suppress(KeyboardInterrupt):  # what was done until then is the result
+            for _, victim, call in itertools.product(range(options.rounds), victims, options.calls):
+                seen = len(rounds.violations)
+                rounds.round(victim, call, dice)
+                for violation in rounds.violations[seen:]:
+                    print(violation, flush=True)
     for name, counts in rounds.counts.items():
         print(f"{name:<45}", *(f"{counts[key]:>6} {key}" for key in sorted(counts)))
     if options.write:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        recorded[" and ".join(victims)] = {
+            "python": platform.python_version(),
+            "cpus": len(os.sched_getaffinity(0)),
+            "seconds": round(time.monotonic() - began),
+            "deaths": {name: dict(counts) for name, counts in rounds.counts.items()},
+            "violations": rounds.violations,
+        }
+        RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
     return int(bool(rounds.violations))
 
 

@@ -63,6 +63,7 @@ class StubFleet:
     home: Path | None = None
     environ: dict[str, str] = field(default_factory=dict)  # more for its commands
     within: tuple[str, ...] = ()  # before each of its commands
+    bound_s: float = 60.0  # of each of its commands
 
     def write(
         self, replicas: int = 2, faults: str = "{}", extra: str = "", name: str = "stubs"
@@ -94,9 +95,9 @@ class StubFleet:
         )
 
     def run(self, *arguments: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-        """One command to its end, within a minute."""
+        """One command to its end, within `bound_s`."""
         process = self.start(*arguments)
-        stdout, stderr = process.communicate(timeout=60)
+        stdout, stderr = process.communicate(timeout=self.bound_s)
         assert expect in (None, process.returncode), (
             f"exit {process.returncode}\n{stdout}\n{stderr}"
         )

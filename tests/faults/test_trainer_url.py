@@ -112,9 +112,11 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 
 @contextmanager
-def trainer_fleet(directory: Path, port: int, auth: str = "none") -> Iterator[Fleet]:
+def trainer_fleet(
+    directory: Path, port: int, auth: str = "none", kind: type[Fleet] = Fleet
+) -> Iterator[Fleet]:
     """Such a fleet, up until the end of the block."""
-    fleet = Fleet(directory)
+    fleet = kind(directory)
     fleet.port = port
     fleet.write(
         extra=f"auth: {auth}\ntrainer: {{port: {fleet.port}}}\n"
