@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from skyctl.launch.local.host import free_port
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.faults.test_updates import Supervised
 from tests.forking import command
+from tests.pages import block
 from tests.stub.url_trainer import CALLS, body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -238,6 +240,10 @@ def test_verbs_reach_every_server(fleet: Fleet) -> None:
 
 def test_prime_rls_calls_push_a_checkpoint(fleet: Fleet, tmp_path: Path) -> None:
     """`prime_rl/utils/client.py` pauses, names a directory and resumes, whatever the answer is."""
+    page = tomllib.loads(block("trainers.md", "### prime-rl", "toml"))
+    (url,) = page["orchestrator"]["model"]["client"]["admin_base_url"]
+    assert url.replace("trainer:TOKEN@", "").replace("8791", str(fleet.port)) == fleet.url
+    assert page["weight_broadcast"]["type"] == "filesystem"
     written = write_checkpoint(tmp_path / "step_3", tiny_tensors(3))
     (written / "NCCL_READY").touch()
     before = {state["digest"] for state in fleet.states()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -16,14 +17,18 @@ from typing import Any
 import httpx
 import pytest
 
+import skyctl
 from skyctl.kill_points import VARIABLE
+from skyctl.push.trainer import SendTarget
 from skyctl.store.paths import FleetPaths
 from tests.faults.killing import checks
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.forking import command
+from tests.pages import block
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.state import StubEngine
+from tests.stub.trainer import send_to
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 BASE, SENT, NEXT = "default", "step-1", "step-2"
@@ -210,3 +215,20 @@ def test_a_supervisor_that_dies_under_a_trainer_is_followed_by_another(
     assert versions == {SENT if point == "push.published" else None}
     code, said = supervised.train(NEXT, 2)
     assert code == 0, said
+
+
+def test_the_page_for_trainers_sends_inside_an_update(
+    supervised: Supervised, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(supervised.directory / "home"))
+    names: dict[str, Any] = {"fleet": skyctl.Fleet.load(supervised.directory / "fleet.yaml")}
+
+    async def send_one(server: SendTarget) -> None:
+        await send_to(server, names["update"].headers, 3)
+
+    names["send"] = send_one
+    code = block("trainers.md", "## A trainer with its own sender", "python")
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    asyncio.run(eval(compile(code, "trainers.md", "exec", flags=flags), names))
+    assert {state["weight_version"] for state in supervised.states()} == {"step-12"}
+    assert names["update"].result.version == "step-12"

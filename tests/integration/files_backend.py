@@ -82,11 +82,11 @@ class FilesTrainer(TrainerWeightTransferEngine[FilesTrainerInit]):
         return cls(client=client, source=source)
 
     def send_weights(self) -> None:
-        self.send("")
+        assert isinstance(self.source, Path)
+        self.send(None, self.source)
 
-    def send(self, version: str, checkpoint: Path | None = None) -> None:
+    def send(self, version: str | None, checkpoint: Path) -> None:
         """All weights of a checkpoint, under this label."""
-        assert checkpoint is not None
         tensors = load_file(checkpoint / "model.safetensors")
         names = sorted(tensors)
         self.client.start_weight_update()

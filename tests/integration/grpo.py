@@ -67,7 +67,16 @@ class Rollouts:
 def train(url: str, checkpoint: Path, output: Path, steps: int) -> tuple[list[float], list[str]]:
     """Train the `checkpoint` in place. Returns the reward of each step, and the labels pushed."""
     rollouts = Rollouts(url, checkpoint)
-    trainer = GRPOTrainer(
+    trainer = trainer_of(checkpoint, output, steps, rollouts)
+    trainer.train()
+    rollouts.push(trainer)
+    rewards = [float(line["reward"]) for line in trainer.state.log_history if "reward" in line]
+    return rewards, rollouts.labels
+
+
+def trainer_of(checkpoint: Path, output: Path, steps: int, rollout: Any) -> Any:
+    """A trainer of this checkpoint's model."""
+    return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32"),
         reward_funcs=even_tokens,
         args=GRPOConfig(
@@ -87,9 +96,5 @@ def train(url: str, checkpoint: Path, output: Path, steps: int) -> tuple[list[fl
         ),
         train_dataset=Dataset.from_dict({"prompt": ["The fleet", "A replica", "One two", "Slow"]}),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
-        rollout_func=rollouts,
+        rollout_func=rollout,
     )
-    trainer.train()
-    rollouts.push(trainer)
-    rewards = [float(line["reward"]) for line in trainer.state.log_history if "reward" in line]
-    return rewards, rollouts.labels

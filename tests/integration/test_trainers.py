@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import shutil
 import statistics
 import warnings
@@ -14,10 +15,12 @@ from typing import Any
 import httpx
 import pytest
 
+import skyctl
 from skyctl.launch.local.host import free_port
 from tests.integration.conftest import NEEDS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy
 from tests.integration.test_skyrl import PROMPTS
+from tests.pages import block
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]
@@ -101,6 +104,54 @@ def test_vllms_own_client_and_engine_update_the_whole_fleet(fleet: Trained) -> N
     assert fleet.tokens() == before, "those of a server that was started on it"
     with pytest.raises(Exception, match="409"):
         client.finish_weight_update("step-3")
+
+
+def test_the_pages_lines_for_vllms_client_run(
+    fleet: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an engine that a CPU can run in place of NCCL's."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    from tests.integration.files_backend import FilesTrainer, FilesTrainerInit
+
+    monkeypatch.setenv("SKYCTL_FLEET_URL", fleet.url)
+    names: dict[str, Any] = {
+        "os": os,
+        "HTTPVLLMWeightSyncClient": HTTPVLLMWeightSyncClient,
+        "NCCLTrainerWeightTransferEngine": FilesTrainer,
+        "init_info": FilesTrainerInit(rank=0),
+        "source": fleet.directory / "b",
+    }
+    before = fleet.tokens()
+    exec(block("trainers.md", "### vLLM's own client", "python"), names)
+    assert fleet.tokens() != before
+    assert fleet.data("weights")["version"].startswith("push-")
+    fleet.run("sync-weights", "a")
+    console = block("trainers.md", "## A trainer with its own sender", "console")
+    (line,) = [line for line in console.splitlines() if "own_sender" not in line]
+    assert line.startswith("$ skyctl ")
+    servers = fleet.data(*line.split()[2:-1])["servers"]
+    assert [server["rank_offset"] for server in servers] == [1, 2]
+
+
+def test_the_pages_rollout_trains_with_trl(
+    fleet: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl", reason="needs TRL")
+    from tests.integration.grpo import VLLMClient, trainer_of
+
+    monkeypatch.chdir(tmp_path)  # the page writes `latest` there
+    monkeypatch.setenv("SKYCTL_HOME", str(fleet.home))
+    names = {
+        "asyncio": asyncio,
+        "fleet": skyctl.Fleet.load(fleet.directory / "fleet.yaml"),
+        "client": VLLMClient(base_url=fleet.url),
+    }
+    exec(block("trainers.md", "### TRL", "python"), names)
+    trainer_of(fleet.directory / "a", tmp_path / "out", 2, names["rollout"]).train()
+    assert fleet.data("weights")["version"] == "step-1"
+    assert fleet.data("weights", "verify")["agree"] is True
+    fleet.run("sync-weights", "a")
 
 
 async def test_real_servers_answer_with_the_demanded_version_or_not_at_all(fleet: Trained) -> None:

@@ -9,12 +9,14 @@ import argparse
 import asyncio
 import os
 import signal
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
 
 from skyctl import Fleet
 from skyctl.api import Update
+from skyctl.push.trainer import SendTarget
 from tests.stub.rows import trainers_update
 
 _ROUTES = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
@@ -22,18 +24,24 @@ _ROUTES = ("init_weight_transfer_engine", "start_weight_update", "update_weights
 
 async def send(update: Update, seed: int, *, only: int | None = None, finish: bool = True) -> None:
     """What a trainer's engine does with each server; `only` with that many of them."""
-    info = trainers_update(seed)
-    async with httpx.AsyncClient(trust_env=False, headers=update.headers) as client:
-        for server in update.servers[:only]:
-            bodies: list[Any] = [
-                {"init_info": server.init_info or {}},
-                None,
-                {"update_info": info},
-            ]
-            for route, body in zip(_ROUTES, bodies, strict=True):
-                (await client.post(f"{server.url}/{route}", json=body)).raise_for_status()
-            if finish:
-                await client.post(f"{server.url}/finish_weight_update")
+    for server in update.servers[:only]:
+        await send_to(server, update.headers, seed, finish=finish)
+
+
+async def send_to(
+    server: SendTarget, headers: Mapping[str, str], seed: int, *, finish: bool = True
+) -> None:
+    """What it does with one server."""
+    bodies: list[Any] = [
+        {"init_info": server.init_info or {}},
+        None,
+        {"update_info": trainers_update(seed)},
+    ]
+    async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+        for route, body in zip(_ROUTES, bodies, strict=True):
+            (await client.post(f"{server.url}/{route}", json=body)).raise_for_status()
+        if finish:
+            await client.post(f"{server.url}/finish_weight_update")
 
 
 async def main() -> None:
