@@ -300,7 +300,8 @@ async def _release(run: Run, servers: Sequence[PushedServer]) -> None:
     async def call(server: PushedServer) -> None:
         target = replace(server.given.target, freeze=FreezeOrder.RELEASE)
         control = engines.server(run.client, target, timeout_s=run.fleet.control_timeout_s)
-        await control.pause("keep", clear_cache=False)
+        if await control.is_paused():  # else it was started again, or thawed
+            await control.pause("keep", clear_cache=False)
 
     others = [
         server

@@ -116,7 +116,7 @@ class ServerLocks(Locks):
 
     def _refuse_unrepaired(self, lock: Lock) -> None:
         url = self._urls[lock.name]
-        fleet, reason = self.unrepaired(url) if lock.after_death else ("", "")
+        fleet, reason = self.unrepaired(url)
         if fleet:
             raise Unrepaired(
                 f"{url}: {reason}; that was fleet {fleet}, which has not repaired it",

@@ -131,6 +131,10 @@ def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path
         claim.release()
         with pytest.raises(Unrepaired, match=r"push-1 broke off in stage update.*fleet far"):
             near.take_all({"near-0": URL}, "skyctl wake", shared=False)
+        verb = far.take_all({"far-0": URL}, "skyctl pause", shared=True)
+        with pytest.raises(Unrepaired):  # a verb of fleet far repairs nothing
+            near.take_all({"near-0": URL}, "skyctl resume", shared=True)
+        verb.release()
         claim = far.take_all({"far-0": URL}, "skyctl recover", shared=False, pushes=True)
         clear(state, "far-0")
         claim.release()
