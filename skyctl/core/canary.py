@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 from skyctl.engines.traffic import ServerTraffic
 from skyctl.errors import UsageError
-from skyctl.fleetfile.sections import RouterSection
 from skyctl.push.request import PushRequest
 from skyctl.store.fleet_weights import Canary, CanaryStage
 from skyctl.units import count_of, parse_duration, percent
@@ -205,7 +204,7 @@ def refuse_plan(plan: FleetPlan, canary: Canary | None, counting: Collection[str
             hint="set `router: {policy: round_robin}` in the fleet file, then: skyctl up",
         )
     section = plan.config.router
-    policy = section.policy if isinstance(section, RouterSection) else ""
+    policy = "" if isinstance(section, str) else section.policy
     if policy not in counting:
         raise UsageError(
             f"the router's policy {policy} gives servers requests by load or content, not by share",
