@@ -228,7 +228,7 @@ def _recorded(
     def succeeded(result: PushResult) -> None:
         with state.transaction():
             if not request.dry_run:
-                record_result(state, job_id, result)
+                record_result(state, job_id, request, result)
             reached("push.recorded")
             state.journal.end(job_id, JobState.SUCCEEDED, result=result.to_json())
         reached("push.ended")
@@ -273,16 +273,17 @@ def abandon(state: FleetState, job_id: str, error: Exception | asyncio.Cancelled
     state.journal.end(job_id, ended, error=_error_json(shown))
 
 
-def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
-    """Record a push that succeeded: every server and the fleet are at its version, or the servers
-    of a canary that starts.
+def record_result(state: FleetState, job_id: str, request: PushRequest, result: PushResult) -> None:
+    """Record a push that succeeded: every server and the fleet are at its version, or only the
+    servers of a canary.
     """
     with state.transaction():
         _record_servers(state, result)
         weights, canary = FleetWeights.pushed(result.to_json()), state.canary()
-        if canary is not None and canary.stage is CanaryStage.STARTING:
-            state.set_canary(canary.serving(weights))
-            state.add_event("fleet", f"{job_id}: canary {result.version}")
+        if request.servers:
+            if canary is not None and canary.stage is CanaryStage.STARTING:
+                state.set_canary(canary.serving(weights))
+                state.add_event("fleet", f"{job_id}: canary {result.version}")
             return
         state.set_weights(weights)
         frozen = format_seconds(result.freeze_window_s)

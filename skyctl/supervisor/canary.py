@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import Protocol
 
 from skyctl import engines
 from skyctl.core.canary import (
@@ -43,7 +44,14 @@ from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.rollout import drain_all, sync_router
 
 _POLL_S = 0.05
+_FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 300.0
 _ENDS = "end it first: skyctl canary promote, or skyctl canary rollback"
+
+
+class BeginPush(Protocol):
+    """Begins a push, unless `check` raises after the last wait before it."""
+
+    def __call__(self, request: PushRequest, *, check: Callable[[], None]) -> Awaitable[Job]: ...
 
 
 class Canaries:
@@ -54,13 +62,14 @@ class Canaries:
     def __init__(
         self,
         running: RunningFleet,
-        begin_push: Callable[[PushRequest], Awaitable[Job]],
+        begin_push: BeginPush,
         recover: Callable[[], int],
     ) -> None:
         self._running = running
         self._begin_push = begin_push
         self._recover = recover
         self._counting: asyncio.Task[None] | None = None
+        self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
 
     async def act(self, request: CanaryRequest) -> CanaryStatus:
         """As `FleetService.canary`."""
@@ -74,9 +83,13 @@ class Canaries:
         return replace(await self._status(), job=job, operation=operation)
 
     async def tend(self) -> None:
-        """Begin to count for a canary that has begun to serve, and do what its rules demand."""
+        """Begin to count for a canary that has begun to serve, and do what its rules demand. Begin
+        again to bring the servers of one that ends back, if that has failed.
+        """
         state = self._running.state
         canary = state.canary()
+        if canary is not None and canary.stage is CanaryStage.ENDING:
+            self._return_again()
         if canary is None or canary.stage is not CanaryStage.SERVING:
             return
         if not canary.counted:
@@ -125,10 +138,12 @@ class Canaries:
         try:
             # drained first: no answer is of two versions
             job = await self._begin_push(
-                replace(push, servers=names, rolling=len(names), pause_mode="wait")
+                replace(push, servers=names, rolling=len(names), pause_mode="wait"),
+                check=lambda: self._refuse_changed(canary),
             )
         except BaseException:
-            state.set_canary(None)
+            if self._stands(canary):
+                state.set_canary(None)
             raise
         running.changed()
         self._counting = asyncio.create_task(self._count_after(job))
@@ -144,22 +159,42 @@ class Canaries:
         canary = self._serving()
         verify = self._running.require_plan().config.weight_transfer.verify
         request = await asyncio.to_thread(published, canary.weights, verify=verify)
-        return await self._begin_push(request)
+        return await self._begin_push(request, check=lambda: self._refuse_changed(canary))
 
     def _roll_back(self, reason: str) -> int:
         state = self._running.state
         canary = state.canary()
         if canary is None:
             raise self._none()
-        if self._running.push_job is not None or self._running.under_way is not None:
+        begins = canary.stage is CanaryStage.STARTING
+        if begins or self._running.push_job is not None or self._running.under_way is not None:
             raise ConflictError(
                 f"fleet {self._running.paths.name} is busy: its canary cannot be rolled back now",
                 hint="follow it: skyctl status; end a push: skyctl jobs cancel ID",
             )
+        operation = self._recover()  # may be refused; its task runs once this is on record
         with state.durable():
             state.set_canary(replace(canary, stage=CanaryStage.ENDING))
         state.add_event("fleet", f"canary {canary.weights.version} ends: {reason}")
-        return self._recover()
+        self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
+        return operation
+
+    def _return_again(self) -> None:
+        running, now = self._running, time.monotonic()
+        if running.push_job is None and running.under_way is None and now >= self._retry_at:
+            with suppress(ConflictError):  # something else is being done
+                self._recover()
+                self._retry_at = now + self._retry_s
+                self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+
+    def _stands(self, canary: Canary) -> bool:
+        """Whether it is still on record, at the same stage."""
+        now = self._running.state.canary()
+        return now is not None and (now.began_at, now.stage) == (canary.began_at, canary.stage)
+
+    def _refuse_changed(self, canary: Canary) -> None:
+        if not self._stands(canary):
+            raise ConflictError("the canary has ended meanwhile", hint="skyctl canary status")
 
     def _serving(self) -> Canary:
         canary = self._running.state.canary()
@@ -195,7 +230,9 @@ class Canaries:
         state, replicas = self._running.state, self._running.replicas
         counted = await self._answers()
         canary = state.canary()
-        if canary is not None and canary.stage is CanaryStage.SERVING:
+        if canary is None or canary.stage is not CanaryStage.SERVING:
+            return
+        if {*canary.servers} <= counted.keys():  # otherwise the next look repeats it
             begins = {
                 name: {"instance": replicas[name].instance, "traffic": asdict(traffic)}
                 for name, traffic in counted.items()
@@ -204,8 +241,10 @@ class Canaries:
 
     async def _traffic(self, canary: Canary) -> dict[str, ServerTraffic]:
         """What each server that answers has answered since the canary began to serve, or since its
-        own start.
+        own start; nothing before it has begun to count.
         """
+        if not canary.counted:
+            return {}
         counted = await self._answers()
         for name, traffic in counted.items():
             began = canary.counted.get(name)
@@ -244,12 +283,13 @@ def refuse_push(state: FleetState) -> None:
         )
 
 
-def push_ended(state: FleetState) -> bool:
-    """Called with each push that ended: one of a canary that did not succeed ends it. Returns
-    whether its servers are to be brought back.
+def push_ended(state: FleetState, job: Job | None = None) -> bool:
+    """Called with each push that ended, without one at a takeover: that of a canary that did not
+    succeed ends it. Returns whether its servers are to be brought back.
     """
     canary = state.canary()
-    if canary is not None and canary.stage is CanaryStage.STARTING:
+    own = job is None or job.request.get("servers")
+    if own and canary is not None and canary.stage is CanaryStage.STARTING:
         canary = replace(canary, stage=CanaryStage.ENDING)
         state.set_canary(canary)
     return canary is not None and canary.stage is CanaryStage.ENDING

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from skyctl.core import jobs, verbs
@@ -243,7 +244,7 @@ class Supervisor(OperatedFleet, SupervisorService):
 
         False: there is nothing to do, or something else is being done.
         """
-        needed = push_ended(self.state) or in_doubt(self.state)
+        needed = push_ended(self.state, job) or in_doubt(self.state)
         if self.under_way or self.push_job or self.draining or not needed:
             return False
         turn.rename(f"recovery after {job.id}")
@@ -381,7 +382,6 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def start_push(self, request: PushRequest) -> str:
         """Push into every server that is up."""
-        refuse_push(self.state)
         if request.servers:
             hint = "skyctl canary start CKPT --share 10%"
             raise UsageError("a push into some servers is a canary's", hint=hint)
@@ -389,7 +389,6 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def open_update(self, request: OpenUpdate) -> OpenedUpdate:
         transfer = self.require_plan().config.weight_transfer
-        refuse_push(self.state)
         trainer = Trainer(
             request.at, request.process, request.timeout_s or transfer.update_timeout_s
         )
@@ -441,7 +440,6 @@ class Supervisor(OperatedFleet, SupervisorService):
         live = self.pushes.offers.get(request.key)
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
-        refuse_push(self.state)
         live = replace(live, numbers=request.numbers)
         return (await self._begin_push(request.push, live=live)).id
 
@@ -455,9 +453,16 @@ class Supervisor(OperatedFleet, SupervisorService):
         return await ask_targets(self.pushes.would_take(), request, self.client)
 
     async def _begin_push(
-        self, request: PushRequest, trainer: Trainer | None = None, live: Live | None = None
+        self,
+        request: PushRequest,
+        trainer: Trainer | None = None,
+        live: Live | None = None,
+        check: Callable[[], None] | None = None,
     ) -> Job:
+        """`check` raises if the canary, of which each wait may have made another, refuses it."""
+        check = check or partial(refuse_push, self.state)
         self.require_plan()
+        check()
         until = time.monotonic() + SETTLE_WAIT_S
         while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_SETTLE_POLL_S)
@@ -472,6 +477,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 raise ConflictError("the client of the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
+            check()
             return self.pushes.start(request, turn, trainer, live)
         except BaseException:
             turn.release()

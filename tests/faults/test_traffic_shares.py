@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,10 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
+from skyctl.core import jobs
+from skyctl.core.arbiter import Act
 from skyctl.core.canary import CanaryRequest
-from skyctl.errors import ConflictError, NotFoundError, StateUnwritable, UsageError
+from skyctl.engines.traffic import ServerTraffic
+from skyctl.errors import ConflictError, NotFoundError, SkyctlError, StateUnwritable, UsageError
 from skyctl.fleetfile.sections import RouterSection
 from skyctl.push.request import PushRequest
+from skyctl.store.fleet_weights import CanaryStage
+from skyctl.supervisor import admission, canary, healing
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.faults.stub_fleet import StubFleet
@@ -167,6 +173,105 @@ async def test_nothing_is_touched_before_the_canary_is_on_record(
         await at_one_version(supervisor, "step-1")
 
 
+# --- beside another push or a rollback -----------------------------------------------------------
+
+
+def stage_of(supervisor: Supervisor) -> CanaryStage | None:
+    recorded = supervisor.state.canary()
+    return recorded and recorded.stage
+
+
+async def test_a_canary_that_waits_for_a_push_to_end_is_not_that_pushs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, refresh_all = asyncio.Event(), admission.refresh_all
+
+    async def later(*arguments: Any) -> Any:
+        await go_on.wait()
+        return await refresh_all(*arguments)
+
+    async with fleet_of(tmp_path, pushed=False) as supervisor:
+        monkeypatch.setattr(admission, "refresh_all", later)
+        push = PushRequest(str(tmp_path / "one"), weight_version="step-1")
+        job = await supervisor.start_push(push)
+        await eventually(lambda: supervisor.state.journal.job(job).ended)
+        starting = asyncio.create_task(started(supervisor, tmp_path))
+        await eventually(lambda: stage_of(supervisor) is CanaryStage.STARTING)
+        with pytest.raises(ConflictError, match="cannot be rolled back now"):
+            await supervisor.canary(CanaryRequest("rollback"))
+        go_on.set()
+        await starting
+        assert await versions(supervisor) == {"a": "step-2", "b": "step-1", "c": "step-1"}
+        assert stage_of(supervisor) is CanaryStage.SERVING
+        assert supervisor.state.weights().version == "step-1"
+
+
+async def test_a_version_that_is_rolled_back_meanwhile_is_not_promoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, go_on, published = threading.Event(), threading.Event(), canary.published
+
+    def later(*arguments: Any, **options: Any) -> PushRequest:
+        read.set()
+        go_on.wait(20)
+        return published(*arguments, **options)
+
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        monkeypatch.setattr(canary, "published", later)
+        promoting = asyncio.create_task(supervisor.canary(CanaryRequest("promote")))
+        await eventually(read.is_set)
+        assert (await supervisor.canary(CanaryRequest("rollback"))).operation > 0
+        go_on.set()
+        with pytest.raises(ConflictError, match="ended meanwhile"):
+            await promoting
+        assert await ended(supervisor) == ""
+        await at_one_version(supervisor, "step-1")
+
+
+async def test_a_push_that_was_asked_for_before_the_canary_is_refused_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on, resolved = threading.Event(), threading.Event(), jobs.resolved
+
+    def later(request: PushRequest) -> PushRequest:
+        if not request.servers:
+            asked.set()
+            go_on.wait(20)
+        return resolved(request)
+
+    async with fleet_of(tmp_path) as supervisor:
+        monkeypatch.setattr(jobs, "resolved", later)
+        pushing_on = asyncio.create_task(supervisor.start_push(PushRequest(str(tmp_path / "one"))))
+        await eventually(asked.is_set)
+        await started(supervisor, tmp_path)
+        go_on.set()
+        with pytest.raises(ConflictError, match="step-2 is serving on a"):
+            await pushing_on
+        assert await versions(supervisor) == {"a": "step-2", "b": "step-1", "c": "step-1"}
+
+
+async def test_a_rollback_that_is_refused_or_fails_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: Supervisor) -> None:
+        raise SkyctlError("no answer")
+
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path)
+        with await supervisor.arbiter.turn(Act.SLEEP, "a sleep"), pytest.raises(ConflictError):
+            await supervisor.canary(CanaryRequest("rollback"))
+        assert stage_of(supervisor) is CanaryStage.SERVING
+        with monkeypatch.context() as patched:
+            patched.setattr(healing, "find", fails)
+            await supervisor.canary(CanaryRequest("rollback"))
+            assert await ended(supervisor) == "no answer"
+            assert stage_of(supervisor) is CanaryStage.ENDING
+        await supervisor.canaries.tend()
+        assert await ended(supervisor) == ""
+        await at_one_version(supervisor, "step-1")
+
+
 # --- what fails ----------------------------------------------------------------------------------
 
 
@@ -254,6 +359,27 @@ async def test_a_canary_that_breaks_its_rule_is_rolled_back(tmp_path: Path) -> N
         await at_one_version(supervisor, "step-1")
         reasons = [event.message for event in supervisor.state.events()]
         assert "canary step-2 ends: errors 14.3% (5 of 35) > 1%" in reasons
+
+
+async def test_nothing_from_before_a_canary_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await answered(supervisor, "a", 30)
+        answers = supervisor.canaries._answers
+
+        async def without_a() -> dict[str, ServerTraffic]:
+            return {name: counted for name, counted in (await answers()).items() if name != "a"}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor.canaries, "_answers", without_a)
+            await started(supervisor, tmp_path, rollback_if=("errors>1%",))
+            assert supervisor.canaries._counting is not None
+            await supervisor.canaries._counting
+        assert (await supervisor.canary()).versions[0].requests == 0
+        await supervisor.canaries.tend()
+        await answered(supervisor, "a", 2)
+        assert (await supervisor.canary()).versions[0].requests == 2
 
 
 async def test_a_canary_that_kept_its_rules_is_promoted(tmp_path: Path) -> None:

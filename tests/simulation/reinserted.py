@@ -104,10 +104,10 @@ def _refused(what: Any) -> Any:
     return write
 
 
-def _record_result(state: FleetState, job_id: str, result: Any) -> None:
+def _record_result(*arguments: Any) -> None:
     if _unwell():
         raise ConflictError("the state file cannot be written")
-    _recorded(state, job_id, result)
+    _recorded(*arguments)
 
 
 _recorded = jobs.record_result

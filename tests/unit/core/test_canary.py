@@ -18,12 +18,15 @@ from skyctl.core.canary import (
     verdict,
     weights_for,
 )
+from skyctl.core.jobs import record_result
 from skyctl.engines.traffic import Histogram, ServerTraffic
 from skyctl.engines.vllm.router import router_entries, router_worker
 from skyctl.engines.vllm.traffic import parse_traffic
 from skyctl.errors import UsageError
+from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.store.fleet_weights import Canary, CanaryStage, FleetWeights
 from skyctl.store.state import FleetState
+from skyctl.supervisor.canary import push_ended
 from tests.unit.supervisor.fleets import fleet_plan, stub_router, stub_server
 
 SERVING = Canary(FleetWeights("step-2", "/two"), ("a",), 0.1, CanaryStage.SERVING, 100.0)
@@ -224,3 +227,29 @@ def test_the_record_says_which_weights_each_server_must_have(tmp_path: Path) -> 
         state.set_canary(SERVING)
         state.forget_run()
         assert state.canary() is None
+
+
+@pytest.mark.parametrize("servers", [(), ("a",)])
+@pytest.mark.parametrize("stage", [None, *CanaryStage])
+def test_a_push_that_ends_decides_about_a_canary_only_if_it_is_its_own(
+    tmp_path: Path, servers: tuple[str, ...], stage: CanaryStage | None
+) -> None:
+    request, fleet = PushRequest("/three", servers=servers), FleetWeights("step-1", "/one")
+    pushed = [ServerPush("a", True, "ready", "step-3", "")]
+    result = PushResult("step-3", "/three", "id", "shm", 1, 1, 0.1, 0.1, 0.1, {}, pushed)
+    canary = replace(SERVING, stage=stage) if stage else None
+    with FleetState(tmp_path / "state.db") as state:
+        state.set_weights(fleet)
+        state.set_canary(canary)
+        job = state.journal.begin("push", request.to_json())
+        ends = bool(servers) and stage is CanaryStage.STARTING
+        push_ended(state, job)
+        assert state.canary() == (replace(SERVING, stage=CanaryStage.ENDING) if ends else canary)
+        state.set_canary(canary)
+        record_result(state, job.id, request, result)
+        recorded = state.canary()
+        if not servers:
+            assert (state.weights().version, recorded) == ("step-3", None)
+            return
+        assert state.weights() == fleet
+        assert recorded == canary or (ends and recorded and recorded.weights.version == "step-3")

@@ -42,7 +42,7 @@ def result() -> PushResult:
 
 def test_the_next_push_knows_what_the_last_one_learned(state: FleetState) -> None:
     job = state.journal.begin("push", PushRequest("/c").to_json())
-    record_result(state, job.id, result())
+    record_result(state, job.id, PushRequest("/c"), result())
     told = informed(fleet("a", "b"), state)
     assert told.expected.digests == (DIGEST,)
     assert [server.weights_digest for server in told.servers] == ["ab:tp2", ""]
