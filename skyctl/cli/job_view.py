@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 _REPORTED = ("quarantined", "failed")
 _STAY = "servers that were done keep their new settings; go on with it: skyctl up"
 _CANCELLED = {
-    "push": "the servers keep their old weights",
-    "push (rolling)": "parts that were done keep the new weights",
-    "dry-run": "nothing was touched",
-    "dry-run (rolling)": "nothing was touched",
     "adapters": "every server serves what it did before",
     "up": _STAY,
     "scale": _STAY,
@@ -93,18 +89,35 @@ def going_on(job_id: str) -> str:
     return f"{job_id} goes on: skyctl jobs wait {job_id}; or undo it: skyctl jobs cancel {job_id}"
 
 
-def emit_cancelled(job: Job, *, was_running: bool) -> None:
-    """Print how a job ended that was to be cancelled; an error only if it failed meanwhile."""
+def emit_cancelled(job: Job, *, was_running: bool, down: bool) -> None:
+    """Print how a job ended that was to be cancelled; an error only if it failed meanwhile. `down`:
+    it took the whole fleet with it.
+    """
     views: list[RenderableType] = []
     if not was_running:
         views.append(f"{job.id} has ended before: {job.state}")
     elif job.state == "interrupted":
-        rolling = " (rolling)" if job.request.get("rolling") else ""
-        views.append(f"{job.id} is cancelled; {_CANCELLED[job.kind + rolling]}")
+        views.append(f"{job.id} is cancelled; {_state_after(job, down=down)}")
     else:
         views += [*job_views(job), f"{job.id} was too far to be undone: {job.state}"]
     failed = was_running and job.state == "failed"
     output.emit({"job": job.to_json()}, *views, error=job_error(job) if failed else None)
+
+
+def _state_after(job: Job, *, down: bool) -> str:
+    """What a cancelled job leaves."""
+    if down:
+        return "nothing of it is left"
+    if not job.is_push:
+        return _CANCELLED[job.kind]
+    if job.request.get("dry_run"):
+        return "nothing was touched"
+    rolling = job.request.get("rolling")
+    return (
+        "parts that were done keep the new weights"
+        if rolling
+        else "the servers keep their old weights"
+    )
 
 
 def job_views(job: Job) -> list[RenderableType]:

@@ -181,24 +181,38 @@ def cancel(
 
     ref = find(*chosen(context, file, fleet))
 
-    async def end() -> tuple[Job, bool]:
+    async def end() -> tuple[Job, bool, bool]:
         async with connect(ref) as running:
             job = await running.job(job_id)
             if job.ended:
-                return job, False
+                return job, False, False
             await running.cancel_job(CancelJob(job_id))
             try:
-                return await follow_job(running, job_id, timeout_s=timeout), True
-            except (FleetDownError, NotFoundError):
+                job = await follow_job(running, job_id, timeout_s=timeout)
+            except (FleetDownError, NotFoundError) as error:
                 if job.is_push:
                     raise
-                # nothing was left of the fleet, and its supervisor has ended
-                return replace(job, state=JobState.INTERRUPTED), True
+                if not await _is_down(running):
+                    raise FleetDownError(
+                        f"the supervisor ended before it had put {job_id} back",
+                        hint="what runs now: skyctl status; go on with it: skyctl up",
+                    ) from error
+                return replace(job, state=JobState.INTERRUPTED), True, True
+            return job, True, not job.is_push and await _is_down(running)
 
-    job, was_running = run_following(
+    job, was_running, down = run_following(
         end(), lambda: f"{job_id} is being cancelled: skyctl jobs show"
     )
-    emit_cancelled(job, was_running=was_running)
+    emit_cancelled(job, was_running=was_running, down=down)
+
+
+async def _is_down(running: FleetService) -> bool:
+    """Whether nothing runs, or is about to: with a cancelled first `up` the whole fleet goes."""
+    from skyctl.core.requests import StatusQuery
+    from skyctl.core.status import Health
+
+    status = await running.status(StatusQuery(fresh=False))
+    return status.health in (Health.DOWN, Health.STOPPING)
 
 
 async def _newest(running: FleetService) -> str:

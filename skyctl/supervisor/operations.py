@@ -109,7 +109,14 @@ class OperatedFleet(RunningFleet, ABC):
                 hint=f"follow it: skyctl jobs wait {job.id}",
             )
         if self._cancelling is None or self._cancelling.done():
-            self._cancelling = asyncio.create_task(self.undo_by(BY_CANCEL), name="cancel")
+            self._cancelling = asyncio.create_task(self._undo_cancelled(job), name="cancel")
+
+    async def _undo_cancelled(self, job: Job) -> None:
+        try:
+            await self.undo_by(BY_CANCEL)
+        except Exception as failure:  # the command only follows the job
+            message = f"{job.id} is not put back: {failure!r}"
+            self.state.add_event("fleet", message, FleetEvent.OPERATION_FAILED, operation=job.kind)
 
     def _own_job(self, job_id: str) -> Job | None:
         """One under way, else the last that ended."""

@@ -309,8 +309,9 @@ class Supervisor(OperatedFleet, SupervisorService):
         await self.undo_by(INTERRUPTED)
 
     async def undo_by(self, reason: str) -> None:
-        if not await self._stop_operation(reason):
-            await self.put_back()  # it has failed
+        stopped = await self._stop_operation(reason)
+        if not stopped and self.operation is not None and self.operation.error:
+            await self.put_back()  # it has failed; what has succeeded meanwhile stays
         if not self.replicas:
             await self.down(Down(0.0))
 

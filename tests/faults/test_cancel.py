@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.faults.stub_fleet import StubFleet, until_said
 from tests.faults.test_matrix_commands import busy
 from tests.faults.test_stopped_holders import attached
+from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -89,6 +92,43 @@ def test_what_waits_for_a_request_names_it_and_is_cancelled_at_once(
     assert versions(fleet) == {None}
     request.kill()
     request.communicate()
+
+
+def test_a_cancelled_first_up_leaves_nothing(fleet: StubFleet) -> None:
+    fleet.write(faults='{"startup_delay_s": 15}')
+    up = fleet.start("up")
+    until_stage(fleet, "up-1", "starting")
+    printed = fleet.run("jobs", "cancel", "up-1").stdout
+    assert "up-1 is cancelled; nothing of it is left" in printed
+    up.communicate(timeout=30)
+    assert fleet.json("status")["data"]["health"] == "down"
+
+
+def test_a_change_whose_supervisor_dies_is_not_called_put_back(fleet: StubFleet) -> None:
+    slow = '{"startup_delay_s": 3}'
+    fleet.write(faults=slow)
+    fleet.run("up")
+    fleet.write(faults=slow, extra="args: {max-model-len: 2048}")
+    up = fleet.start("up")
+    until_stage(fleet, "up-2", "0 of 2 servers restarted")
+    cancel = fleet.start("jobs", "cancel", "up-2")
+    until_stage(fleet, "up-2", "starting")  # it is being put back
+    kill(fleet.json("status")["data"]["supervisor_pid"])
+    printed, notes = cancel.communicate(timeout=60)
+    assert cancel.returncode == 4 and not printed
+    assert "the supervisor ended before it had put up-2 back" in notes
+    up.communicate(timeout=60)
+
+
+def until_stage(fleet: StubFleet, job: str, stage: str) -> None:
+    """Wait until this change is in this stage; it must get there."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        answer = fleet.run("jobs", "--json", expect=None).stdout
+        rows = (json.loads(answer).get("data") or {}).get("jobs", ())
+        if (job, stage) in [(row["id"], row["stage"]) for row in rows]:
+            return
+    raise AssertionError(f"{job} never was in stage {stage!r}")
 
 
 def versions(fleet: StubFleet) -> set[str]:

@@ -23,8 +23,8 @@ from skyctl.core.arbiter import Turn, hung_up
 from skyctl.core.findings import Finding
 from skyctl.core.jobs import open_push
 from skyctl.core.plan import FleetPlan
-from skyctl.core.requests import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
-from skyctl.core.status import Operation, OperationKind
+from skyctl.core.requests import CancelJob, Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
+from skyctl.core.status import BY_CANCEL, Operation, OperationKind
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, HostUnreachable, NotFoundError, PushError, SkyctlError
@@ -627,6 +627,34 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         await supervisor.undo()
         assert states(supervisor) == {"a": "ready"}
         assert not supervisor.finished.is_set()
+
+
+async def test_a_cancel_that_comes_after_the_end_undoes_nothing(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b = stub_server("a"), stub_server("b")
+        await bring_up(supervisor, fleet_plan([a]))
+        await bring_up(supervisor, fleet_plan([a, b]))
+        await supervisor.undo_by(BY_CANCEL)
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+
+
+async def test_what_could_not_be_put_back_is_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        number = supervisor.change_to(
+            fleet_plan([command_server("a", "import time; time.sleep(600)")])
+        ).operation
+        await eventually(lambda: "a" in supervisor.replicas)
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor, "undo_by", AsyncMock(side_effect=OSError("disk is full")))
+            await supervisor.cancel_job(CancelJob(f"up-{number}"))
+            await eventually(
+                lambda: (
+                    f"up-{number} is not put back: OSError('disk is full')"
+                    in [event.message for event in supervisor.state.events()]
+                )
+            )
 
 
 async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
