@@ -253,8 +253,8 @@ class Base:
         kept = self.model.state_dict().keys()
         state |= {name: value for name, value in self.model.named_buffers() if name in kept}
         self.model.save_pretrained(directory, state_dict=state)
-        for path in Path(self.path).glob("*") if Path(self.path).is_dir() else ():
-            if path.is_file() and not _of_the_model(path) and not (directory / path.name).exists():
+        for path in files.beside_weights(Path(self.path)):
+            if not (directory / path.name).exists():
                 shutil.copyfile(path, directory / path.name)
 
     def read(self, directory: Path, config: LoraConfig) -> Parameters:
@@ -316,12 +316,6 @@ def _summed(a: Tensor, b: Tensor) -> Tensor:
 def rank_of(parameters: Mapping[str, Tensor]) -> int:
     """The rank of an adapter; 0 for a whole model."""
     return next((len(value) for name, value in parameters.items() if name.endswith("lora_A")), 0)
-
-
-def _of_the_model(path: Path) -> bool:
-    """Whether the file is weights, their index, or says how to read them."""
-    kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-    return path.name.endswith(kinds) or path.name == "config.json"
 
 
 def peft_config(parameters: Parameters, base: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.errors import PreflightError, UsageError
-from skyctl.store.paths import sync_directory
 from skyctl.tinker import files
 
 if TYPE_CHECKING:
@@ -78,9 +77,9 @@ def merge_adapter(directory: Path, base: str, to: Path) -> None:
                 weights[_HEAD] = weights[_EMBEDDING]
             tensors = {name: merged(name, weight) for name, weight in weights.items()}
             save_file(tensors, beside / shard.name, metadata={"format": "pt"})
-        for path in sorted(model.path.iterdir()):
-            if path.suffix in (".json", ".txt", ".jinja", ".model"):
-                shutil.copyfile(path, beside / path.name)
+        index = [path for path in [model.path / INDEX_NAME] if path.exists()]
+        for path in [*files.beside_weights(model.path), *index]:
+            shutil.copyfile(path, beside / path.name)
         if untied:
             _untie(beside)
 
@@ -108,17 +107,6 @@ def _checked(directory: Path) -> dict[str, dict[str, str]]:
 
 
 def _write(to: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a directory beside `to`, then rename it."""
     if to.exists():
         raise UsageError(f"{to} exists", hint="give a directory that does not exist yet")
-    beside = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        write(beside)
-        sync_directory(beside)
-        beside.rename(to)
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    sync_directory(to.parent)
+    files.write_directory(to, write)

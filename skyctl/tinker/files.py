@@ -22,32 +22,55 @@ class DamagedCheckpoint(Exception):
     """Files are missing or differ from what was written."""
 
 
-def write_directory(directory: Path, write: Callable[[Path], None], meta: Mapping[str, Any]) -> int:
-    """Let `write` fill a directory beside `directory`, add a `meta.json` with the digests of its
-    files, then rename.
+def write_checkpoint(
+    directory: Path, write: Callable[[Path], None], meta: Mapping[str, Any]
+) -> int:
+    """`write_directory`, with a `meta.json` that has the digests of the files.
 
     Returns the bytes written. What was at `directory` (a save that was not recorded) is replaced.
     """
-    beside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True, mode=0o700)
-    try:
+
+    def described(beside: Path) -> None:
+        beside.chmod(0o700)
         write(beside)
         digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
         (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
+        shutil.rmtree(directory, ignore_errors=True)
+
+    return write_directory(directory, described)
+
+
+def write_directory(directory: Path, write: Callable[[Path], None]) -> int:
+    """Let `write` fill a directory beside `directory`, then rename it.
+
+    Returns the bytes written. Raises OSError if there is something at `directory`.
+    """
+    beside = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        write(beside)
         size = 0
         for path in beside.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 size += os.fstat(file.fileno()).st_size
         sync_directory(beside)
+        beside.rename(directory)
     except BaseException:  # such as a full disk, which it would go on filling
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    shutil.rmtree(directory, ignore_errors=True)
-    beside.rename(directory)
     sync_directory(directory.parent)
     return size
+
+
+def beside_weights(model: Path) -> list[Path]:
+    """The files of a model's directory other than its weights and what indexes them: its config,
+    its tokenizer, its code.
+    """
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+    paths = sorted(model.iterdir()) if model.is_dir() else []
+    return [path for path in paths if path.is_file() and not path.name.endswith(weights)]
 
 
 def _digest(path: Path) -> str:

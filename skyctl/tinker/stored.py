@@ -14,7 +14,7 @@ from pathlib import Path
 
 from skyctl.core.registry import FleetRef, known_fleets, select
 from skyctl.core.urls import tinker_place
-from skyctl.errors import FleetDownError, FleetFileError, NotFoundError, SkyctlError
+from skyctl.errors import FleetDownError, NotFoundError, SkyctlError
 from skyctl.store.credentials import read_secret
 from skyctl.store.paths import expanded
 
@@ -112,24 +112,26 @@ def find_checkpoint(path: str, ref: FleetRef | None = None) -> StoredCheckpoint:
     Raises:
         NotFoundError: no fleet's API has it, or its directory is gone.
     """
-    for checkpoint in _all() if ref is None else checkpoints_of(ref):
+    unread: list[str] = []
+    for checkpoint in _all(unread) if ref is None else checkpoints_of(ref):
         if checkpoint.path == path:
             if not checkpoint.directory.is_dir():
                 raise NotFoundError(f"the files of {path} are gone from {checkpoint.directory}")
             return checkpoint
     place = f"in fleet {ref.name}" if ref else "in any fleet of this machine"
-    raise NotFoundError(
-        f"there is no checkpoint {path} {place}", hint="what there is: skyctl tinker ls --all"
-    )
+    message = f"there is no checkpoint {path} {place}"
+    if unread:
+        message += f" that can be read; not read: {'; '.join(unread)}"
+    raise NotFoundError(message, hint="what there is: skyctl tinker ls --all")
 
 
-def _all() -> Iterator[StoredCheckpoint]:
+def _all(unread: list[str]) -> Iterator[StoredCheckpoint]:
+    """Those of all fleets; `unread` receives the fleets that cannot be read, with the reason."""
     for name in known_fleets():
         try:
-            ref = select(None, name)
-            yield from checkpoints_of(ref)
-        except FleetFileError:  # the file of another fleet does not load: its paths are unknown
-            continue
+            yield from checkpoints_of(select(None, name))
+        except SkyctlError as error:
+            unread.append(f"fleet {name} ({error.message})")
 
 
 async def delete_checkpoints(ref: FleetRef, names: Sequence[str]) -> list[StoredCheckpoint]:

@@ -112,7 +112,7 @@ class Trainer:
                 save_file(_optimizer_tensors(trained), beside / files.OPTIMIZER)
 
         meta = {"base": self.name, "lora": asdict(trained.config)}
-        return files.write_directory(directory, write, meta)
+        return files.write_checkpoint(directory, write, meta)
 
     def zero_gradients(self, model: str) -> None:
         """Drop what was accumulated since the last step."""

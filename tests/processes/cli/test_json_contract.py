@@ -5,7 +5,6 @@ One fleet serves all tests of this file, in any order.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import os
@@ -21,12 +20,11 @@ import typer
 from skyctl import startup
 from skyctl.cli import app as app_module
 from skyctl.store.paths import FleetPaths
-from skyctl.tinker import files
-from skyctl.tinker.ledger import Ledger
 from tests.faults.stub_fleet import StubFleet
 from tests.processes.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.tinker.stored import store_checkpoint
 
 TABLES = tables(DOCUMENT.read_text())
 ENVELOPE = ["skyctl", "command", "ok", "exit_code", "data", "error"]
@@ -114,24 +112,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     store_checkpoint(FleetPaths(directory / "home", "stubs").tinker)
     yield fleet
     fleet.run("down", "--drain-timeout", "0")
-
-
-def store_checkpoint(storage: Path) -> None:
-    """As a Tinker API does."""
-    directory = storage / "checkpoints" / "c"
-
-    def write(beside: Path) -> None:
-        (beside / "adapter_model.safetensors").write_bytes(b"weights")
-
-    size = files.write_directory(directory, write, {})
-    columns = "path, model, kind, name, directory, config, optimizer, created, size"
-    path, config = "tinker://run/weights/final", json.dumps({"base": "b", "lora": {"rank": 8}})
-    row = (path, "run", "training", "final", str(directory), config, 0, 0.0, size)
-    ledger = Ledger(storage / "ledger.sqlite")
-    asyncio.run(
-        ledger.write(f"INSERT INTO checkpoints ({columns}) VALUES (?,?,?,?,?,?,?,?,?)", *row)
-    )
-    ledger.close()
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,18 @@ def test_a_merged_model_computes_what_the_trainer_does(
     assert not torch.allclose(plain, expected, atol=1e-2)
 
 
+def test_all_of_the_base_but_its_weights_comes_along(tmp_path: Path) -> None:
+    checkpoint = make_tiny_checkpoint(tmp_path / "base", seed=1)
+    trained(checkpoint, tmp_path / "adapter")
+    others = {"modeling_tiny.py", "vocab.tiktoken", "merges.txt", "LICENSE"}
+    for name in (*others, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        (checkpoint / name).write_text(name)
+    merge_adapter(tmp_path / "adapter", str(checkpoint), tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names >= others | {"config.json", "model.safetensors"}
+    assert not [name for name in names if name.startswith("pytorch_model")]
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     checkpoint = make_tiny_checkpoint(tmp_path / "base", seed=1)
     trained(checkpoint, tmp_path / "adapter")

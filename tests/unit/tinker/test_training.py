@@ -109,7 +109,7 @@ def test_a_disk_that_fails_at_any_step_of_a_save_leaves_no_part_of_it(
 
     monkeypatch.setattr(files, step, full)
     with pytest.raises(OSError, match="No space"):
-        files.write_directory(tmp_path / "c", lambda beside: (beside / "a").touch(), {})
+        files.write_checkpoint(tmp_path / "c", lambda beside: (beside / "a").touch(), {})
     assert list(tmp_path.iterdir()) == []
 
 

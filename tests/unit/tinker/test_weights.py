@@ -86,7 +86,7 @@ def trained(tmp_path: Path) -> dict[str, str]:
         def write(beside: Path) -> None:
             (beside / "w").write_text("x")
 
-        files.write_directory(directory, write, {})
+        files.write_checkpoint(directory, write, {})
         made[name] = str(directory)
     return made
 
