@@ -12,7 +12,9 @@ _ASSIGNMENT = re.compile(r"(?:export\s+)?(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>
 _QUOTED = re.compile(r"""(?:'([^']*)'|"((?:[^"\\]|\\.)*)")\s*(?:#.*)?""")
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 _ESCAPE = re.compile(r"\\(.)")
-_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+_DOLLAR = "\0"
+"""In place of an escaped dollar, which begins no variable; no variable has it in its value."""
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "$": _DOLLAR}
 _FORMS = "write ${NAME}, ${NAME:-default} or ${NAME:?message}, or $${ for the characters themselves"
 
 Complain = Callable[[str, str], None]
@@ -78,5 +80,6 @@ def read_assignments(
         def complain_here(message: str, hint: str, number: int = number) -> None:
             complain(number, message, hint)
 
-        values[assignment["name"]] = expand(value, {**values, **environ}, complain_here)
+        value = expand(value, {**values, **environ}, complain_here)
+        values[assignment["name"]] = value.replace(_DOLLAR, "$")
     return values

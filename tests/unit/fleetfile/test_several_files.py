@@ -152,6 +152,8 @@ def test_the_env_file_has_what_the_environment_lacks(directory: Path) -> None:
     [
         ('A="x\\ny\\"z" # c', 'x\ny"z'),
         ("A=$HOME#1", "$HOME#1"),
+        ('A="p\\${B}q"', "p${B}q"),
+        ('A="\\$${HERE}\\$x"', "$yes$x"),
         ("B=b\nA=${B}-${HERE:-no}", "b-yes"),
         ("A=  spaced  ", "spaced"),
         ("A = 'x'", "x"),
