@@ -265,7 +265,7 @@ async def update_well(app: Application, supervisor: Supervisor) -> None:
     bearer = ((b"authorization", f"Bearer {TOKEN}".encode()),)
     await call(app, "POST", "/finish_weight_update", headers=bearer)  # what it may have left open
     async with asyncio.timeout(60):
-        while (await call(app, "POST", "/wake_up", headers=bearer)).status == 409:
+        while (await call(app, "POST", "/wake_up", headers=bearer)).status == 409:  # noqa: ASYNC110
             await asyncio.sleep(0.1)  # what a push had left half done is put right
     await supervisor.resume(Resume())
     for name in CALLS:
