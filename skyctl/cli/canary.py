@@ -111,10 +111,14 @@ def start(
 
     try:
         part = parse_share(share)
+    except ValueError as error:
+        message = f"--share {share}: not a share"
+        raise UsageError(message, hint="write it like --share 10%") from error
+    try:
         after_s = parse_duration(promote_after) if promote_after else None
     except ValueError as error:
-        message = str(error) if "duration" in str(error) else f"--share {share}: not a share"
-        raise UsageError(message, hint="write it like --share 10%") from error
+        message = f"--promote-after {promote_after}: not a duration"
+        raise UsageError(message, hint="write it like --promote-after 30m") from error
     for rule in rollback_if or ():
         Rule.parsed(rule)
     ref = find(*chosen(context, file, fleet))

@@ -111,19 +111,25 @@ class Rule:
             ) from None
         return cls(metric, limit)
 
-    def broken_by(self, traffic: ServerTraffic) -> str:
-        """How the canary's traffic breaks it; "" if it does not, or says too little."""
+    def measured(self, traffic: ServerTraffic) -> float | None:
+        """The canary's value; None if its traffic does not say it, or says too little."""
         if traffic.requests < _FEWEST_REQUESTS:
-            return ""
+            return None
         if self.metric == "errors":
-            value = traffic.errors / traffic.requests
+            return traffic.errors / traffic.requests
+        times = traffic.first_token_s if self.metric == "ttft_p95" else traffic.latency_s
+        return times.quantile(0.95)
+
+    def broken_by(self, traffic: ServerTraffic) -> str:
+        """How the canary's traffic breaks it; "" if it does not, or cannot be measured."""
+        value = self.measured(traffic)
+        if value is None or value <= self.limit:
+            return ""
+        shown, limit = f"{value:.3g} s", f"{self.limit:g} s"
+        if self.metric == "errors":
             shown = f"{percent(value)} ({traffic.errors} of {traffic.requests})"
             limit = percent(self.limit)
-        else:
-            times = traffic.first_token_s if self.metric == "ttft_p95" else traffic.latency_s
-            value = times.quantile(0.95) or 0.0
-            shown, limit = f"{value:.3g} s", f"{self.limit:g} s"
-        return f"{self.metric} {shown} > {limit}" if value > self.limit else ""
+        return f"{self.metric} {shown} > {limit}"
 
 
 def parse_share(text: str) -> float:
@@ -161,15 +167,11 @@ def servers_for(share: float, replicas: int, names: Sequence[str]) -> tuple[str,
     return tuple(names[:count])
 
 
-def weights_for(share: float, canaries: int, others: int) -> tuple[int, int]:
-    """How often the router lists each server of a canary, and each other, so that its requests,
-    which go to all entries alike, have this share: the fewest entries within the precision.
-    """
-    return _closest(share, canaries, others)[1]
-
-
 def _closest(share: float, canaries: int, others: int) -> tuple[float, tuple[int, int]]:
-    """The weights, and how far off they are, as a part of the smaller share."""
+    """How often the router lists each server of a canary, and each other, so that its requests,
+    which go to all entries alike, have this share: the fewest entries within the precision. Before
+    it how far off they are, as a part of the smaller share.
+    """
     ratio = share / (1 - share) * others / canaries
     closest = (1.0, (1, 1))
     for canary in range(1, _MOST_ENTRIES):
@@ -190,7 +192,7 @@ def entries(canary: Canary, routed: Collection[str]) -> dict[str, int]:
     others = [name for name in routed if name not in canary.servers]
     if not canaries or not others:
         return {}
-    weights = weights_for(canary.share, len(canaries), len(others))
+    _, weights = _closest(canary.share, len(canaries), len(others))
     return dict.fromkeys(canaries, weights[0]) | dict.fromkeys(others, weights[1])
 
 
@@ -267,15 +269,17 @@ def verdict(
     canary: Canary, traffic: ServerTraffic | None, now: float, *, ready: bool
 ) -> tuple[Literal["rollback", "promote"] | None, str]:
     """What its rules demand now, and why. `traffic` is what its servers have answered, None if they
-    do not say; `ready`: all of them serve it. One that is not, or has answered too little, is not
-    promoted.
+    do not say; `ready`: all of them serve it, and say. One that is not, or whose rules cannot all
+    be checked, is not promoted.
     """
     if canary.stage is not CanaryStage.SERVING or traffic is None:
         return None, ""
-    for rule in map(Rule.parsed, canary.rollback_if):
+    rules = [Rule.parsed(rule) for rule in canary.rollback_if]
+    for rule in rules:
         if reason := rule.broken_by(traffic):
             return "rollback", reason
     due = canary.promote_after_s is not None and now - canary.began_at >= canary.promote_after_s
-    if due and ready and traffic.requests >= _FEWEST_REQUESTS:
+    checked = all(rule.measured(traffic) is not None for rule in rules)
+    if due and ready and checked and traffic.requests >= _FEWEST_REQUESTS:
         return "promote", f"{count_of(traffic.requests, 'request')} without a broken rule"
     return None, ""

@@ -16,6 +16,7 @@ from skyctl.core.status import (
     RunningCanary,
 )
 from skyctl.states import UNLABELLED, ReplicaState
+from skyctl.store.fleet_weights import CanaryStage
 from skyctl.units import percent
 
 if TYPE_CHECKING:
@@ -83,8 +84,9 @@ def assess(
 
 def _tries(replica: ReplicaStatus, canary: RunningCanary | None) -> bool:
     """Whether it serves the canary, as it is to."""
-    intended = canary is not None and canary.intends(replica.name)
-    return canary is not None and intended and replica.weight_version == canary.version
+    if canary is None or canary.stage is not CanaryStage.SERVING:
+        return False
+    return replica.name in canary.servers and replica.weight_version == canary.version
 
 
 def _canary(canary: RunningCanary | None) -> Iterator[Finding]:

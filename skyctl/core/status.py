@@ -248,10 +248,6 @@ class RunningCanary:
     share: float
     stage: CanaryStage
 
-    def intends(self, server: str) -> bool:
-        """Whether this server is to serve it."""
-        return self.stage is CanaryStage.SERVING and server in self.servers
-
     @classmethod
     def recorded(cls, canary: Canary | None) -> RunningCanary | None:
         """As it is on record; None if there is none."""

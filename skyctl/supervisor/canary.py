@@ -39,8 +39,7 @@ from skyctl.store.fleet_weights import Canary, CanaryStage, FleetWeights
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
-from skyctl.supervisor.fleet import STATUS_TIMEOUT_S, RunningFleet
-from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.fleet import STATUS_TIMEOUT_S, RunningFleet, answers
 from skyctl.supervisor.rollout import drain_all, sync_router
 
 _POLL_S = 0.05
@@ -100,6 +99,7 @@ class Canaries:
         replicas = [self._running.replicas.get(name) for name in canary.servers]
         counted = await self._traffic(canary)
         ready = all(replica and replica.state is ReplicaState.READY for replica in replicas)
+        ready = ready and {*canary.servers} <= counted.keys()
         traffic = total(counted, canary.servers) if counted.keys() & {*canary.servers} else None
         action, reason = verdict(canary, traffic, time.time(), ready=ready)
         if action is None or state.canary() != canary:
@@ -108,8 +108,7 @@ class Canaries:
             if action == "rollback":
                 self._roll_back(reason)
             else:
-                job = await self._promote()
-                state.add_event("fleet", f"{job.id}: canary promoted: {reason}")
+                await self._promote_once(canary, reason)
 
     async def _start(self, request: CanaryRequest) -> Job:
         running, state = self._running, self._running.state
@@ -160,6 +159,19 @@ class Canaries:
         verify = self._running.require_plan().config.weight_transfer.verify
         request = await asyncio.to_thread(published, canary.weights, verify=verify)
         return await self._begin_push(request, check=lambda: self._refuse_changed(canary))
+
+    async def _promote_once(self, canary: Canary, reason: str) -> None:
+        """By rule: another attempt would fail as well."""
+        state = self._running.state
+        try:
+            happened = f"{(await self._promote()).id}: canary promoted by rule, once: {reason}"
+        except ConflictError:
+            raise
+        except SkyctlError as error:
+            happened = f"canary {canary.weights.version} cannot be promoted by rule: {error}"
+        if self._stands(canary):
+            state.set_canary(replace(canary, promote_after_s=None))
+        state.add_event("fleet", happened)
 
     def _roll_back(self, reason: str) -> int:
         state = self._running.state
@@ -255,17 +267,12 @@ class Canaries:
     async def _answers(self) -> dict[str, ServerTraffic]:
         running = self._running
         read = engines.ENGINES[running.require_plan().config.engine].traffic
-        answers: dict[str, ServerTraffic] = {}
         if read is None:
-            return answers
-
-        async def ask(replica: Replica) -> None:
-            with suppress(SkyctlError):
-                answers[replica.name] = await read(running.client, replica.target, STATUS_TIMEOUT_S)
-
+            return {}
         up = [replica for replica in running.replicas.values() if replica.phase is Phase.UP]
-        await asyncio.gather(*map(ask, up))
-        return answers
+        return await answers(
+            up, lambda replica: read(running.client, replica.target, STATUS_TIMEOUT_S)
+        )
 
 
 def refuse(plan: FleetPlan, canary: Canary | None) -> None:

@@ -231,15 +231,13 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     up = [replica for replica in replicas if replica.phase is Phase.UP]
     polled = [replica for replica in up if fresh and not replica.in_push]
     metrics, versions, failed = await asyncio.gather(
-        answers(running, up, lambda server: server.metrics()),
-        answers(running, polled, lambda server: server.weight_version()),
+        answers(up, lambda replica: server_of(running, replica).metrics()),
+        answers(polled, lambda replica: server_of(running, replica).weight_version()),
         refresh_all(polled, running.client, STATUS_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(
-            running, replica, metrics.get(replica.name), versions.get(replica.name), failed
-        )
-        for replica in replicas
+        _replica_row(running, r, metrics.get(r.name), versions.get(r.name), failed)
+        for r in replicas
     )
     router, tinker = _front_statuses(running)
     canary = RunningCanary.recorded(running.state.canary())
@@ -316,15 +314,19 @@ def _rollout(running: RunningFleet) -> str | None:
     return f"{job.id}: {done} of {count_of(len(running.replicas), 'server')} updated"
 
 
+def server_of(running: RunningFleet, replica: Replica) -> Server:
+    """To ask it for at most `STATUS_TIMEOUT_S` seconds."""
+    return engines.server(running.client, replica.target, timeout_s=STATUS_TIMEOUT_S)
+
+
 async def answers(
-    running: RunningFleet, replicas: Sequence[Replica], question: Callable[[Server], Awaitable[T]]
+    replicas: Sequence[Replica], question: Callable[[Replica], Awaitable[T]]
 ) -> dict[str, T]:
     """What these servers answer, by name; those that do not are left out."""
 
     async def ask(replica: Replica) -> None:
-        server = engines.server(running.client, replica.target, timeout_s=STATUS_TIMEOUT_S)
         with contextlib.suppress(SkyctlError):
-            answered[replica.name] = await question(server)
+            answered[replica.name] = await question(replica)
 
     answered: dict[str, T] = {}
     await asyncio.gather(*map(ask, replicas))

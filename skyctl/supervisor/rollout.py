@@ -263,4 +263,4 @@ async def _drain(running: RunningFleet, replica: Replica, timeout_s: float) -> N
         except SkyctlError:
             return
         await asyncio.sleep(_DRAIN_POLL_S)
-    running.state.add_event(replica.name, f"stopped with requests after {timeout_s:g} s")
+    running.state.add_event(replica.name, f"still has requests after {timeout_s:g} s")

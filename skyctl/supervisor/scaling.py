@@ -30,7 +30,7 @@ from skyctl.errors import ConflictError, SkyctlError
 from skyctl.fleetfile.scaling import ScaleSection
 from skyctl.states import Phase, ReplicaState
 from skyctl.supervisor import rollout
-from skyctl.supervisor.fleet import STATUS_TIMEOUT_S, RunningFleet, answers
+from skyctl.supervisor.fleet import STATUS_TIMEOUT_S, RunningFleet, answers, server_of
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.warming import Warming
 
@@ -146,7 +146,7 @@ class Scaling:
         running, leaving = self._running, self._leaving
         staying = [r for r in running.replicas.values() if not leaving or r is not leaving.replica]
         ready = [replica for replica in staying if replica.state is ReplicaState.READY]
-        loads = await answers(running, ready, lambda server: server.metrics())
+        loads = await answers(ready, lambda replica: server_of(running, replica).metrics())
         measured = {name: metrics for name, metrics in loads.items() if metrics.measured}
         demands = [
             demand

@@ -44,6 +44,17 @@ def test_no_fleet_file(fleet: StubFleet) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--share", "lots"), ("--promote-after", "10x"), ("--rollback-if", "x>1")]
+)
+def test_a_canary_of_what_cannot_be_read(fleet: StubFleet, option: str, value: str) -> None:
+    options = {"--share": "10%", option: value}
+    given = [word for pair in options.items() for word in pair]
+    message, hint = refused(fleet, "canary", "start", "two", *given, code=2)
+    assert value in message and hint.startswith("write it like")
+    assert (option in hint) is (option != "--rollback-if")
+
+
 def test_a_directory_in_place_of_a_fleet_file(fleet: StubFleet) -> None:
     fleet.write()
     message, hint = refused(fleet, "validate", "-f", ".", code=2)

@@ -237,7 +237,7 @@ async def test_a_request_that_never_ends_holds_a_down_no_longer_than_the_drain_d
             with pytest.raises(httpx.HTTPError):
                 await asking
         events = [event.message for event in supervisor.state.events()]
-        assert any("stopped with requests after 0.3 s" in message for message in events)
+        assert any("still has requests after 0.3 s" in message for message in events)
 
 
 async def test_a_down_in_the_middle_of_a_push_leaves_no_sender_and_no_server(

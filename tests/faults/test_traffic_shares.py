@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -361,18 +362,23 @@ async def test_a_canary_that_breaks_its_rule_is_rolled_back(tmp_path: Path) -> N
         assert "canary step-2 ends: errors 14.3% (5 of 35) > 1%" in reasons
 
 
+def without(supervisor: Supervisor, missing: str) -> Callable[[], Any]:
+    """What the servers have answered, of which this one does not say it."""
+    answers = supervisor.canaries._answers
+
+    async def others() -> dict[str, ServerTraffic]:
+        return {name: counted for name, counted in (await answers()).items() if name != missing}
+
+    return others
+
+
 async def test_nothing_from_before_a_canary_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet_of(tmp_path) as supervisor:
         await answered(supervisor, "a", 30)
-        answers = supervisor.canaries._answers
-
-        async def without_a() -> dict[str, ServerTraffic]:
-            return {name: counted for name, counted in (await answers()).items() if name != "a"}
-
         with monkeypatch.context() as patched:
-            patched.setattr(supervisor.canaries, "_answers", without_a)
+            patched.setattr(supervisor.canaries, "_answers", without(supervisor, "a"))
             await started(supervisor, tmp_path, rollback_if=("errors>1%",))
             assert supervisor.canaries._counting is not None
             await supervisor.canaries._counting
@@ -380,6 +386,46 @@ async def test_nothing_from_before_a_canary_counts(
         await supervisor.canaries.tend()
         await answered(supervisor, "a", 2)
         assert (await supervisor.canary()).versions[0].requests == 2
+
+
+async def test_a_canary_is_not_promoted_before_all_its_servers_say_how_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path, replicas=2, promote_after_s=0.0)
+        await eventually(lambda: bool((canary := supervisor.state.canary()) and canary.counted))
+        await answered(supervisor, "a", 20)
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor.canaries, "_answers", without(supervisor, "b"))
+            await supervisor.canaries.tend()
+            assert supervisor.push_job is None
+        await supervisor.canaries.tend()
+        assert supervisor.push_job is not None
+        await eventually(lambda: supervisor.push_job is None)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_promotion_by_rule_that_fails_is_not_begun_again(
+    tmp_path: Path, gone: bool
+) -> None:
+    async with fleet_of(tmp_path) as supervisor:
+        await started(supervisor, tmp_path, promote_after_s=0.0)
+        await eventually(lambda: bool((canary := supervisor.state.canary()) and canary.counted))
+        await answered(supervisor, "a", 20)
+        if gone:
+            shutil.rmtree(tmp_path / "two")
+        await set_faults(supervisor, "b", {"/init_weight_transfer_engine": {"kind": "status"}})
+        await supervisor.canaries.tend()
+        assert (supervisor.push_job is None) is gone
+        await eventually(lambda: supervisor.push_job is None)
+        jobs_so_far = supervisor.state.journal.jobs()
+        await supervisor.canaries.tend()
+        assert supervisor.push_job is None
+        assert supervisor.state.journal.jobs() == jobs_so_far
+        [event] = [e.message for e in supervisor.state.events() if "by rule" in e.message]
+        assert ("step-2 is gone" in event) is gone
+        assert (await supervisor.canary()).promote_after_s is None
+        assert await versions(supervisor) == {"a": "step-2", "b": "step-1", "c": "step-1"}
 
 
 async def test_a_canary_that_kept_its_rules_is_promoted(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from skyctl.core.canary import (
     refuse_plan,
     servers_for,
     verdict,
-    weights_for,
 )
 from skyctl.core.jobs import record_result
 from skyctl.engines.traffic import Histogram, ServerTraffic
@@ -36,19 +35,22 @@ SERVING = Canary(FleetWeights("step-2", "/two"), ("a",), 0.1, CanaryStage.SERVIN
 def test_each_share_is_met_within_a_fiftieth_of_itself(servers: int) -> None:
     names = [f"st-{number}" for number in range(servers)]
     for percent in range(1, 100):
-        canaries = len(servers_for(percent / 100, 0, names))
-        others = servers - canaries
-        mine, theirs = weights_for(percent / 100, canaries, others)
-        seen = 100 * canaries * mine / (canaries * mine + others * theirs)
+        canaries = servers_for(percent / 100, 0, names)
+        listed = entries(replace(SERVING, servers=canaries, share=percent / 100), names)
+        seen = 100 * sum(listed[name] for name in canaries) / sum(listed.values())
         assert seen == pytest.approx(percent, abs=0.015 * min(percent, 100 - percent))
-        assert canaries * mine + others * theirs <= 300
+        assert sum(listed.values()) <= 300
 
 
 def test_the_list_is_short_where_the_share_allows_it() -> None:
-    assert weights_for(0.5, 1, 1) == (1, 1)
-    assert weights_for(0.1, 1, 9) == (1, 1)
-    assert weights_for(0.1, 1, 1) == (1, 9)
-    assert weights_for(0.9, 1, 1) == (9, 1)
+    for share, names, mine, theirs in (
+        (0.5, "ab", 1, 1),
+        (0.1, "abcdefghij", 1, 1),
+        (0.1, "ab", 1, 9),
+        (0.9, "ab", 9, 1),
+    ):
+        listed = entries(replace(SERVING, share=share), names)
+        assert listed == {name: mine if name == "a" else theirs for name in names}
 
 
 def test_a_server_that_is_not_routed_counts_for_nothing() -> None:
@@ -152,6 +154,14 @@ def test_what_is_not_a_rule_is_refused(text: str) -> None:
         (
             {"promote_after_s": 60.0, "rollback_if": ("errors>1%",)},
             traffic(100, 2), 160.0, True, "rollback",
+        ),
+        (  # its servers do not count times
+            {"promote_after_s": 60.0, "rollback_if": ("errors>1%", "ttft_p95>2s")},
+            traffic(100), 160.0, True, None,
+        ),
+        (
+            {"promote_after_s": 60.0, "rollback_if": ("errors>1%", "ttft_p95>2s")},
+            traffic(100, first_token_s=1.0), 160.0, True, "promote",
         ),
     ],
 )  # fmt: skip
