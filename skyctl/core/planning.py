@@ -11,7 +11,7 @@ from pathlib import Path
 from skyctl.core.check import check_plan, model_advice
 from skyctl.core.pinning import Pins, moved, pin
 from skyctl.core.placement import expand_replicas, master_of
-from skyctl.core.plan import FleetPlan
+from skyctl.core.plan import FleetPlan, config_digest
 from skyctl.core.planner import plan_fleet
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig
@@ -120,6 +120,15 @@ def planned(
 def without_router(config: FleetConfig) -> FleetConfig:
     """The configuration that `up --no-router` brings up."""
     return config.model_copy(update={"router": RouterSection(enabled=False)})
+
+
+def came_up_with_router(applied: Sequence[FleetConfig], digest: str) -> bool:
+    """Whether the fleet of this config digest came up with the router of its file, one of those
+    that were `applied` last, and not by `up --no-router`.
+    """
+    return any(config_digest(config) == digest for config in applied) or not any(
+        config_digest(without_router(config)) == digest for config in applied
+    )
 
 
 def scaled(config: FleetConfig, replicas: int) -> FleetConfig:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan, config_digest
-from skyctl.core.planning import at_present, planned, usable, without_router
+from skyctl.core.planning import (
+    at_present,
+    came_up_with_router,
+    planned,
+    usable,
+    without_router,
+)
 from skyctl.core.recorded import down_error
 from skyctl.core.registry import FleetRef, kept_files, remember, was_attached
 from skyctl.core.requests import StatusQuery
@@ -160,9 +166,7 @@ async def earlier(ref: FleetRef) -> tuple[FleetRef, bool, Preview]:
     if not status.config_digest:
         raise down_error(ref.name)
     kept, digest = kept_files(ref), status.config_digest
-    router = any(config_digest(candidate.config) == digest for candidate in kept) or not any(
-        config_digest(without_router(candidate.config)) == digest for candidate in kept
-    )
+    router = came_up_with_router([candidate.config for candidate in kept], digest)
     for number, candidate in enumerate(kept):
         config = candidate.config if router else without_router(candidate.config)
         changes = await preview_of(candidate, (await _planned(candidate, router))[0])

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl.core import verb_table
 from skyctl.core.handlers import handlers
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef, kept_files, supervisor_running
 from skyctl.core.requests import Recover, StatusQuery
 from skyctl.core.verb_table import Q, R, Verb
-from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
+from skyctl.errors import (
+    ConflictError,
+    FleetDownError,
+    FleetFileError,
+    SkyctlError,
+    VersionMismatch,
+)
 from skyctl.kill_points import reached
 from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
 
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
     from skyctl.core.findings import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.core.status import FleetStatus
+    from skyctl.fleetfile.schema import FleetConfig
 
 # What is on record, and is answered without a supervisor: none is started for it but for a status.
 _ON_RECORD = (
@@ -76,14 +84,27 @@ class SupervisedFleet(RemoteFleet):
 
     async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Says too whether the fleet file differs from the one in force."""
-        from skyctl.core.plan import config_digest
-
         status = await super().status(request)
         if not status.config_digest:
             return status
         config = self.ref.loaded  # None: the file is the one in force
-        differs = config is not None and config_digest(config) != status.config_digest
-        return replace(status, unapplied=differs)
+        return replace(status, unapplied=config is not None and self._differs(config, status))
+
+    def _differs(self, config: FleetConfig, status: FleetStatus) -> bool:
+        """Whether `up` with this file would change something, without its router if the fleet came
+        up so.
+        """
+        from skyctl.core.plan import config_digest
+
+        if config_digest(config) == status.config_digest:
+            return False
+        from skyctl.core.planning import came_up_with_router, without_router
+
+        with suppress(FleetFileError):  # a file that was applied does not load any more
+            applied = [ref.config for ref in kept_files(self.ref)]
+            if not came_up_with_router(applied, status.config_digest):
+                return config_digest(without_router(config)) != status.config_digest
+        return True
 
     async def kept(self) -> tuple[dict[str, int], dict[str, str]]:
         """What a new plan of the fleet keeps: the ports of what runs, or of what a live supervisor

@@ -148,6 +148,9 @@ def test_undo_of_a_fleet_without_its_files_router_starts_none(fleet: StubFleet) 
     assert {change["name"]: change["kind"] for change in shown} == dict.fromkeys(
         ("stubs-0", "stubs-1"), "restart"
     )
+    assert fleet.json("status")["data"]["unapplied"] is False
+    fleet.write(replicas=2, extra="args: {max-model-len: 4096}")
+    assert fleet.json("status")["data"]["unapplied"] is True
     fleet.run("rollout", "undo")
     assert fleet.json("status")["data"]["router"] is None
     assert length(fleet) == {None}
