@@ -11,7 +11,7 @@ from skyctl import output
 from skyctl.core.results import job_error
 from skyctl.output import LiveView
 from skyctl.push.request import live_source
-from skyctl.units import count_of, format_bytes, format_rate, format_seconds
+from skyctl.units import count_of, format_bytes, format_rate, format_seconds, waits_for
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
@@ -33,7 +33,7 @@ class JobView:
     def __init__(self) -> None:
         self._stage = "queued"
         self._began = time.time()
-        self._waits: dict[str, str] = {}  # what the stage waits for, by server
+        self._waits: dict[str, int] = {}  # how many requests the stage waits for, by server
         self._done = self._total = 0
 
     def render(self) -> RenderableType:
@@ -41,7 +41,9 @@ class JobView:
         stage = self._stage
         if self._waits:
             spent_s = max(0.0, time.time() - self._began)
-            waits = ", ".join(f"{detail} on {name}" for name, detail in self._waits.items())
+            waits = ", ".join(
+                f"{waits_for(count)} on {name}" for name, count in self._waits.items()
+            )
             stage = f"{stage} {spent_s:.0f} s, {waits}"
         return output.progress_line(self._done, self._total or 1, f"{stage}  {size}".rstrip())
 
@@ -59,15 +61,15 @@ class JobView:
         elif event.kind == "server" and data["state"] in _REPORTED:
             output.warn(f"{data['server']} {data['state']}: {data['detail']}")
         elif event.kind == "server":
-            self._show_wait(data["server"], data["detail"], live)
+            self._show_wait(data["server"], data.get("requests", 0), live)
         live.refresh()
 
-    def _show_wait(self, server: str, detail: str, live: LiveView) -> None:
+    def _show_wait(self, server: str, requests: int, live: LiveView) -> None:
         """Show what a server is waited for; a line only when that begins."""
-        if detail.startswith("waits for"):
+        if requests:
             if not live.drawing and server not in self._waits:
-                output.note(f"{self._stage}: {detail} on {server}")
-            self._waits[server] = detail
+                output.note(f"{self._stage}: {waits_for(requests)} on {server}")
+            self._waits[server] = requests
         else:
             self._waits.pop(server, None)
 
@@ -84,9 +86,10 @@ def emit_job(job: Job) -> None:
     output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
 
 
-def going_on(job_id: str) -> str:
+def going_on(job_id: str, *, undoable: bool = True) -> str:
     """What to type after Ctrl-C, which leaves a job to the supervisor."""
-    return f"{job_id} goes on: skyctl jobs wait {job_id}; or undo it: skyctl jobs cancel {job_id}"
+    hint = f"{job_id} goes on: skyctl jobs wait {job_id}"
+    return f"{hint}; or undo it: skyctl jobs cancel {job_id}" if undoable else hint
 
 
 def emit_cancelled(job: Job, *, was_running: bool, down: bool) -> None:

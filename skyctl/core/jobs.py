@@ -83,9 +83,9 @@ class JournalObserver(PushObserver):
             self.close()
             self._journal.progress(self._job_id, done_bytes, total_bytes)
 
-    def server(self, name: str, state: str, detail: str = "") -> None:
+    def server(self, name: str, state: str, detail: str = "", requests: int = 0) -> None:
         intent = PushState(state).must_be_recorded_first
-        self._add(JobEvent.server(name, state, detail), intent=intent)
+        self._add(JobEvent.server(name, state, detail, requests), intent=intent)
         self._on_server(name, state, detail)
 
     def intend(self, states: Mapping[str, str]) -> None:

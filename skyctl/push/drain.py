@@ -39,7 +39,7 @@ async def drained(run: Run, server: PushedServer, patience_s: float) -> None:
             raise ServerError("the push is cancelled")
         if in_flight != shown and time.monotonic() >= tell_at:
             shown, tell_at = in_flight, time.monotonic() + _TELL_S
-            run.observer.server(server.name, PushState.DRAINING, waits_for(in_flight))
+            run.observer.server(server.name, PushState.DRAINING, waits_for(in_flight), in_flight)
         if empty < _EMPTY_POLLS:
             await asyncio.sleep(_POLL_S)
 
@@ -83,4 +83,4 @@ async def _tell_requests(run: Run, server: PushedServer) -> None:
             in_flight = (await server.control.metrics()).in_flight
             if in_flight != shown:
                 shown = in_flight
-                run.observer.server(server.name, PushState.PAUSING, waits_for(in_flight))
+                run.observer.server(server.name, PushState.PAUSING, waits_for(in_flight), in_flight)

@@ -220,8 +220,10 @@ class PushObserver:
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
-    def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state (see `PushState`); `detail` of WEIGHED is the digest it had before."""
+    def server(self, name: str, state: str, detail: str = "", requests: int = 0) -> None:
+        """A server's state (see `PushState`); `detail` of WEIGHED is the digest it had before. It
+        waits for so many `requests` to end.
+        """
 
     def intend(self, states: Mapping[str, str]) -> None:
         """The states that several servers, by name, are about to enter."""
@@ -255,8 +257,8 @@ class CarefulObserver(PushObserver):
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         self._pass_on(lambda observer: observer.progress(done_bytes, total_bytes))
 
-    def server(self, name: str, state: str, detail: str = "") -> None:
-        self._pass_on(lambda observer: observer.server(name, state, detail))
+    def server(self, name: str, state: str, detail: str = "", requests: int = 0) -> None:
+        self._pass_on(lambda observer: observer.server(name, state, detail, requests))
 
     def intend(self, states: Mapping[str, str]) -> None:
         self._pass_on(lambda observer: observer.intend(states))

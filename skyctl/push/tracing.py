@@ -57,7 +57,7 @@ class TracedPush(PushObserver):
             f"skyctl.push.{name}", context=set_span_in_context(self._push)
         )
 
-    def server(self, name: str, state: str, detail: str = "") -> None:
+    def server(self, name: str, state: str, detail: str = "", requests: int = 0) -> None:
         if self._stage is not None:
             attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
             self._stage.add_event("server", attributes)

@@ -123,8 +123,9 @@ class JobEvent:
         return cls.now(EventKind.STAGE, stage=name)
 
     @classmethod
-    def server(cls, name: str, state: str, detail: str = "") -> JobEvent:
-        return cls.now(EventKind.SERVER, server=name, state=state, detail=detail)
+    def server(cls, name: str, state: str, detail: str = "", requests: int = 0) -> JobEvent:
+        data = {"server": name, "state": state, "detail": detail}
+        return cls.now(EventKind.SERVER, **data, **({"requests": requests} if requests else {}))
 
     @classmethod
     def note(cls, message: str) -> JobEvent:

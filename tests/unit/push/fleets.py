@@ -110,7 +110,7 @@ class Recorder(PushObserver):
         self.done.append(done_bytes)
         self.on_progress(done_bytes)
 
-    def server(self, name: str, state: str, detail: str = "") -> None:
+    def server(self, name: str, state: str, detail: str = "", requests: int = 0) -> None:
         self.servers.append((name, state, detail))
 
     def intend(self, states: Mapping[str, str]) -> None:
