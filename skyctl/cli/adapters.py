@@ -8,16 +8,19 @@ import typer
 
 from skyctl import output
 from skyctl.cli.arguments import stored_directory
-from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
+from skyctl.cli.fleet_calls import call_chosen_fleet, call_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
 from skyctl.core.registry import Files, FleetRef, find
 from skyctl.store.paths import expanded
 from skyctl.units import count_of, format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from skyctl.adapters.fleet import AdapterChange
     from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
     from skyctl.core.registry import RemoteRef
+    from skyctl.service import FleetService
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
@@ -161,16 +164,15 @@ def _carry_out(ref: FleetRef | RemoteRef, request: LoadAdapter | UnloadAdapter) 
     """Make the change and print it. Ctrl-C leaves it to the supervisor, where there is one."""
     from skyctl.adapters.requests import LoadAdapter
     from skyctl.cli.job_view import going_on
-    from skyctl.service import connect
 
-    async def run() -> AdapterChange:
-        async with connect(ref) as running:
-            if isinstance(request, LoadAdapter):
-                return await running.load_adapter(request)
-            return await running.unload_adapter(request)
+    def change(running: FleetService) -> Awaitable[AdapterChange]:
+        if isinstance(request, LoadAdapter):
+            return running.load_adapter(request)
+        return running.unload_adapter(request)
 
     attached = isinstance(ref, FleetRef) and ref.attached
-    _report(run_following(run(), lambda: "" if attached else going_on(f"adapters-{request.name}")))
+    hint = "" if attached else going_on(f"adapters-{request.name}")
+    _report(call_fleet(ref, change, lambda: hint))
 
 
 def _report(change: AdapterChange) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl import output
-from skyctl.cli.fleet_calls import call_fleet, chosen, follow, run_following
+from skyctl.cli.fleet_calls import begun_and_followed, call_fleet, chosen, follow
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import FleetRef, RemoteRef, find
 from skyctl.errors import UsageError
@@ -182,15 +182,21 @@ def rollback(
     skyctl canary rollback
     """
     from skyctl.core.canary import CanaryRequest
+    from skyctl.core.status import OperationKind
 
-    ref = find(*chosen(context, file, fleet))
+    ref, title = find(*chosen(context, file, fleet)), "rolling the canary back"
 
-    async def run(running: FleetService) -> CanaryStatus:
-        begun = await running.canary(CanaryRequest("rollback"))
-        await follow(running, begun.operation, "rolling the canary back", timeout_s=timeout)
+    async def follow_rollback(running: FleetService, begun: CanaryStatus) -> CanaryStatus:
+        await follow(running, begun.operation, title, timeout_s=timeout)
         return await running.canary()
 
-    _emit(call_fleet(ref, run))
+    def hint(begun: CanaryStatus) -> str:
+        from skyctl.cli.job_view import going_on
+
+        return going_on(f"{OperationKind.RECOVER}-{begun.operation}", undoable=False)
+
+    request = CanaryRequest("rollback")
+    _emit(begun_and_followed(ref, lambda running: running.canary(request), follow_rollback, hint))
 
 
 def _show(context: typer.Context, file: Any, fleet: str | None) -> None:
@@ -200,27 +206,22 @@ def _show(context: typer.Context, file: Any, fleet: str | None) -> None:
 
 def _push(ref: FleetRef | RemoteRef, request: CanaryRequest, timeout_s: float | None) -> None:
     """Begin a push, show it until it ends, then how the canary is."""
-    from skyctl.service import connect
+    from skyctl.cli.job_view import follow_job, going_on
+    from skyctl.core.results import job_error
 
-    started: list[str] = []
+    async def follow_push(running: FleetService, begun: CanaryStatus) -> CanaryStatus:
+        if error := job_error(await follow_job(running, begun.job, timeout_s=timeout_s)):
+            raise error
+        return await running.canary()
 
-    async def run() -> CanaryStatus:
-        from skyctl.cli.job_view import follow_job
-        from skyctl.core.results import job_error
-
-        async with connect(ref) as running:
-            started.append((await running.canary(request)).job)
-            job = await follow_job(running, started[0], timeout_s=timeout_s)
-            if error := job_error(job):
-                raise error
-            return await running.canary()
-
-    def on_interrupt() -> str:
-        from skyctl.cli.job_view import going_on
-
-        return going_on(started[0]) if started else ""
-
-    _emit(run_following(run(), on_interrupt))
+    _emit(
+        begun_and_followed(
+            ref,
+            lambda running: running.canary(request),
+            follow_push,
+            lambda begun: going_on(begun.job),
+        )
+    )
 
 
 def _emit(state: CanaryStatus) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus
     from skyctl.service import FleetService
 
+B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -53,15 +54,37 @@ def call_chosen_fleet(
     return call_fleet(find(file, fleet), call)
 
 
-def call_fleet(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
-    """Make one call to a fleet, in an event loop of its own."""
+def call_fleet(
+    ref: FleetRef | RemoteRef,
+    call: Callable[[FleetService], Awaitable[T]],
+    job_hint: Callable[[], str] = lambda: "",
+) -> T:
+    """Make one call to a fleet, in an event loop of its own; `job_hint` as in `run_following`."""
     from skyctl.service import connect
 
     async def run() -> T:
         async with connect(ref) as running:
             return await call(running)
 
-    return in_loop(run())
+    return run_following(run(), job_hint)
+
+
+def begun_and_followed(
+    ref: FleetRef | RemoteRef,
+    begin: Callable[[FleetService], Awaitable[B]],
+    follow: Callable[[FleetService, B], Awaitable[T]],
+    job_hint: Callable[[B], str],
+) -> T:
+    """Begin something in a fleet and follow it. Ctrl-C leaves it running, and `job_hint` of what
+    has begun says how to go on.
+    """
+    begun: list[B] = []
+
+    async def run(running: FleetService) -> T:
+        begun.append(await begin(running))
+        return await follow(running, begun[0])
+
+    return call_fleet(ref, run, lambda: job_hint(begun[0]) if begun else "")
 
 
 def run_verb(

@@ -9,7 +9,7 @@ import typer
 
 from skyctl import output
 from skyctl.cli import complete
-from skyctl.cli.fleet_calls import call_chosen_fleet, chosen, run_following
+from skyctl.cli.fleet_calls import call_chosen_fleet, call_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import find
 from skyctl.errors import FleetDownError, NotFoundError
@@ -142,16 +142,13 @@ def wait(
     skyctl jobs wait push-3 --timeout 600
     """
     from skyctl.cli.job_view import emit_job, follow_job, going_on
-    from skyctl.service import connect
+
+    async def follow(running: FleetService) -> Job:
+        await running.job(job_id)
+        return await follow_job(running, job_id, timeout_s=timeout)
 
     ref = find(*chosen(context, file, fleet))
-
-    async def follow() -> Job:
-        async with connect(ref) as running:
-            await running.job(job_id)
-            return await follow_job(running, job_id, timeout_s=timeout)
-
-    emit_job(run_following(follow(), lambda: going_on(job_id)))
+    emit_job(call_fleet(ref, follow, lambda: going_on(job_id)))
 
 
 @app.command()
@@ -176,33 +173,29 @@ def cancel(
     """
     from skyctl.cli.job_view import emit_cancelled, follow_job
     from skyctl.core.requests import CancelJob
-    from skyctl.service import connect
     from skyctl.store.journal import JobState
 
+    async def end(running: FleetService) -> tuple[Job, bool, bool]:
+        job = await running.job(job_id)
+        if job.ended:
+            return job, False, False
+        await running.cancel_job(CancelJob(job_id))
+        try:
+            job = await follow_job(running, job_id, timeout_s=timeout)
+        except (FleetDownError, NotFoundError) as error:
+            if job.is_push:
+                raise
+            if not await _is_down(running):
+                raise FleetDownError(
+                    f"the supervisor ended before it had put {job_id} back",
+                    hint="what runs now: skyctl status; go on with it: skyctl up",
+                ) from error
+            return replace(job, state=JobState.INTERRUPTED), True, True
+        return job, True, not job.is_push and await _is_down(running)
+
     ref = find(*chosen(context, file, fleet))
-
-    async def end() -> tuple[Job, bool, bool]:
-        async with connect(ref) as running:
-            job = await running.job(job_id)
-            if job.ended:
-                return job, False, False
-            await running.cancel_job(CancelJob(job_id))
-            try:
-                job = await follow_job(running, job_id, timeout_s=timeout)
-            except (FleetDownError, NotFoundError) as error:
-                if job.is_push:
-                    raise
-                if not await _is_down(running):
-                    raise FleetDownError(
-                        f"the supervisor ended before it had put {job_id} back",
-                        hint="what runs now: skyctl status; go on with it: skyctl up",
-                    ) from error
-                return replace(job, state=JobState.INTERRUPTED), True, True
-            return job, True, not job.is_push and await _is_down(running)
-
-    job, was_running, down = run_following(
-        end(), lambda: f"{job_id} is being cancelled: skyctl jobs show"
-    )
+    hint = f"{job_id} is being cancelled: skyctl jobs show"
+    job, was_running, down = call_fleet(ref, end, lambda: hint)
     emit_cancelled(job, was_running=was_running, down=down)
 
 

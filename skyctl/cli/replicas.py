@@ -73,23 +73,19 @@ def _follow(
     begin: Callable[[FleetService], Awaitable[int]],
 ) -> None:
     """Begin an operation, show it until it ends, and print the status."""
-    from skyctl.cli.fleet_calls import follow, run_following
+    from skyctl.cli.fleet_calls import begun_and_followed, follow
     from skyctl.cli.fleet_view import status_view
     from skyctl.cli.job_view import going_on
-    from skyctl.service import connect
 
-    begun = 0
+    async def follow_begun(running: FleetService, begun: int) -> FleetStatus:
+        if begun:
+            return await follow(running, begun, title)
+        output.note(f"{title}: nothing to do")
+        return await running.status()
 
-    async def run() -> FleetStatus:
-        nonlocal begun
-        async with connect(ref) as running:
-            begun = await begin(running)
-            if begun:
-                return await follow(running, begun, title)
-            output.note(f"{title}: nothing to do")
-            return await running.status()
-
-    done = run_following(run(), lambda: going_on(f"{kind}-{begun}") if begun else "")
+    done = begun_and_followed(
+        ref, begin, follow_begun, lambda begun: going_on(f"{kind}-{begun}") if begun else ""
+    )
     if (scaling := done.scaling) is not None and kind is OperationKind.SCALE:
         output.note(f"load decides from here: {scaling.min} to {scaling.max} replicas")
     output.emit(done.to_json(), status_view(done))
