@@ -101,11 +101,15 @@ class Scaling:
         if self._step is not None and not self._step.done():
             self._step.cancel()
             await asyncio.wait({self._step}, timeout=_STOP_TIMEOUT_S)
+        if self._leaving is not None:  # it may have been closed to users
+            await self._leaving.replica.wait_confirmed()
         await self._stay()
 
     async def step(self) -> None:
         """One sample of the load, and what follows from it."""
         running, policy = self._running, self._policy
+        if running.draining or running.under_way:
+            return
         await self._end_sleepers(policy)
         if policy != self._sampled_for:  # earlier samples may be in other units
             self._sampled_for, self._samples = policy, []
@@ -113,11 +117,10 @@ class Scaling:
             running.scaling = None
             await self._stay()
             return
-        if running.draining or running.under_way:
-            return
         if running.state.canary() is not None:  # its share is that of the servers there are
             running.scaling = None
-            await self._stay()
+            if not running.push_job:  # which may have it out of the router, too
+                await self._stay()
             return
         await self._drop_failed()
         sample, serving = await self._observe(policy)
@@ -207,9 +210,10 @@ class Scaling:
             running.state.add_event(self._leaving.replica.name, f"stays: {decision.reason}")
             await self._stay()
             return
-        if time.monotonic() < self._retry_at:
+        scale = before.config.scale
+        if scale is None or time.monotonic() < self._retry_at:
             return
-        total = min(len(running.replicas) + decision.count - count, _most(before))
+        total = min(len(running.replicas) + decision.count - count, scale.max)
         if total <= len(running.replicas):
             return
         try:
@@ -273,6 +277,11 @@ class Scaling:
         if running.replicas.get(replica.name) is not replica or not _serves(replica):
             await self._stay()
             return
+        if replica.name not in running.held_out:  # a push or a verb has brought it back meanwhile
+            leaving.samples = 0
+            running.held_out.add(replica.name)
+            await rollout.sync_router(running)
+            return
         if await self._has_requests(replica):
             leaving.samples = 0
             return
@@ -281,14 +290,7 @@ class Scaling:
             return
         await self._warming.stop()
         before = running.require_plan()
-        if not self._may_change(before):
-            return
-        replica.close()  # from here on a request is refused, not cut
-        if not await replica.wait_confirmed() or await self._has_requests(replica):
-            replica.open_again()
-            return
-        if not self._may_change(before):
-            replica.open_again()
+        if not self._may_remove(replica, before) or not await self._closed(replica, before):
             return
         del running.replicas[replica.name]
         self._change(_without(before, replica.planned))
@@ -297,6 +299,24 @@ class Scaling:
         running.state.forget_server(replica.name)
         timeout_s = before.config.stop_timeout_s
         await running.sleepers.take(replica, sleep_s=policy.sleep_s, stop_timeout_s=timeout_s)
+
+    async def _closed(self, replica: Replica, before: FleetPlan) -> bool:
+        """Close the leaving replica to users: a request is refused from here on, not cut. False: it
+        is open again, and stays for now.
+        """
+        idle = False
+        try:
+            with self._running.arbiter.take(Act.VERB, "scaling"):  # a push waits, an operation not
+                replica.close()
+                idle = await replica.wait_confirmed() and not await self._has_requests(replica)
+        finally:
+            removed = idle and self._may_remove(replica, before)
+            if not removed:
+                replica.open_again()
+        return removed
+
+    def _may_remove(self, replica: Replica, before: FleetPlan) -> bool:
+        return replica.name in self._running.held_out and self._may_change(before)
 
     async def _has_requests(self, replica: Replica) -> bool:
         """Whether it has any, or does not say."""
@@ -317,7 +337,7 @@ class Scaling:
     async def _end_sleepers(self, policy: ScaleSection | None) -> None:
         """Stop those that have slept long enough; all of them if the fleet does not scale."""
         plan = self._running.plan
-        if plan is not None and not self._running.draining:
+        if plan is not None:
             await self._running.sleepers.end_old(
                 sleep_s=policy.sleep_s if policy else 0.0,
                 stop_timeout_s=plan.config.stop_timeout_s,
@@ -343,11 +363,6 @@ class Scaling:
         """Make this the plan, with the number of replicas that it has."""
         config = plan.config.model_copy(update={"replicas": len(plan.servers)})
         self._take(replace(plan, config=config))
-
-
-def _most(plan: FleetPlan) -> int:
-    """How many replicas the plan's file allows at most."""
-    return plan.config.scale.max if plan.config.scale else len(plan.servers)
 
 
 def _without(plan: FleetPlan, spec: ServerSpec) -> FleetPlan:

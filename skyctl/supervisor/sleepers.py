@@ -36,7 +36,7 @@ class Sleeper:
     process: ChildProcess
     """Its process."""
     since: float | None = None
-    """When it fell asleep, on the monotonic clock; None while it is being put to sleep."""
+    """When it fell asleep, on the monotonic clock; None before, and once it is being ended."""
 
 
 class Sleepers:
@@ -101,10 +101,14 @@ class Sleepers:
                 await self._end(name, stop_timeout_s)
 
     async def _end(self, name: str, stop_timeout_s: float) -> None:
+        sleeper = self._sleepers[name]
+        sleeper.since = None  # it cannot be woken any more
         try:
-            await self._sleepers[name].process.stop(stop_timeout_s)
+            await sleeper.process.stop(stop_timeout_s)
         except SkyctlError as error:  # tried again with the next sample
             _LOG.warning("%s: %s", name, error.message)
+            return
+        if self._sleepers.get(name) is not sleeper:  # a replica of its name has begun meanwhile
             return
         del self._sleepers[name]
         self._state.forget_process(name)

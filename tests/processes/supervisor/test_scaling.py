@@ -1,0 +1,101 @@
+"""A replica that leaves by load, when something else acts on the fleet in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+
+from skyctl.core.requests import Resume
+from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.scaling import Scaling
+from skyctl.supervisor.sleepers import Sleeper
+from tests.processes.supervisor.test_resident import bring_up, ended, routed, supervising
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
+
+LEAVING = "c"
+
+
+@asynccontextmanager
+async def one_too_many(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    """A fleet of three servers, of which the last has begun to leave."""
+    async with supervising(tmp_path) as supervisor:
+        servers = [stub_server("a"), stub_server("b"), stub_server(LEAVING)]
+        scale = {"min": 1, "max": 2, "up_after_s": 0.06, "sleep_s": 0}
+        await bring_up(supervisor, fleet_plan(servers, stub_router(), replicas=2, scale=scale))
+        await supervisor.scaler.step()
+        assert routed(supervisor) == {"a", "b"}
+        yield supervisor
+
+
+async def test_one_that_a_verb_routes_again_leaves_the_router_before_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    async with one_too_many(tmp_path) as supervisor:
+        await supervisor.scaler.step()
+        await supervisor.resume(Resume(timeout_s=5.0))
+        assert routed(supervisor) == {"a", "b", LEAVING}
+        await supervisor.scaler.step()
+        assert routed(supervisor) == {"a", "b"} and LEAVING in supervisor.replicas
+        for _ in range(2):
+            await supervisor.scaler.step()
+        assert list(supervisor.replicas) == ["a", "b"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_one_that_a_verb_routes_again_while_it_is_asked_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    has_requests = Scaling._has_requests
+
+    async def and_a_verb(scaler: Scaling, replica: Replica) -> bool:
+        if supervisor.paths.hold_file(LEAVING).exists() is closed:
+            await supervisor.resume(Resume(timeout_s=5.0))
+        return await has_requests(scaler, replica)
+
+    async with one_too_many(tmp_path) as supervisor:
+        if not closed:
+            await supervisor.scaler.step()
+        monkeypatch.setattr(Scaling, "_has_requests", and_a_verb)
+        await supervisor.scaler.step()
+        if closed:
+            await supervisor.scaler.step()
+        assert LEAVING in routed(supervisor)
+        assert not supervisor.paths.hold_file(LEAVING).exists()
+
+
+async def test_one_that_an_operation_keeps_is_open_again_before_it_is_routed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asked_forever(scaler: Scaling, replica: Replica) -> bool:
+        if hold.exists():
+            await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(Scaling, "_has_requests", asked_forever)
+    async with one_too_many(tmp_path) as supervisor:
+        hold = supervisor.paths.hold_file(LEAVING)
+        running = asyncio.create_task(supervisor.scaler.run())
+        await eventually(hold.exists)
+        running.cancel()
+        await supervisor.scaler.stop()
+        assert not hold.exists()
+        assert routed(supervisor) == {"a", "b", LEAVING}
+
+
+async def test_no_sleeper_is_ended_beside_an_operation(tmp_path: Path) -> None:
+    async with one_too_many(tmp_path) as supervisor:
+        process = Mock(stop=AsyncMock())
+        supervisor.sleepers._sleepers["d"] = Sleeper(stub_server("d"), process, since=0.0)
+        supervisor.change_to(replace(supervisor.require_plan(), router=stub_router()))
+        await supervisor.scaler.step()
+        process.stop.assert_not_called()
+        assert await ended(supervisor) == ""
+        await supervisor.scaler.step()
+        process.stop.assert_awaited_once()
