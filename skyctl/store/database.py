@@ -101,6 +101,7 @@ class Database:
         self._kept: list[Statement] = []  # committed in memory only
         self._transaction: list[Statement] | None = None  # the open transaction
         self._durable = False  # whether it must be in the file
+        self._once_committed: list[Callable[[], None]] = []
         self._tried = 0.0
         self._reserve = path.with_suffix(".reserve")
         _databases.add(self)
@@ -210,6 +211,7 @@ class Database:
             if self._memory is not None:
                 self._kept += self._transaction
         except BaseException:
+            self._once_committed.clear()
             for connection in (self._file, self._memory):
                 if connection is not None:
                     roll_back(connection)
@@ -217,6 +219,18 @@ class Database:
         finally:
             self._transaction = None
             self._durable = False
+        committed, self._once_committed = self._once_committed, []
+        for act in committed:
+            act()
+
+    def once_committed(self, act: Callable[[], None]) -> None:
+        """Do this once the open transaction is committed, or now if there is none; not at all if it
+        is given up.
+        """
+        if self._transaction is None:
+            act()
+        else:
+            self._once_committed.append(act)
 
     def durable(self) -> AbstractContextManager[None]:
         """A `durable` transaction: for what must be on record before it is acted upon. Raises

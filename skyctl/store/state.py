@@ -323,15 +323,16 @@ class FleetState(Database):
     def add_event(
         self, subject: str, message: str, kind: FleetEvent | None = None, **details: Any
     ) -> None:
-        """One line of history about a process or the fleet. With a `kind`, the supervisor is told,
-        with details that are not recorded here.
+        """One line of history about a process or the fleet. With a `kind`, the supervisor is told
+        once it is committed, with details that are not recorded here.
         """
         at = time.time()
         written = self.write(
             "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)", at, subject, message
         )
         if kind is not None:
-            self.on_event(kind, Event(at, subject, message, written.lastrowid or 0), details)
+            event = Event(at, subject, message, written.lastrowid or 0)
+            self.once_committed(lambda: self.on_event(kind, event, details))
         if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
             prune_events(self)
 

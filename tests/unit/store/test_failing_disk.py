@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.errors import StateUnwritable
+from skyctl.states import FleetEvent
 from skyctl.store import database, unrecorded
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, clear_doubt, in_doubt, put_in_doubt
@@ -98,6 +99,23 @@ def test_a_transaction_that_is_given_up_leaves_nothing_and_hides_no_cause(
         state.update_server("a-1", paused=True)
     with FleetState(path) as other:
         assert [row.name for row in other.servers()] == ["a-1"] and other.events() == []
+
+
+def test_an_event_is_told_once_it_is_on_record(path: Path, disk: FailingDisk) -> None:
+    told: list[str] = []
+    with FleetState(path, connect=disk.connect) as state:
+        state.on_event = lambda kind, event, details: told.append(event.message)
+        with pytest.raises(StateUnwritable), state.durable():
+            state.add_event("fleet", "lost", FleetEvent.PUSH_SUCCEEDED)
+            disk.fail("commit")
+        disk.mend()
+        with state.transaction():
+            with state.transaction():
+                state.add_event("fleet", "kept", FleetEvent.PUSH_SUCCEEDED)
+            assert told == []
+        assert told == ["kept"]
+        state.add_event("fleet", "alone", FleetEvent.PUSH_FAILED)
+        assert told == ["kept", "alone"] == [event.message for event in state.events()]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
