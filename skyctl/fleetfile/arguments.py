@@ -111,7 +111,7 @@ def plan_warnings(
         *_port_warnings(config, len(launches)),
         *_size_warnings(config),
         *(PlanWarning(*advice) for advice in engine.warnings(launches, config.share_gpus)),
-        *_core_warnings(launches, cpu_count),
+        *_core_warnings(config, launches, cpu_count),
         *_router_warnings(config),
         *_tinker_warnings(config, launches, trainer_gpu),
         *_trainer_warnings(config),
@@ -202,10 +202,13 @@ def _size_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
             )
 
 
-def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> Iterator[PlanWarning]:
+def _core_warnings(
+    config: FleetConfig, launches: Sequence[ServerLaunch], cpu_count: int
+) -> Iterator[PlanWarning]:
     workers = sum(launch.world_size for launch in launches)
     if launches[0].device == "cpu" and 0 < cpu_count < workers:
-        yield PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")
+        key = "replicas" if config.scale is None else "scale: max"
+        yield PlanWarning(f"{workers} workers share {cpu_count} CPU cores", f"lower `{key}`")
 
 
 def _router_warnings(config: FleetConfig) -> Iterator[PlanWarning]:

@@ -476,6 +476,17 @@ def test_what_is_probably_not_meant_is_warned_about(config: dict[str, Any], part
 
 
 @pytest.mark.parametrize(
+    ("size", "fix"),
+    [({"replicas": 3}, "lower `replicas`"), ({"scale": {"max": 3}}, "lower `scale: max`")],
+)
+def test_what_to_do_about_too_few_cores_names_the_key_of_the_file(
+    size: dict[str, Any], fix: str
+) -> None:
+    [warning] = plan(device="cpu", cpus=2, **size).warnings
+    assert (warning, warning.fix) == ("3 workers share 2 CPU cores", fix)
+
+
+@pytest.mark.parametrize(
     "args", [{}, {"enable-eplb": False}, {"speculative-config": {"method": "ngram"}}]
 )
 def test_an_ordinary_fleet_has_no_warnings(args: dict[str, Any]) -> None:
