@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from skyctl.push.request import PushRequest
     from skyctl.service import FleetService
 
-_LOOK_S = 1.0
-"""Seconds between two looks."""
+_SCAN_S = 1.0
+"""Seconds between two scans."""
 
 
 def watch(ref: FleetRef | RemoteRef, directory: Path, request: PushRequest) -> None:
@@ -75,7 +75,7 @@ class _Watch:
         output.note(f"watching {self._watched.directory}; Ctrl-C ends it")
         while True:
             try:
-                # a connection for each look: supervisors come and go
+                # a connection for each scan: supervisors come and go
                 async with connect(self._ref) as running:
                     pushed = await self._push_next(running)
                 self._reported = ""
@@ -85,7 +85,7 @@ class _Watch:
                     output.print_warning(f"{error.message}; trying again")
                 self._reported = error.message
             if not pushed:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_SCAN_S)
 
     async def _push_next(self, running: FleetService) -> bool:
         """Whether a checkpoint was pushed, or refused."""

@@ -19,31 +19,31 @@ _UNFINISHED = (".", "tmp-", "tmp_")
 
 class Watched:
     """A training run's directory. A checkpoint is whole once its index, headers and sizes agree,
-    and its files are what they were at the last look.
+    and its files are what they were at the last scan.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._last_look: dict[Path, str] = {}
+        self._last_scan: dict[Path, str] = {}
         self._refused: dict[Path, str] = {}
         self._same_content: dict[str, bool] = {}
 
     def next(self, pushes: Sequence[PushRecord]) -> Checkpoint | None:
         """The newest that is whole and was neither pushed nor refused; None if one that was pushed
-        is newer. `pushes` are those of the fleet's history. Call it at intervals: two looks decide.
+        is newer. `pushes` are those of the fleet's history. Call it at intervals: two scans decide.
         """
         done = [push for push in pushes if push.ok]
-        last_look, self._last_look = self._last_look, {}
+        last_scan, self._last_scan = self._last_scan, {}
         for path in sorted(_checkpoints(self.directory), key=_written_at, reverse=True):
             try:
                 checkpoint = read_checkpoint(str(path))
             except (PreflightError, NotFoundError, OSError):
                 continue  # still being written, or being deleted
             identity = checkpoint.identity_digest
-            self._last_look[path] = identity
+            self._last_scan[path] = identity
             if any(push.checkpoint_digest == identity for push in done):
                 return None
-            if last_look.get(path) != identity or self._refused.get(path) == identity:
+            if last_scan.get(path) != identity or self._refused.get(path) == identity:
                 continue
             return None if self._has_content_of(checkpoint, done) else checkpoint
         return None

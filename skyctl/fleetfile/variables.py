@@ -77,9 +77,9 @@ def read_assignments(
         else:
             value = _COMMENT.sub("", value).rstrip()
 
-        def complain_here(message: str, hint: str, number: int = number) -> None:
+        def complain_on_line(message: str, hint: str, number: int = number) -> None:
             complain(number, message, hint)
 
-        value = expand(value, {**values, **environ}, complain_here)
+        value = expand(value, {**values, **environ}, complain_on_line)
         values[assignment["name"]] = value.replace(_DOLLAR, "$")
     return values

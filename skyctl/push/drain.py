@@ -1,5 +1,5 @@
-"""Wait for the requests of a server that leaves service: tell how many there are, and stop waiting
-once the push is to end.
+"""Wait for the requests of a server that leaves service: report how many there are, and stop
+waiting once the push is to end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skyctl.states import PushState
 from skyctl.units import waits_for
 
 _POLL_S = 0.25
-_TELL_S = 1.0
+_REPORT_S = 1.0
 # a request that the router has already assigned may arrive after the server left it
 _EMPTY_POLLS = 2
 
@@ -27,7 +27,7 @@ async def drained(run: Run, server: PushedServer, patience_s: float) -> None:
     push is to end.
     """
     empty, shown, deadline = 0, 0, time.monotonic() + patience_s
-    tell_at = time.monotonic() + _TELL_S
+    report_at = time.monotonic() + _REPORT_S
     while empty < _EMPTY_POLLS:
         in_flight = (await server.control.metrics()).in_flight
         empty = 0 if in_flight else empty + 1
@@ -37,31 +37,31 @@ async def drained(run: Run, server: PushedServer, patience_s: float) -> None:
             )
         if run.cancel_guard.cancelled:
             raise ServerError("the push is cancelled")
-        if in_flight != shown and time.monotonic() >= tell_at:
-            shown, tell_at = in_flight, time.monotonic() + _TELL_S
+        if in_flight != shown and time.monotonic() >= report_at:
+            shown, report_at = in_flight, time.monotonic() + _REPORT_S
             run.observer.server(server.name, PushState.DRAINING, waits_for(in_flight), in_flight)
         if empty < _EMPTY_POLLS:
             await asyncio.sleep(_POLL_S)
 
 
 async def paused(run: Run, server: PushedServer, pausing: Coroutine[Any, Any, None]) -> None:
-    """Await the answer to a pause, and tell which requests it waits for.
+    """Await the answer to a pause, and report which requests it waits for.
 
     Raises:
         ServerError: the push is to end meanwhile, and the server is paused.
     """
     answer = asyncio.create_task(pausing)
     given_up = asyncio.create_task(_given_up(run, server))
-    telling = asyncio.create_task(_tell_requests(run, server))
+    reporting = asyncio.create_task(_report_requests(run, server))
     try:
         await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ServerError("the push is cancelled")
         await answer
     finally:
-        for task in (answer, given_up, telling):
+        for task in (answer, given_up, reporting):
             task.cancel()
-        await asyncio.gather(answer, given_up, telling, return_exceptions=True)
+        await asyncio.gather(answer, given_up, reporting, return_exceptions=True)
 
 
 async def _given_up(run: Run, server: PushedServer) -> None:
@@ -74,11 +74,11 @@ async def _given_up(run: Run, server: PushedServer) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-async def _tell_requests(run: Run, server: PushedServer) -> None:
-    """Tell how many requests a server that is being paused still has, whenever that changes."""
+async def _report_requests(run: Run, server: PushedServer) -> None:
+    """Report how many requests a server that is being paused still has, whenever that changes."""
     shown = 0
     while True:
-        await asyncio.sleep(_TELL_S)
+        await asyncio.sleep(_REPORT_S)
         with suppress(SkyctlError):
             in_flight = (await server.control.metrics()).in_flight
             if in_flight != shown:

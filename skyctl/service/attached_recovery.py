@@ -34,7 +34,7 @@ _ROUTER_TIMEOUT_S = 5.0
 _GONE = "not among the servers that were found"
 
 
-def left_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[str, str]:
+def unrepaired_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[str, str]:
     """The located servers that another fleet has to repair, by name: what its push left, and what
     to type. Each fleet leaves those alone: two that wait for each other would repair nothing.
     """
@@ -49,7 +49,9 @@ def left_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[str, st
 async def find(
     servers: AttachedServers, client: ControlClient, state: FleetState, others: Mapping[str, str]
 ) -> tuple[Finding, ...]:
-    """What is wrong with each located server, observed now. `others`: see `left_by_others`."""
+    """What is wrong with each located server, observed now. `others` are those of
+    `unrepaired_by_others`.
+    """
     seen = await observe(client, servers.targets)
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
@@ -102,7 +104,7 @@ async def recover(
         close_orphans(state, in_turn=True)
         await servers.locate()
         await servers.adopt(alone=True)
-        others = left_by_others(servers, locks)
+        others = unrepaired_by_others(servers, locks)
         own = {target.name: target for target in servers.targets if target.name not in others}
         urls = {name: target.url for name, target in own.items()}
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)

@@ -201,7 +201,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
         loop.add_signal_handler(number, go_down)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     commands = EventCommands(supervisor)
-    supervisor.state.on_event = commands.see
+    supervisor.state.on_event = commands.enqueue
     chores = (
         asyncio.create_task(commands.run()),
         asyncio.create_task(keep_house(supervisor)),

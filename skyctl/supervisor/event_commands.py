@@ -32,7 +32,7 @@ class EventCommands:
         self._timeout_s = timeout_s
         self._waiting = asyncio.Queue[tuple[FleetEvent, dict[str, Any]]](_MOST_WAITING)
 
-    def see(self, kind: FleetEvent, event: Event, details: Mapping[str, Any]) -> None:
+    def enqueue(self, kind: FleetEvent, event: Event, details: Mapping[str, Any]) -> None:
         """Have the command of this event run, if the plan in force has one. Returns at once."""
         plan = self._running.plan
         if plan is None or not plan.config.on_event.command(kind):

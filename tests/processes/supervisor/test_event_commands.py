@@ -29,7 +29,7 @@ async def commands(
     with FleetState((state or directory) / "state.sqlite") as opened:
         running = SimpleNamespace(plan=plan, state=opened)
         runner = EventCommands(running, timeout_s=timeout_s)  # type: ignore[arg-type]
-        opened.on_event = runner.see
+        opened.on_event = runner.enqueue
         task = asyncio.create_task(runner.run())
         try:
             yield opened
