@@ -203,7 +203,8 @@ async def test_servers_that_tell_nothing_of_their_load_are_neither_added_nor_rem
 async def test_what_is_added_and_does_not_start_is_removed_and_tried_again_later(
     tmp_path: Path,
 ) -> None:
-    async with scaled(tmp_path) as it:
+    one_is_enough = SCALE.replace("value: 4", "value: 0.1")  # the first request adds both
+    async with scaled(tmp_path, one_is_enough) as it:
         interpreter = it.fleet.directory / "python"
         lines = interpreter.read_text().replace(
             "vllm*|*.serve) ", "vllm*|*.serve) echo no room; exit 1; "
