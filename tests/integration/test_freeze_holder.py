@@ -8,6 +8,7 @@ import json
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_force_takes_a_freeze_over_on_real_servers(scene: Scene) -> None:
 def test_fleets_that_list_the_same_real_servers_exclude_each_other(
     scene: Scene, tmp_path: Path
 ) -> None:
-    near = scene.attach("near", tmp_path / "elsewhere")
+    near, *others = (scene.attach(f"near-{n}", tmp_path / "elsewhere") for n in range(3))
     checkpoint = scene.fleet.directory / "checkpoints" / "b"
     # a wait lasts as long as the request: the push holds the servers, and sends nothing
     streams = [
@@ -106,9 +107,15 @@ def test_fleets_that_list_the_same_real_servers_exclude_each_other(
         while scene.paused() != {True}:
             assert push.poll() is None
             time.sleep(0.02)
-        for verb in (["resume"], ["pause"], ["sync-weights", str(checkpoint)]):
-            error = near.json(*verb, expect=1)["error"]
-            assert "fleet far has it: push-1" in error["message"], verb
+        verbs = (["resume"], ["pause"], ["sync-weights", str(checkpoint)])
+        with ExitStack() as running:  # at once: the push ends with the requests
+            commands = [
+                running.enter_context(fleet.start(*verb, "--json"))
+                for fleet, verb in zip((near, *others), verbs, strict=True)
+            ]
+            for command in commands:
+                answer = json.loads(command.communicate(timeout=60)[0])
+                assert "fleet far has it: push-1" in answer["error"]["message"], answer
     finally:
         push.send_signal(signal.SIGINT)
         push.communicate(timeout=60)
