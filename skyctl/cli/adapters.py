@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl import output
-from skyctl.cli.arguments import stored_directory
 from skyctl.cli.fleet_calls import call_chosen_fleet, call_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
+from skyctl.cli.sources import stored_directory
 from skyctl.core.registry import Files, FleetRef, find
 from skyctl.store.paths import expanded
 from skyctl.units import count_of, format_bytes

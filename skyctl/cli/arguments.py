@@ -48,16 +48,3 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The arguments before `--`, and from it on."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:end], arguments[end:]
-
-
-def stored_directory(source: str) -> str:
-    """The directory that a `tinker://` path means on this machine; anything else as it is.
-
-    Raises:
-        NotFoundError: no Tinker API of this machine has such a checkpoint.
-    """
-    if not source.startswith("tinker://"):
-        return source
-    from skyctl.tinker.stored import find_checkpoint
-
-    return str(find_checkpoint(source).directory)

@@ -10,6 +10,7 @@ import typer
 from skyctl import output
 from skyctl.cli.fleet_calls import begun_and_followed, call_fleet, chosen, follow
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
+from skyctl.cli.sources import checkpoint_path
 from skyctl.core.registry import FleetRef, RemoteRef, find
 from skyctl.errors import UsageError
 from skyctl.units import count_of, format_ago, format_seconds, parse_duration, percent
@@ -105,7 +106,6 @@ def start(
     skyctl canary start runs/step-200 --share 10%
     skyctl canary start runs/step-200 --share 25% --rollback-if 'errors>1%'
     """
-    from skyctl.checkpoints.checkpoint import absolute
     from skyctl.core.canary import CanaryRequest, Rule, parse_share
     from skyctl.push.request import PushRequest
 
@@ -122,7 +122,7 @@ def start(
     for rule in rollback_if or ():
         Rule.parsed(rule)
     ref = find(*chosen(context, file, fleet))
-    located = absolute(checkpoint) if isinstance(ref, FleetRef) else checkpoint
+    located = checkpoint_path(ref, checkpoint)
     push = PushRequest(located, weight_version=weight_version, keep=keep)
     rules = tuple(rollback_if or ())
     request = CanaryRequest("start", push, part, replicas or 0, rules, after_s)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.arguments import stored_directory
 from skyctl.cli.fleet_calls import run_following
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption, seconds
+from skyctl.cli.sources import checkpoint_path
 from skyctl.errors import UsageError
 from skyctl.units import parse_bytes
 
@@ -266,7 +266,7 @@ def sync_weights(
     sizes = _size("--chunk-size", chunk_size), _size("--stage-rate", stage_rate)
     ref = find(file, fleet)
     request = PushRequest(
-        checkpoint=_path(ref, checkpoint) if checkpoint and not back else "",
+        checkpoint=checkpoint_path(ref, checkpoint) if checkpoint and not back else "",
         transport=transport.value,
         chunk_size=sizes[0],
         stage=stage.value,
@@ -301,14 +301,6 @@ def _size(option: str, text: str | None) -> int | None:
         return parse_bytes(text) if text else None
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
-
-
-def _path(ref: FleetRef | RemoteRef, checkpoint: str) -> str:
-    """The checkpoint, absolute for a fleet of this machine; otherwise as typed."""
-    from skyctl.checkpoints.checkpoint import absolute
-    from skyctl.core.registry import FleetRef
-
-    return absolute(stored_directory(checkpoint)) if isinstance(ref, FleetRef) else checkpoint
 
 
 def _prompts(canary: Path | None) -> dict[str, Any] | None:

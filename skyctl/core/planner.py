@@ -21,7 +21,7 @@ from skyctl.core.placement import (
     place_replicas,
 )
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
-from skyctl.core.tinker import TinkerSettings, longest
+from skyctl.core.tinker import TinkerSettings, longest, storage_directory
 from skyctl.engines import ENGINES, require, routing
 from skyctl.engines.base import Feature
 from skyctl.engines.launches import (
@@ -302,7 +302,7 @@ class _Planner:
         section, lora = self.config.tinker, self.config.lora
         if section is None or lora is None:  # the schema has both or no `tinker`
             return None
-        storage = section.storage and (self.base_dir / expanded(section.storage)).resolve()
+        storage = storage_directory(section.storage, self.base_dir)
         settings = TinkerSettings(
             fleet=self.config.name,
             model=str(locate(base) or self.model_path),  # trained where the servers started

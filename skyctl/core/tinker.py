@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from skyctl.errors import SkyctlError
+from skyctl.store.paths import expanded
 
 MODULES = ("google.protobuf", "zstandard", "numpy", "torch", "transformers", "safetensors")
 INSTALL = "pip install 'skyctl-fleet[tinker]'"
@@ -82,6 +83,11 @@ class TinkerSettings:
     def of_argument(cls, text: str) -> Self:
         """Inverse of `argument`."""
         return cls(**json.loads(text))
+
+
+def storage_directory(storage: str | None, base_dir: Path) -> Path | None:
+    """The directory that `tinker: storage` means; None is the fleet's own."""
+    return (base_dir / expanded(storage)).resolve() if storage else None
 
 
 def longest(args: Mapping[str, Any]) -> int | None:

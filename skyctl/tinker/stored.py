@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyctl.core.registry import FleetRef, known_fleets, select
+from skyctl.core.tinker import storage_directory
 from skyctl.core.urls import tinker_place
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError
 from skyctl.store.credentials import read_secret
@@ -62,9 +63,8 @@ class StoredCheckpoint:
 def storage_of(ref: FleetRef) -> Path:
     """The directory of a fleet's Tinker API."""
     section = ref.config.tinker
-    if section is None or section.storage is None:
-        return ref.paths.tinker
-    return (ref.base_dir / expanded(section.storage)).resolve()
+    own = storage_directory(section.storage, ref.base_dir) if section is not None else None
+    return own or ref.paths.tinker
 
 
 def checkpoints_of(ref: FleetRef) -> list[StoredCheckpoint]:
@@ -163,5 +163,5 @@ async def delete_checkpoints(ref: FleetRef, names: Sequence[str]) -> list[Stored
                     f"the Tinker API at {place.url} does not answer", hint="start it: skyctl up"
                 ) from error
             if answer.status_code not in (204, 404):  # 404: it went meanwhile
-                raise SkyctlError(f"{entry.path} is not deleted: {answer.json()['detail']}")
+                raise SkyctlError(f"{entry.path} is not deleted: {answer.text}")
     return chosen

@@ -16,7 +16,7 @@ import pytest
 from skyctl.launch.local.host import free_port
 from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.integration.test_tinker import RUN_WITHOUT_TEARDOWN
+from tests.tinker_sdk import RUN_WITHOUT_TEARDOWN
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [

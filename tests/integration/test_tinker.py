@@ -15,7 +15,7 @@ import pytest
 
 from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.tinker_sdk import service_client
+from tests.tinker_sdk import RUN_WITHOUT_TEARDOWN, service_client
 
 pytest.importorskip("tinker")
 from tinker import types
@@ -28,15 +28,6 @@ pytestmark = [
 ]
 BASE = "org/tiny"
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN_WITHOUT_TEARDOWN = (
-    "import os, runpy, sys; sys.argv.pop(0); sys.path[0] = os.path.dirname(sys.argv[0]); "
-    "import tinker; tinker.ServiceClient.__exit__ = lambda *_: None; "
-    "runpy.run_path(sys.argv[0], run_name='__main__'); sys.stdout.flush(); os._exit(0)"
-)
-"""The SDK's daemon thread outlives its clients. Before Python 3.14, a daemon thread that is in
-pydantic's native code at interpreter shutdown can abort the process (CPython issue 87135). Its own
-`with` waits without an end for the session to close.
-"""
 SENTENCE = "The fleet came up, and every server answered before the kettle had boiled."
 
 
