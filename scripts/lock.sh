@@ -24,9 +24,9 @@ broken=(torchvision torchaudio torchcodec)
 # SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
 "${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
 "${pip[@]}" install --quiet omegaconf pandas
-# recipes that drive the Tinker API; datasets 5.0 cannot pickle what they shuffle
+# recipes that drive the Tinker API, and TRL's trainers; datasets 5.0 cannot pickle what recipes shuffle
 "${pip[@]}" install --quiet --no-deps "tinker-cookbook==0.6.1"
-"${pip[@]}" install --quiet "datasets<5" chz blobfile termcolor pylatexenc math-verify antlr4-python3-runtime
+"${pip[@]}" install --quiet "datasets<5" "trl==1.16.0" chz blobfile termcolor pylatexenc math-verify antlr4-python3-runtime
 # `nixl` alone requires its builds for CUDA 12 and for CUDA 13
 "${pip[@]}" install --quiet --no-deps "nixl==1.5.1" "nixl-cu12==1.5.1"
 "${pip[@]}" uninstall --quiet --yes skyctl-fleet
