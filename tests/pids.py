@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -13,21 +13,23 @@ import psutil
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def gone(pid: int) -> bool:
-    """Whether it has ended, also if nobody has reaped it yet."""
+def gone(pid: int, within_s: float = 0.0) -> bool:
+    """Whether every thread of it has ended, also if nobody has reaped it yet. The first may be a
+    zombie while others still keep its locks."""
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
         return True
+    try:
+        return bool(select.select([descriptor], [], [], within_s)[0])
+    finally:
+        os.close(descriptor)
 
 
 def kill(pid: int) -> None:
     """SIGKILL, and wait until its locks are free: the next command finds nobody at work."""
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not gone(pid):
-        assert time.monotonic() < deadline, f"{pid} does not end"
-        time.sleep(0.01)
+    assert gone(pid, within_s=10), f"{pid} does not end"
 
 
 def segments(*pids: int) -> set[Path]:

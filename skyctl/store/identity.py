@@ -47,7 +47,7 @@ class ProcessIdentity:
     boot_id: str
 
     def alive(self) -> bool:
-        """Whether exactly this process still runs (a zombie does not)."""
+        """Whether exactly this process still runs, if only one of its threads."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
@@ -61,9 +61,19 @@ class ProcessIdentity:
             return None
         try:
             process = psutil.Process(self.pid)
-            return None if process.status() == psutil.STATUS_ZOMBIE else process
+            return None if has_ended(process) else process
         except psutil.Error:
             return None
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether no thread of it runs any more. Its first thread may be a zombie before the others
+    have ended: until then they keep its locks, its ports, and its memory on a GPU.
+
+    Raises:
+        psutil.Error: there is no such process.
+    """
+    return process.status() == "zombie" and process.num_threads() <= 1
 
 
 def create_time(pid: int) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.client import listening
 from tests.faults.live_ranks import ROWS, Client, Ended, Job, forking_ranks
 from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.pids import kill
 from tests.unit.push.checkpoints import filled, write_checkpoint
 
 pytest.importorskip("torch")
@@ -67,11 +67,7 @@ class Deaths:
 
     def revive_supervisor(self, *, kill_at: str) -> None:
         """End the supervisor, and have a command start one that dies at this point."""
-        os.kill(self.supervisor(), signal.SIGKILL)
-        until = time.monotonic() + SETTLE_S
-        while self.supervisor():
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        kill(self.supervisor())
         self.stubs.environ["SKYCTL_KILL_AT"] = kill_at
         self.stubs.run("status")
         del self.stubs.environ["SKYCTL_KILL_AT"]

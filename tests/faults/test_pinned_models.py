@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import pids
 from tests.faults.stub_fleet import StubFleet
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -92,8 +93,7 @@ def test_a_model_that_is_a_link_is_the_directory_that_it_led_to(tmp_path: Path) 
     try:
         latest.unlink()
         latest.symlink_to("step-2")
-        (supervisor,) = {fleet.json("status")["data"]["supervisor_pid"]}
-        os.kill(supervisor, signal.SIGKILL)  # its successor plans anew
+        pids.kill(fleet.json("status")["data"]["supervisor_pid"])  # its successor plans anew
         kill(fleet, "stubs-0")
         assert fleet.json("weights", "verify")["data"]["agree"] is True
         data = fleet.json("status")["data"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from tests.faults.stub_fleet import StubFleet
 from tests.load import Load
+from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 SCALE = "{min: 1, max: 3, target: queue, value: 4, up_after_s: 0.6, down_after_s: 2, sleep_s: 30}"
@@ -145,7 +144,7 @@ async def test_a_supervisor_that_is_killed_leaves_the_count_to_the_next(
         else:
             status = await it.until(lambda status: len(status["replicas"]) == 3)
             count = {3}
-        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        kill(status["supervisor_pid"])
         status = await it.status()
         assert status["supervisor_pid"] not in (None, 0)
         assert len(status["replicas"]) in count

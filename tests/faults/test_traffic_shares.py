@@ -32,6 +32,7 @@ from tests.faults.stub_fleet import StubFleet
 from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
 from tests.faults.test_out_of_router import asking
 from tests.faults.test_router import ROUTER, free_ports, routed_fleet
+from tests.pids import kill
 from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
@@ -518,7 +519,7 @@ def test_load_balancers_see_whether_to_send_requests(tmp_path: Path) -> None:
         fleet.run("generate", "hi", "--max-tokens", "2")  # what arrives is answered
         status = fleet.json("status")["data"]
         assert (status["health"], status["reasons"][0]["hint"]) == ("healthy", "skyctl drain --off")
-        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        kill(status["supervisor_pid"])
         fleet.run("wait", "--for", "ready", "--timeout", "30")  # another one takes over
         assert ready() == (503, "drained")
         fleet.run("drain", "--off")

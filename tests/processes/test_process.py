@@ -12,11 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity, identify
+from skyctl.store.paths import flocked
 from tests.pids import gone
 from tests.unit.supervisor.fleets import eventually
 
@@ -157,6 +159,34 @@ async def test_a_process_with_our_pid_but_another_identity_is_never_signalled(
         assert process.members() == []
         await process.stop(0.1)
     assert stranger.poll() is None
+
+
+# Its first thread ends and becomes a zombie; another keeps what the process has.
+FIRST_THREAD_ENDS = """
+import ctypes, fcntl, sys, threading, time
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+threading.Thread(target=time.sleep, args=(600,)).start()
+print("ready", flush=True)
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+async def test_a_process_has_ended_only_when_its_last_thread_has(tmp_path: Path) -> None:
+    """Until then its port is taken, and its locks, and its memory on a GPU."""
+    log, lock = tmp_path / "log", tmp_path / "lock"
+    argv = [sys.executable, "-c", FIRST_THREAD_ENDS, str(lock)]
+    process = ManagedProcess.spawn(argv, {}, log, secrets.token_hex(8))
+    await first_line(log)
+    assert process.pid is not None
+    first = psutil.Process(process.pid)
+    await eventually(lambda: first.status() == psutil.STATUS_ZOMBIE)
+    assert process.alive() and not gone(process.pid)
+    later = ManagedProcess(process.identity, "no such token")
+    assert later.members() == [first] and not later.exited.is_set()
+    await later.stop(0.2)
+    assert not flocked(lock)
+    await process.stop(1)
 
 
 async def test_a_program_that_does_not_exist_is_a_clear_error(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from skyctl.store.identity import (
     boot_id,
     create_time,
     environment,
+    has_ended,
     identify,
     own_processes,
 )
@@ -289,7 +290,7 @@ def listening_ports(process: psutil.Process) -> set[int]:
 def _running(process: psutil.Process) -> bool:
     try:
         # is_running compares create times, so a reused pid counts as gone
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and not has_ended(process)
     except psutil.Error:
         return False
 
