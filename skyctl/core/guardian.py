@@ -21,9 +21,9 @@ from skyctl.launch.local.rotation import rotate
 from skyctl.startup import is_command
 from skyctl.store.owned import own, unforked
 from skyctl.store.paths import FleetPaths
+from skyctl.store.stopped import STOPPED_S
 
 LOG = "guardian"
-STOPPED_S = 10.0
 _SCRIPT = Path(__file__).with_name("guard_process.py")
 _LOG_BYTES = 1024 * 1024
 _END_TIMEOUT_S = 2.0

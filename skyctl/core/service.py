@@ -214,7 +214,7 @@ class FleetService:
 
         Raises:
             DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
-            FleetDownError: the process that ran it died.
+            FleetDownError: the process that ran it died, or stays stopped.
         """
         from skyctl.core.following import CHANGES_WAIT_S, follow
 

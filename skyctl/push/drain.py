@@ -53,8 +53,12 @@ async def paused(run: Run, server: PushedServer, pausing: Coroutine[Any, Any, No
     answer = asyncio.create_task(pausing)
     given_up = asyncio.create_task(_given_up(run, server))
     reporting = asyncio.create_task(_report_requests(run, server))
+    # of a server that was frozen already, only the answer shows that it has this pause: one that
+    # arrived after the resume would freeze it for ever
+    was_frozen = server.before.paused or server.given.thaw
+    ends = {answer} if was_frozen else {answer, given_up}
     try:
-        await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             raise ServerError("the push is cancelled")
         await answer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from skyctl.core import verb_table
 from skyctl.core.handlers import handlers
 from skyctl.core.registry import FleetRef, kept_files, supervisor_running
-from skyctl.core.requests import Recover, StatusQuery
+from skyctl.core.requests import JobQuery, Recover, StatusQuery
 from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import (
     ConflictError,
@@ -21,6 +21,7 @@ from skyctl.errors import (
     VersionMismatch,
 )
 from skyctl.kill_points import reached
+from skyctl.store.stopped import STOPPED_S
 from skyctl.supervisor.client import RemoteFleet, by_socket, stopped_supervisor
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ _KILL_POINTS: dict[Verb[Any, Any], tuple[str, str]] = {
 _SUPERVISORS = 5  # who keeps ending will not be the one that puts it right
 _SUCCESSOR_S = 30.0
 _SUCCESSOR_POLL_S = 0.1
+_STOPPED_S = 1.5 * STOPPED_S
+"""How long a job is followed while the supervisor is stopped. A guardian would end that sooner, but
+there is none where the job is over and could not be put on record.
+"""
 
 
 class SupervisedFleet(RemoteFleet):
@@ -65,6 +70,7 @@ class SupervisedFleet(RemoteFleet):
         super().__init__(ref.name, by_socket(ref.paths), paths=ref.paths)
         self.ref = ref
         self._looked = False
+        self._stopped_since: float | None = None
 
     async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
         followed = isinstance(request, StatusQuery) and request.operation is not None
@@ -76,11 +82,22 @@ class SupervisedFleet(RemoteFleet):
             reached(before)
             answer = await super()._ask(verb, request, result)
             reached(after)
+            self._stopped_since = None
         except FleetDownError as error:
-            if not on_record:
+            follows = isinstance(request, JobQuery) and request.wait_s > 0
+            if not on_record or (follows and self._stopped_for_long(error)):
                 raise
             answer = await self._on_record(verb, request, error)
         return answer
+
+    def _stopped_for_long(self, error: FleetDownError) -> bool:
+        """Whether requests have met a stopped supervisor for so long that none will end it."""
+        now = time.monotonic()
+        if "stopped" not in error.details:
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        return self._stopped_since is not None and now - self._stopped_since > _STOPPED_S
 
     async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Says too whether the fleet file differs from the one in force."""

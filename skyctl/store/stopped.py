@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Callable
 
+STOPPED_S = 10.0
+"""A guardian kills a pusher that stays stopped for so long."""
 _STOPPED = ("T", "t")
 """By a signal, or by a debugger (proc_pid_stat(5))."""
 

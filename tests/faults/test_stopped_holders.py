@@ -18,9 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
+from skyctl.core import recorded
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import job_changes
-from skyctl.errors import ConflictError
+from skyctl.core.registry import FleetRef
+from skyctl.errors import ConflictError, FleetDownError
+from skyctl.service import supervised
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.store.stopped import is_stopped
@@ -139,8 +142,15 @@ def stopped_holder(
     directory: Path, name: str, subject: str, disk: str = ""
 ) -> Iterator[subprocess.Popen[str]]:
     """A stopped process that holds this lock."""
+    with stopped_process(_HOLDER, str(directory), name, subject, disk) as process:
+        yield process
+
+
+@contextmanager
+def stopped_process(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that is stopped once it has written a line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(directory), name, subject, disk],
+        [sys.executable, "-c", script, *arguments],
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -301,3 +311,37 @@ async def test_a_follower_does_not_wait_until_a_stopped_process_releases_a_job_t
                 wait_until_stopped(process.pid, False)
             released = (await job_changes(state, job.id)).released
     assert released is not goes_on
+
+
+# What keeps a fleet's lock, and its socket, and does nothing.
+_LISTENER = """
+import socket, sys
+from pathlib import Path
+from skyctl.store.paths import FleetPaths
+paths = FleetPaths(Path(sys.argv[1]), "stubs")
+paths.prepare()
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(str(paths.socket))
+listener.listen()
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_follower_does_not_wait_for_a_supervisor_that_nobody_will_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its push is over, and was not put on record; or it had no guardian."""
+    monkeypatch.setattr(supervised, "_STOPPED_S", 0.1)
+    monkeypatch.setattr(recorded, "CHANGES_WAIT_S", 0.1)
+    ref = FleetRef("stubs", FleetPaths(tmp_path, "stubs"), None, tmp_path)
+    with (
+        stopped_process(_LISTENER, str(tmp_path)) as process,
+        FleetState(ref.paths.database) as state,
+    ):
+        job = state.journal.begin("push", {})
+        fleet = supervised.SupervisedFleet(ref)
+        with pytest.raises(FleetDownError, match=rf"pid {process.pid}\b.* is stopped") as refused:
+            await asyncio.wait_for(fleet.wait_job(job.id), BOUND_S)
+        assert "skyctl recover" in refused.value.hint
+        assert (await fleet.job(job.id)).state == "running"  # what is on record can be seen

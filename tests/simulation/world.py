@@ -13,7 +13,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from skyctl.core.guardian import STOPPED_S
 from skyctl.core.registry import FleetRef
 from skyctl.core.requests import Control, Recover, Resume, Wake
 from skyctl.errors import SkyctlError
@@ -24,6 +23,7 @@ from skyctl.service import connect
 from skyctl.store.paths import FleetPaths
 from skyctl.store.server_names import name_servers
 from skyctl.store.state import FleetState
+from skyctl.store.stopped import STOPPED_S
 from tests.simulation import checks, people, seams
 from tests.simulation.disk import HUB, Checkpoints, Disk
 from tests.simulation.engine import Engine, Frailty

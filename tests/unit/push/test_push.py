@@ -363,6 +363,22 @@ async def test_cancelled_before_bytes_it_is_undone(stubs: Stubs) -> None:
     assert not any(engine.paused or engine.update_open for engine in stubs.engines)
 
 
+async def test_cancelled_it_resumes_no_server_that_does_not_have_its_pause(stubs: Stubs) -> None:
+    """A pause that arrives after the resume would freeze it for ever. That a dead push has frozen
+    the server does not show that the pause arrived."""
+    given, _ = stubs.fleet.servers
+    stubs.fleet = replace(stubs.fleet, servers=(replace(given, thaw=True),))
+    frozen, observer = stubs.servers[0], Recorder()
+    await frozen.engine.pause("keep")
+    frozen.engine.log.clear()
+    frozen.asgi.faults["/pause"] = Fault("delay", seconds=0.2)
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    observer.on_stage = lambda name: task.cancel() if name == "pause" else None  # type: ignore[func-returns-value]
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert frozen.engine.log == ["pause keep", "resume"]
+
+
 async def test_cancelled_after_bytes_it_completes(stubs: Stubs) -> None:
     observer = Recorder()
     task = asyncio.ensure_future(push_new(stubs, observer))
