@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 
-from tests.faults.test_router import routed_fleet
+from tests.faults.stub_fleet import routed_fleet
 from tests.integration.conftest import TWO_PROCESSES
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy_body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint

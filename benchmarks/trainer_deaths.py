@@ -37,13 +37,14 @@ import httpx
 
 import skyctl
 from skyctl.launch.local.host import free_port
-from tests.faults.test_trainer_url import Fleet, trainer_fleet
-from tests.faults.test_versions import TOKENS, expected
+from tests.faults.trainer_fleet import Fleet, trainer_fleet
+from tests.stub.generation import expected
 from tests.stub.url_trainer import CALLS
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "trainer-deaths.json"
 CLIENTS = 4
+TOKENS = 4
 BOUND_S = 600.0
 """Of whatever ends at once on an idle machine."""
 
@@ -80,7 +81,7 @@ class Clients:
         """How many were answered, and how many of those by no committed weights."""
         answers, self._answers = self._answers, []
         return len(answers), sum(
-            all(list(tokens) != expected(digest, prompt) for digest in digests)
+            all(list(tokens) != expected(digest, prompt, TOKENS) for digest in digests)
             for prompt, tokens, versions in answers
             if versions != "straddles"
         )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import time
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,3 +44,32 @@ class Load:
                     self.answers.append(answer.json()["choices"][0]["text"])
                 except httpx.HTTPError as error:
                     self.failures.append(repr(error))
+
+
+class ThreadedLoad:
+    """Two clients that ask the router again and again."""
+
+    def __init__(self, url: str, key: str, model: str = "model") -> None:
+        self.answers, self.failures = 0, list[str]()
+        self._url, self._key, self._over = url, key, threading.Event()
+        self._body = json.dumps({"model": model, "prompt": "a", "max_tokens": 4}).encode()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(2)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        while not self._over.is_set():
+            request = urllib.request.Request(f"{self._url}/v1/completions", self._body, headers)
+            try:
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    answer.read()
+                self.answers += 1
+            except OSError as error:
+                self.failures.append(repr(error))
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from tests.forking import command
 
 ROOT = Path(__file__).parents[2]
+ROUTER = Path(sys.executable).parent / "vllm-router"
 FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 # Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
 INTERPRETER = f"""#!/bin/sh
@@ -120,3 +122,38 @@ def until_said(process: subprocess.Popen[str], words: str) -> None:
         if words in line:
             return
     raise AssertionError(f"it ended without saying {words!r}")
+
+
+def versions(fleet: StubFleet) -> set[str]:
+    rows = fleet.replicas().values()
+    assert {(row["state"], row["routed"]) for row in rows} == {("ready", True)}
+    return {row["weight_version"] for row in rows}
+
+
+def busy(fleet: StubFleet) -> subprocess.Popen[str]:
+    """A request that would go on for minutes, once it runs."""
+    asking = fleet.start("generate", "hello", "--server", "stubs-0", "--max-tokens", "100000")
+    while not any(row["running"] for row in fleet.replicas().values()):
+        assert asking.poll() is None, asking.communicate()
+    return asking
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def routed_fleet(directory: Path, extra: str, replicas: int) -> StubFleet:
+    """A fleet of stubs whose router is the real one."""
+    fleet = StubFleet(directory)
+    fleet.write(replicas=replicas, extra=extra)
+    stands_in = f"vllm_router*) shift 2; exec {sys.executable} {FAKE_ROUTER}"
+    assert stands_in in INTERPRETER
+    interpreter = INTERPRETER.replace(stands_in, f"vllm_router*) exec {sys.executable}")
+    (directory / "python").write_text(interpreter)
+    return fleet

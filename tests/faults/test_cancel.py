@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.stub_fleet import StubFleet, until_said
-from tests.faults.test_matrix_commands import busy
-from tests.faults.test_stopped_holders import attached
+from tests.faults.shell_commands import attached
+from tests.faults.stub_fleet import StubFleet, busy, until_said, versions
 from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -129,12 +128,6 @@ def until_stage(fleet: StubFleet, job: str, stage: str) -> None:
         if (job, stage) in [(row["id"], row["stage"]) for row in rows]:
             return
     raise AssertionError(f"{job} never was in stage {stage!r}")
-
-
-def versions(fleet: StubFleet) -> set[str]:
-    rows = fleet.replicas().values()
-    assert {(row["state"], row["routed"]) for row in rows} == {("ready", True)}
-    return {row["weight_version"] for row in rows}
 
 
 async def test_a_push_that_another_process_runs_is_cancelled_there(tmp_path: Path) -> None:

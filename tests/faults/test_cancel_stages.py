@@ -21,8 +21,7 @@ from skyctl.core.requests import CancelJob, StatusQuery
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.interface import SupervisorClient
-from tests.faults.stub_fleet import StubFleet
-from tests.faults.test_cancel import versions
+from tests.faults.stub_fleet import StubFleet, versions
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 

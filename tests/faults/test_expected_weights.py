@@ -19,9 +19,15 @@ from skyctl.service.attached import AttachedFleet
 from skyctl.store.expected import by_files
 from skyctl.store.journal import Job
 from tests.faults.attached_fleet import attached_fleet
-from tests.faults.test_matrix_supervisor import pushable
-from tests.faults.test_matrix_supervisor import pushed as push_by
-from tests.processes.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
+from tests.processes.supervisor.supervising import (
+    bring_up,
+    pid_of,
+    pushable,
+    routed,
+    states,
+    supervising,
+)
+from tests.processes.supervisor.supervising import pushed as push_by
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint

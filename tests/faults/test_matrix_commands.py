@@ -27,7 +27,7 @@ from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
 from skyctl.supervisor.client import listening
 from skyctl.supervisor.interface import SupervisorClient
-from tests.faults.stub_fleet import ROOT, StubFleet, until_said
+from tests.faults.stub_fleet import ROOT, StubFleet, busy, until_said
 from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -345,14 +345,6 @@ def test_mixed_versions_of_vllm_are_reported_and_a_push_is_refused(fleet: StubFl
 
 
 # --- down ----------------------------------------------------------------------------------------
-
-
-def busy(fleet: StubFleet) -> subprocess.Popen[str]:
-    """A request that would go on for minutes, once it runs."""
-    asking = fleet.start("generate", "hello", "--server", "stubs-0", "--max-tokens", "100000")
-    while not any(row["running"] for row in fleet.replicas().values()):
-        assert asking.poll() is None, asking.communicate()
-    return asking
 
 
 def test_ctrl_c_in_a_drain_leaves_a_fleet_that_the_next_down_stops_at_once(

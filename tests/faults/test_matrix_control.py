@@ -27,7 +27,7 @@ from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
-from tests.unit.docs.test_bounds import evaluated, worst
+from tests.unit.docs.bounds import evaluated, worst
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TIMEOUT_S = 0.6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import httpx
 import psutil
@@ -34,12 +32,17 @@ from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from tests.pids import gone
-from tests.processes.supervisor.test_resident import (
+from tests.processes.supervisor.supervising import (
     bring_up,
     ended,
+    full_server,
     pid_of,
+    pushable,
+    pushed,
     routed,
+    set_faults,
     states,
+    stub_state,
     supervising,
 )
 from tests.stub.app import StubServer
@@ -69,32 +72,6 @@ def with_core(name: str) -> ServerSpec:
     port = free_port("127.0.0.1")
     argv = (sys.executable, "-c", _WITH_CORE, "--port", str(port))
     return ServerSpec(name, argv, {"PYTHONPATH": str(ROOT)}, "127.0.0.1", port)
-
-
-def full_server(name: str, *options: str) -> ServerSpec:
-    """A stub that takes faults, sleeps and answers requests, which the light one does not."""
-    port = free_port("127.0.0.1")
-    argv = (sys.executable, "-m", "tests.stub.server", "--port", str(port), *options)
-    return ServerSpec(name, argv, {"PYTHONPATH": str(ROOT)}, "127.0.0.1", port)
-
-
-def pushable(name: str, model: Path) -> ServerSpec:
-    """A stub that takes pushes and runs the checkpoint `model`."""
-    options = ("--model", str(model), "--served-model-name", "stub-model")
-    transfer = ("--weight-transfer-config", json.dumps({"backend": "skyctl"}))
-    return replace(full_server(name, *options, *transfer), backend="skyctl")
-
-
-async def stub_state(supervisor: Supervisor, name: str) -> dict[str, Any]:
-    async with httpx.AsyncClient() as client:
-        url = supervisor.replicas[name].spec.url
-        state: dict[str, Any] = (await client.get(f"{url}/stub/state")).json()
-    return state
-
-
-async def set_faults(supervisor: Supervisor, name: str, faults: dict[str, Any]) -> None:
-    async with httpx.AsyncClient() as client:
-        await client.post(f"{supervisor.replicas[name].spec.url}/stub/faults", json=faults)
 
 
 # --- up ------------------------------------------------------------------------------------------
@@ -456,18 +433,6 @@ async def two_pushable(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Path]]
         plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
         await bring_up(supervisor, plan)
         yield supervisor, new
-
-
-async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
-    before, router = (states(supervisor), routed(supervisor)), supervisor.router
-    job = await supervisor.start_push(PushRequest(str(checkpoint)))
-    await eventually(lambda: supervisor.push_job is None)
-    assert supervisor.state.journal.job(job).state == "succeeded"
-    assert router is not None
-    # one is seen to be resumed before the other, and routed to alone meanwhile
-    await eventually(
-        lambda: (states(supervisor), routed(supervisor)) == before and not router._syncing.locked()
-    )
 
 
 async def test_a_replica_killed_after_a_push_is_routed_only_with_the_weights_of_the_push(

@@ -28,7 +28,7 @@ from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
-from tests.unit.docs.test_bounds import evaluated, names, worst
+from tests.unit.docs.bounds import evaluated, names, worst
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs, content
 

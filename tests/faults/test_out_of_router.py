@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from skyctl.core.requests import Pause
@@ -21,14 +20,22 @@ from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.faults.killing.cycle import Dice
 from tests.faults.killing.supervised import supervised_fleet
-from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
-from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
+from tests.processes.supervisor.supervising import (
+    PROMPT,
+    TOKENS,
+    asking,
+    bring_up,
+    ended,
+    pushable,
+    routed,
+    set_faults,
+    states,
+    stub_state,
+    supervising,
+)
 from tests.stub.generation import next_token
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
-
-PROMPT = "ab"
-TOKENS = 6
 
 
 def answer_of(digest: str) -> str:
@@ -62,38 +69,6 @@ async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
     job = await supervisor.start_push(request)
     await eventually(lambda: supervisor.push_job is None)
     return supervisor.state.journal.job(job)
-
-
-class Client:
-    """Asks the router again and again; `answers` by text, `failures` by status."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        assert supervisor.router is not None
-        self._url = supervisor.router.spec.url
-        self.answers: list[str] = []
-        self.failures: list[int] = []
-
-    async def ask(self, until: asyncio.Event) -> None:
-        body = {"model": "stub-model", "prompt": PROMPT, "max_tokens": TOKENS}
-        async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
-            while not until.is_set():
-                answer = await http.post(f"{self._url}/v1/completions", json=body)
-                if answer.status_code == 200:
-                    self.answers.append(answer.json()["choices"][0]["text"])
-                else:
-                    self.failures.append(answer.status_code)
-                await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def asking(supervisor: Supervisor, clients: int = 2) -> AsyncIterator[Client]:
-    client, over = Client(supervisor), asyncio.Event()
-    tasks = [asyncio.create_task(client.ask(over)) for _ in range(clients)]
-    try:
-        yield client
-    finally:
-        over.set()
-        await asyncio.gather(*tasks)
 
 
 async def test_users_never_hear_weights_whose_canary_failed(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,12 +16,14 @@ from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from tests.faults.stub_fleet import FAKE_ROUTER, INTERPRETER, StubFleet
+from tests.faults.stub_fleet import (
+    ROUTER,
+    free_ports,
+    routed_fleet,
+)
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
-
-ROUTER = Path(sys.executable).parent / "vllm-router"
 
 pytestmark = [
     pytest.mark.real,
@@ -74,16 +74,6 @@ async def is_up(client: ControlClient, url: str) -> bool:
     return True
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlClient) -> None:
     async with running([StubServer(), StubServer()]) as targets, routing(targets) as url:
         router = RouterClient(client, url + "/")
@@ -96,17 +86,6 @@ async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlC
         await router.add_worker(first + "/")
         await router.add_worker(first)
         assert sorted(await router.workers()) == sorted([first, second])
-
-
-def routed_fleet(directory: Path, extra: str, replicas: int) -> StubFleet:
-    """A fleet of stubs whose router is the real one."""
-    fleet = StubFleet(directory)
-    fleet.write(replicas=replicas, extra=extra)
-    stands_in = f"vllm_router*) shift 2; exec {sys.executable} {FAKE_ROUTER}"
-    assert stands_in in INTERPRETER
-    interpreter = INTERPRETER.replace(stands_in, f"vllm_router*) exec {sys.executable}")
-    (directory / "python").write_text(interpreter)
-    return fleet
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])

@@ -17,7 +17,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.server_locks import ServerLocks, Unrepaired
 from skyctl.store.server_names import name_servers, record_names
 from skyctl.store.state import FleetState
-from tests.faults.test_stopped_holders import attached, stop
+from tests.faults.shell_commands import attached, stop
 from tests.stub.faults import Fault
 
 URL = "http://10.0.0.1:8000"

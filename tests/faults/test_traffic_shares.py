@@ -28,12 +28,19 @@ from skyctl.store.fleet_weights import CanaryStage
 from skyctl.supervisor import admission, canary, healing
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
-from tests.faults.stub_fleet import StubFleet
-from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
-from tests.faults.test_out_of_router import asking
-from tests.faults.test_router import ROUTER, free_ports, routed_fleet
+from tests.faults.stub_fleet import ROUTER, StubFleet, free_ports, routed_fleet
 from tests.pids import kill
-from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
+from tests.processes.supervisor.supervising import (
+    asking,
+    bring_up,
+    ended,
+    pushable,
+    routed,
+    set_faults,
+    states,
+    stub_state,
+    supervising,
+)
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
 

@@ -6,103 +6,23 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
 
 import httpx
 import pytest
 
 from skyctl.launch.local.host import free_port
-from tests.faults.stub_fleet import ROOT, StubFleet
-from tests.faults.test_updates import Supervised
-from tests.forking import command
+from tests.faults.stub_fleet import StubFleet
+from tests.faults.trainer_fleet import BOUND_S, Fleet, trainer_fleet
 from tests.pages import block
 from tests.stub.url_trainer import CALLS, body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
-BOUND_S = 60.0
 UPDATE = ("start_weight_update", "update_weights", "finish_weight_update")
-
-
-class Fleet(Supervised):
-    """Two stubs, their supervisor and the fleet URL."""
-
-    port: int
-    token = ""
-
-    @property
-    def url(self) -> str:
-        secret = f"trainer:{self.token}@" if self.token else ""
-        return f"http://{secret}127.0.0.1:{self.port}"
-
-    def call(self, call: str, *, seed: int = 1, version: str = "step-1", **how: Any) -> Any:
-        """One of a trainer's calls; returns its answer's JSON."""
-        answer = self.post(call, body(call, version, seed), **how)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def post(self, path: str, content: Any = None, **how: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/{path}", json=content, timeout=60, trust_env=False, **how)
-
-    def get(self, path: str, **how: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}/{path}", timeout=60, trust_env=False, **how)
-
-    def train_begun(self, *options: str, seed: int = 1, version: str = "step-1") -> Popen[str]:
-        """A trainer's process."""
-        run = ("-m", "tests.stub.url_trainer", self.url, version, str(seed))
-        return command(
-            [sys.executable, *run, *options],
-            cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            text=True,
-            stdin=DEVNULL,
-            stdout=DEVNULL,
-            stderr=PIPE,
-        )
-
-    def trainer(self, *options: str, seed: int = 1, version: str = "step-1") -> tuple[int, str]:
-        """A trainer's process to its end: exit code and stderr."""
-        process = self.train_begun(*options, seed=seed, version=version)
-        _, errors = process.communicate(timeout=BOUND_S)
-        return process.returncode or 0, errors
-
-    @contextmanager
-    def delayed(self, call: str, seconds: float, *names: str) -> Iterator[None]:
-        """Servers answer a trainer's call late: these, or all."""
-        rows = self.replicas()
-        fault = {f"/{call}": {"kind": "delay", "seconds": seconds}}
-        for name in names or rows:
-            httpx.post(f"{rows[name]['url']}/stub/faults", json=fault, trust_env=False)
-        try:
-            yield
-        finally:
-            for name in names or rows:  # a server that died is without it anyway
-                with suppress(httpx.TransportError):
-                    httpx.post(f"{rows[name]['url']}/stub/faults", json={}, trust_env=False)
-
-    def until_called(self, url: str, call: str) -> None:
-        """Return once a server carries the next such call out."""
-        state, deadline = f"{url}/stub/state", time.monotonic() + BOUND_S
-        before = httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0)
-        while httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0) == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def whole(self) -> list[dict[str, Any]]:
-        """The servers' states, once all serve: never parts of two checkpoints."""
-        self.until("ready")
-        states = self.states()
-        assert len({state["digest"] for state in states}) == 1
-        for state in states:
-            assert not (state["paused"] or state["update_open"] or state["half_loaded"])
-            assert "half loaded" not in state["served"] and "unpaused" not in str(state["served"])
-        return states
 
 
 @pytest.fixture
@@ -111,28 +31,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     auth = getattr(request, "param", "none")
     with trainer_fleet(tmp_path, free_port("127.0.0.1"), auth) as fleet:
         yield fleet
-
-
-@contextmanager
-def trainer_fleet(
-    directory: Path, port: int, auth: str = "none", kind: type[Fleet] = Fleet
-) -> Iterator[Fleet]:
-    """Such a fleet, up until the end of the block."""
-    fleet = kind(directory)
-    fleet.port = port
-    fleet.write(
-        extra=f"auth: {auth}\ntrainer: {{port: {fleet.port}}}\n"
-        "weight_transfer: {backend: sparse_nccl, update_timeout_s: 20}\ncontrol_timeout_s: 5\n"
-    )
-    write_checkpoint(directory / "model", tiny_tensors(1))
-    fleet.run("up")
-    if auth != "none":
-        access = fleet.json("urls")["data"]["access"]
-        fleet.token = Path(access["control_token_file"]).read_text().strip()
-    try:
-        yield fleet
-    finally:
-        fleet.run("down", "--drain-timeout", "0")
 
 
 def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:

@@ -7,14 +7,10 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 import skyctl
@@ -22,8 +18,7 @@ from skyctl.kill_points import VARIABLE
 from skyctl.push.trainer import SendTarget
 from skyctl.store.paths import FleetPaths
 from tests.faults.killing import checks
-from tests.faults.stub_fleet import ROOT, StubFleet
-from tests.forking import command
+from tests.faults.trainer_fleet import BOUND_S, Supervised, train
 from tests.pages import block
 from tests.stub.app import StubServer
 from tests.stub.running import running
@@ -35,27 +30,6 @@ BASE, SENT, NEXT = "default", "step-1", "step-2"
 COMMITTED = ("push.published", "push.record")
 POINTS = ("push.begun", "push.prepared", "push.pause.call", "push.start.done", "push.update.call",
           "push.update.done", "push.finish.done", "push.verify.done", *COMMITTED)  # fmt: skip
-BOUND_S = 60.0
-
-
-async def train(
-    directory: Path, home: Path, version: str, seed: int, *options: str, kill_at: str = ""
-) -> tuple[int, str]:
-    """A trainer's process to its end: exit code, and what it said."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-    run = ("-m", "tests.stub.trainer", str(directory / "fleet.yaml"), version, str(seed))
-    process = command(
-        [sys.executable, *run, *options],
-        cwd=directory,
-        env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), VARIABLE: kill_at},
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    _, said = await asyncio.to_thread(process.communicate, timeout=BOUND_S)
-    assert process.returncode is not None
-    return process.returncode, said
 
 
 def seen(stub: StubServer) -> dict[str, Any]:
@@ -96,35 +70,6 @@ async def test_a_trainer_that_is_the_pusher_may_die_anywhere(tmp_path: Path, poi
         assert checks.at_one_version(states, {states[0]["digest"]: NEXT}) == []
         database = FleetPaths(home, "far").database
         assert checks.state_is_whole(database, NEXT) == []
-
-
-class Supervised(StubFleet):
-    """Two stubs with a supervisor."""
-
-    def train(self, version: str, seed: int, *options: str) -> tuple[int, str]:
-        home = self.directory / "home"
-        return asyncio.run(train(self.directory, home, version, seed, *options))
-
-    def states(self) -> list[dict[str, Any]]:
-        urls = [row["url"] for row in self.replicas().values()]
-        return [httpx.get(f"{url}/stub/state", trust_env=False).json() for url in urls]
-
-    def until(self, state: str, *names: str) -> dict[str, dict[str, Any]]:
-        """The replicas, once these are in this state, or all."""
-        deadline = time.monotonic() + BOUND_S
-        while True:
-            rows = self.replicas()
-            if {rows[name]["state"] for name in names or rows} == {state}:
-                return rows
-            assert time.monotonic() < deadline, rows
-            time.sleep(0.1)
-
-    def until_restarted(self, name: str, pid: int) -> None:
-        """Once it serves in another process than this."""
-        deadline = time.monotonic() + BOUND_S
-        while (row := self.replicas()[name])["pid"] == pid or row["state"] != "ready":
-            assert time.monotonic() < deadline, row
-            time.sleep(0.1)
 
 
 @pytest.fixture

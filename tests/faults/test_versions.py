@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from tests.faults.test_router import routed_fleet
-from tests.stub.generation import next_token, prompt_ids
+from tests.faults.stub_fleet import routed_fleet
+from tests.stub.generation import expected
 from tests.stub.state import digest_of_checkpoint
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -20,14 +20,6 @@ REQUESTS = int(os.environ.get("SKYCTL_TEST_REQUESTS", "2000"))
 """10,000 of them take a few minutes."""
 CLIENTS = 24
 TOKENS = 4
-
-
-def expected(digest: str, prompt: str) -> list[int]:
-    """The tokens of one undisturbed request to these weights."""
-    tokens = prompt_ids({"prompt": prompt})
-    for _ in range(TOKENS):
-        tokens.append(next_token(digest, tokens))
-    return tokens[-TOKENS:]
 
 
 class Demands:
@@ -66,7 +58,7 @@ class Demands:
         elif kind == 1:
             assert self.order.index(begin) >= self.order.index(label)
         if begin == end:
-            assert tokens == expected(self.digests[end], prompt), (kind, begin, end)
+            assert tokens == expected(self.digests[end], prompt, TOKENS), (kind, begin, end)
         else:
             self.straddled += 1
 

@@ -4,11 +4,7 @@ request fails, and all run with their old settings afterwards.
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.faults.stub_fleet import StubFleet
+from tests.load import ThreadedLoad
 
 FILES = {
     "model: ./model": ["model: ./missing", "model: ./other", "model: ./python"],
@@ -39,37 +36,8 @@ FILES = {
 CHANGES = [(old, new) for old, every in FILES.items() for new in every]
 
 
-class Load:
-    """Two clients that ask the router again and again."""
-
-    def __init__(self, url: str, key: str, model: str = "model") -> None:
-        self.answers, self.failures = 0, list[str]()
-        self._url, self._key, self._over = url, key, threading.Event()
-        self._body = json.dumps({"model": model, "prompt": "a", "max_tokens": 4}).encode()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(2)]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self) -> None:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        while not self._over.is_set():
-            request = urllib.request.Request(f"{self._url}/v1/completions", self._body, headers)
-            try:
-                with urllib.request.urlopen(request, timeout=20) as answer:
-                    answer.read()
-                self.answers += 1
-            except OSError as error:
-                self.failures.append(repr(error))
-            time.sleep(0.02)
-
-    def end(self) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StubFleet, Load]]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StubFleet, ThreadedLoad]]:
     fleet = StubFleet(tmp_path_factory.mktemp("serving"))
     fleet.write(replicas=3)
     file = fleet.directory / "fleet.yaml"
@@ -77,7 +45,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StubFlee
     (fleet.directory / "other").mkdir()
     fleet.run("up")
     urls = fleet.json("urls")["data"]
-    load = Load(urls["router"], Path(urls["access"]["api_key_file"]).read_text().strip())
+    load = ThreadedLoad(urls["router"], Path(urls["access"]["api_key_file"]).read_text().strip())
     yield fleet, load
     load.end()
     fleet.run("down")
@@ -91,7 +59,7 @@ def served(fleet: StubFleet) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("old", "new"), CHANGES)
 def test_a_wrong_value_touches_at_most_one_server_and_fails_no_request(
-    serving: tuple[StubFleet, Load], old: str, new: str
+    serving: tuple[StubFleet, ThreadedLoad], old: str, new: str
 ) -> None:
     fleet, load = serving
     file: Path = fleet.directory / "fleet.yaml"

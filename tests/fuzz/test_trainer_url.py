@@ -23,7 +23,7 @@ from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.trainer_api import TrainerApi
 from tests.fuzz.guard_paths import KEY, OPEN, TOKEN, scope_of, spellings
 from tests.fuzz.mutation import NASTY_TEXTS, as_json, broken, mutated, nasty
-from tests.processes.supervisor.test_resident import bring_up, supervising
+from tests.processes.supervisor.supervising import bring_up, supervising
 from tests.stub.url_trainer import CALLS, body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import fleet_plan, stub_server

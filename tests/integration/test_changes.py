@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.stub_fleet import until_said
-from tests.faults.test_wrong_changes import Load
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.streaming import StreamingCompletion
+from tests.load import ThreadedLoad
 
 pytestmark = pytest.mark.real
 
@@ -22,7 +22,7 @@ def test_a_wrong_argument_of_vllm_touches_one_server_and_fails_no_request(
     right = file.read_text()
     before = {row["name"]: row for row in real_fleet.data("status")["replicas"]}
     urls = real_fleet.data("urls")
-    load = Load(urls["router"], real_fleet.key, urls["model"])
+    load = ThreadedLoad(urls["router"], real_fleet.key, urls["model"])
     try:
         file.write_text(right.replace("max-model-len: 2048", "max-model-len: 2000000"))
         assert file.read_text() != right

@@ -12,7 +12,7 @@ from skyctl.checkpoints.header import read_header
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.integration.test_unlike_servers import WHOLE, write_fleet
+from tests.integration.unlike import WHOLE, write_fleet
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]

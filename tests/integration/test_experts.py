@@ -16,7 +16,7 @@ from tests.integration.inside import (
     assert_holds,
     assert_noticed,
 )
-from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
+from tests.integration.unlike import TRANSPORTS, WHOLE, answers, write_fleet
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]

@@ -7,23 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_cli import FleetCli, greedy
+from tests.integration.endpoints import PROMPT, TOKENS, answers
+from tests.integration.fleet_cli import FleetCli
 from tests.integration.reference import answered
 
 pytestmark = pytest.mark.real
 FSDP_RL = Path(__file__).parents[2] / "examples" / "fsdp_rl.py"
 STEPS = 4
-PROMPT = "The fleet came up"
-TOKENS = 12
-
-
-def answers(fleet: FleetCli) -> list[list[int]]:
-    """What each server answers, greedily."""
-    urls = fleet.data("urls")
-    return [
-        greedy(url, urls["model"], PROMPT, TOKENS, key=fleet.control_token)
-        for url in urls["servers"].values()
-    ]
 
 
 def test_two_ranks_train_and_the_servers_have_what_they_would_save(

@@ -18,11 +18,7 @@ from tests.faults.ray_fleet import RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.faults.sshd_fleet import SshdFleet, running_sshd
 from tests.integration.conftest import TWO_PROCESSES, needs_vllm
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
-from tests.integration.reference import answered
-from tests.integration.test_adapters import PROMPTS, Reference
-from tests.integration.test_adapters import TOKENS as ADAPTER_TOKENS
-from tests.integration.test_real_fleet import (
+from tests.integration.endpoints import (
     LONG,
     PROMPT,
     Endpoints,
@@ -30,6 +26,9 @@ from tests.integration.test_real_fleet import (
     replicas,
     wait_until,
 )
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
+from tests.integration.reference import PROMPTS, Reference, answered
+from tests.integration.reference import TOKENS as ADAPTER_TOKENS
 from tests.integration.two_servers import write_two
 from tests.pids import segments
 

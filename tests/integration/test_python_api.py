@@ -15,7 +15,7 @@ import pytest
 from skyctl import Fleet
 from skyctl.errors import PreflightError
 from tests.integration.fleet_cli import FleetCli, bearer
-from tests.unit.core.test_dashboard import metrics
+from tests.pages import metrics
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parents[2]

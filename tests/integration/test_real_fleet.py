@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,44 +15,20 @@ import httpx
 import psutil
 import pytest
 
+from tests.integration.endpoints import (
+    LONG,
+    PROMPT,
+    Endpoints,
+    frozen_generation,
+    replicas,
+    wait_until,
+)
 from tests.integration.fleet_cli import FleetCli, greedy
-from tests.integration.streaming import StreamingCompletion
 from tests.pids import abandoned
 
 pytestmark = pytest.mark.real
 
-PROMPT = "the fleet is up and"
-LONG = 1900  # tokens; the tiny fleet's servers take 2048
 LARGEST_TENSOR_CHUNK = "16KiB"  # smaller than the embedding of the tiny checkpoint
-
-
-class Endpoints:
-    """Where the fleet answers."""
-
-    def __init__(self, fleet: FleetCli) -> None:
-        urls = fleet.data("urls")
-        self.router: str = urls["router"]
-        self.servers: dict[str, str] = urls["servers"]
-        self.model: str = urls["model"]
-        self.key = fleet.key
-
-    def answers(self, max_tokens: int = 24) -> dict[str, list[int]]:
-        """Greedy tokens of every server and through the router."""
-        urls = {**self.servers, "router": self.router}
-        return {
-            name: greedy(url, self.model, PROMPT, max_tokens, key=self.key)
-            for name, url in urls.items()
-        }
-
-    def routed(self, max_tokens: int = 24) -> list[int]:
-        """Greedy tokens through the router."""
-        return greedy(self.router, self.model, PROMPT, max_tokens, key=self.key)
-
-    def one_answer(self) -> list[int]:
-        """The tokens all of them agree on."""
-        answers = self.answers()
-        assert len({tuple(tokens) for tokens in answers.values()}) == 1, answers
-        return answers["router"]
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +40,6 @@ def endpoints(real_fleet: FleetCli) -> Endpoints:
 def answer_a(endpoints: Endpoints) -> list[int]:
     """What the base checkpoint answers."""
     return endpoints.one_answer()
-
-
-def replicas(fleet: FleetCli) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in fleet.data("status")["replicas"]}
-
-
-def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what}")
-        time.sleep(0.2)
 
 
 @contextmanager
@@ -140,26 +104,6 @@ def test_up_again_changes_nothing(real_fleet: FleetCli) -> None:
     before = {name: row["pid"] for name, row in replicas(real_fleet).items()}
     real_fleet.run("up", timeout_s=120)
     assert {name: row["pid"] for name, row in replicas(real_fleet).items()} == before
-
-
-def frozen_generation(fleet: FleetCli, endpoints: Endpoints) -> StreamingCompletion:
-    """A generation of LONG tokens through the router, frozen in the middle by `pause --mode keep`.
-
-    A busy machine may take longer to pause than the tiny model takes to finish: then once more.
-    """
-    for _ in range(6):
-        with fleet.loaded("pause", "--mode", "keep") as pause:
-            stream = StreamingCompletion(
-                endpoints.router, endpoints.model, PROMPT, LONG, key=endpoints.key
-            )
-            stream.wait_for_tokens(1)
-            pause()
-        while stream.grows_within(0.5):  # tokens already on their way may still arrive
-            pass
-        if len(stream.tokens) < LONG:
-            return stream
-        fleet.run("resume")
-    raise AssertionError("every generation ended before it could be frozen")
 
 
 def test_a_generation_frozen_by_pause_keep_continues_with_the_same_tokens(

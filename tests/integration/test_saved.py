@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.integration.endpoints import PROMPT, TOKENS, answers
 from tests.integration.fleet_cli import FleetCli
 from tests.integration.reference import answered
-from tests.integration.test_live import PROMPT, TOKENS, answers
 
 pytestmark = pytest.mark.real
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import needs_vllm
+from tests.integration.endpoints import PROMPT, TOKENS, answers
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy_body
 from tests.integration.reference import answered
-from tests.integration.test_live import PROMPT, TOKENS, answers
 from tests.load import Load
 
 pytestmark = [pytest.mark.real, needs_vllm]

@@ -14,8 +14,9 @@ import typing_extensions
 
 from skyctl.core.urls import SKYRL_ARGS
 from tests.integration.conftest import NEEDS
+from tests.integration.endpoints import PROMPTS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.unit.core.test_formats import overrides
+from tests.unit.core.urls import overrides
 
 pytestmark = [pytest.mark.real, pytest.mark.beside]
 
@@ -29,7 +30,6 @@ args: {{max-model-len: 2048, enforce-eager: true, max-num-seqs: 16{more}}}
 router: {{policy: round_robin}}
 weight_transfer: {{chunk_size: 1MiB}}
 """
-PROMPTS = [[300 + i, 301, 302, 303] for i in range(4)]
 
 
 @pytest.fixture(scope="module")

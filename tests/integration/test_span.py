@@ -15,9 +15,9 @@ import pytest
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import HOSTS, SshFleet
 from tests.integration.conftest import needs_vllm
+from tests.integration.endpoints import PROMPT, Endpoints, replicas
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
-from tests.integration.test_real_fleet import PROMPT, Endpoints, replicas
 from tests.pids import segments
 
 pytestmark = [needs_vllm, pytest.mark.real, pytest.mark.beside]

@@ -18,8 +18,8 @@ import pytest
 import skyctl
 from skyctl.launch.local.host import free_port
 from tests.integration.conftest import NEEDS
+from tests.integration.endpoints import PROMPTS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy
-from tests.integration.test_skyrl import PROMPTS
 from tests.pages import block
 from tests.tiny import make_tiny_checkpoint
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,16 +12,14 @@ from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 from tests.integration.reference import answered
+from tests.integration.unlike import PROMPT, SPLIT, TOKENS, TRANSPORTS, WHOLE, answers, write_fleet
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.real
 
-WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
 COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
 # vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
 LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
-TRANSPORTS = ("shm", "gloo", "disk")
-PROMPT, TOKENS = "the kettle", 24
 
 
 @pytest.fixture(autouse=True)
@@ -35,26 +32,6 @@ def nothing_left() -> Iterator[None]:
     before = segments()
     yield
     assert segments() <= before
-
-
-def write_fleet(fleet: FleetCli, model: Path, *groups: dict[str, object]) -> None:
-    settings = {
-        "name": "unlike",
-        "model": str(model),
-        "served_model_name": "unlike",
-        "replicas": groups,
-        "device": "cpu",
-        "args": {"max-model-len": 256, "enforce-eager": True},
-        "router": {"enabled": False},
-    }
-    # JSON is YAML
-    (fleet.directory / "fleet.yaml").write_text(json.dumps(settings))
-
-
-def answers(fleet: FleetCli) -> dict[str, list[int]]:
-    urls: dict[str, str] = fleet.data("urls")["servers"]
-    key = fleet.key
-    return {name: greedy(url, "unlike", PROMPT, TOKENS, key=key) for name, url in urls.items()}
 
 
 def digests(fleet: FleetCli, server: str) -> list[str]:

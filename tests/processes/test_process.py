@@ -20,7 +20,7 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.store.paths import flocked
 from tests.pids import gone
-from tests.unit.supervisor.fleets import eventually
+from tests.unit.launch.logs import first_line
 
 # A leader with a child in its session, as vLLM's API server has its engine core.
 TREE = """
@@ -36,15 +36,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 time.sleep(600)
 """
-
-
-def has_line(log: Path) -> bool:
-    return log.exists() and log.read_text().endswith("\n")
-
-
-async def first_line(log: Path) -> str:
-    await eventually(lambda: has_line(log))
-    return await asyncio.to_thread(lambda: log.read_text().splitlines()[0])
 
 
 async def spawn_tree(tmp_path: Path, *, apart: bool = False) -> tuple[ManagedProcess, int]:

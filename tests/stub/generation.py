@@ -117,3 +117,11 @@ async def _may_step(engine: StubEngine, gate: TokenGate, aborts: int, delay_s: f
 async def _until(engine: StubEngine, condition: Callable[[], bool]) -> None:
     async with engine.changed:
         await engine.changed.wait_for(condition)
+
+
+def expected(digest: str, prompt: str, count: int) -> list[int]:
+    """The tokens of one undisturbed request to these weights."""
+    tokens = prompt_ids({"prompt": prompt})
+    for _ in range(count):
+        tokens.append(next_token(digest, tokens))
+    return tokens[-count:]

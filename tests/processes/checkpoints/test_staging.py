@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.staging import sweep
-from tests.unit.checkpoints.test_staging import left
+from tests.unit.push.checkpoints import names_below
 
 HOLD = """
 import sys
@@ -44,4 +44,4 @@ def test_a_killed_trainer_leaves_nothing_after_the_next_sweep(tmp_path: Path, me
     trainer.kill()
     trainer.communicate(timeout=30)
     sweep(home, (), memory_root=memory)
-    assert left(home) == [] and left(memory) == []
+    assert names_below(home) == [] and names_below(memory) == []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.unit.cli.test_reference import ROOT
+ROOT = Path(__file__).parents[3]
 
 
 def test_reference_and_front_page_are_up_to_date() -> None:

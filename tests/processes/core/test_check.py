@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.check import check_plan
-from tests.unit.core.test_check import plan, problems, with_checkpoint
+from tests.unit.core.plans import local_plan, problems, with_checkpoint
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_an_interpreter_that_fails_is_reported(base_dir: Path, tmp_path: Path) -
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")
     broken.chmod(0o755)
-    (message,) = problems(plan(base_dir, str(broken)))
+    (message,) = problems(local_plan(base_dir, str(broken)))
     assert "cannot be run" in message
 
 
@@ -38,7 +38,7 @@ def test_packages_missing_from_another_interpreter_are_reported(
     bare = tmp_path / "bare"
     bare.write_text("#!/bin/sh\necho vllm skyctl\n")
     bare.chmod(0o755)
-    found = check_plan(plan(base_dir, str(bare)))
+    found = check_plan(local_plan(base_dir, str(bare)))
     assert [problem.message for problem in found] == [
         f"vllm is not installed for {bare}",
         f"skyctl is not installed for {bare}",
@@ -47,4 +47,4 @@ def test_packages_missing_from_another_interpreter_are_reported(
 
 
 def test_a_vllm_that_does_not_say_its_names_refuses_none(base_dir: Path, interpreter: str) -> None:
-    assert problems(plan(base_dir, interpreter, args={"max-modle-len": 8})) == []
+    assert problems(local_plan(base_dir, interpreter, args={"max-modle-len": 8})) == []

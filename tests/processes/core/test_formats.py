@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.urls import FORMATS, Access, FleetUrls, notes
-from tests.unit.core.test_formats import BARE, URLS
+from tests.unit.core.urls import BARE, URLS
 
 
 @pytest.mark.parametrize("urls", [URLS, BARE])

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.unit.docs.test_pictures import load_terminal
+from tests.unit.docs.terminal import load_terminal
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 from skyctl.transfer.transports.base import Session, chunk_update
 from skyctl.transfer.transports.gloo import TRANSPORT as GLOO
 from tests.processes.senders import start_sender
-from tests.unit.engines.test_receivers import SESSION
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 pytest.importorskip("torch")
+
+SESSION = "ab12ab12"
 
 
 RECEIVER = """

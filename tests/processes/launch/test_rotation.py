@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from skyctl.launch.local.rotation import rotate
-from tests.unit.launch.test_rotation import numbers
+from tests.unit.launch.logs import numbers
 from tests.unit.store.disks import fill, mounted
 
 _WRITER = """

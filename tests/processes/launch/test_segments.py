@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.launch.local.process import ManagedProcess
-from tests.processes.test_process import first_line
+from tests.unit.launch.logs import first_line
 
 HOLDER = """
 import mmap, os, signal, sys, time

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from skyctl.push.request import PushRequest
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.service.test_attached_servers import Servers, break_off, servers
+from tests.unit.service.attached_stubs import Servers, break_off, servers
 
 __all__ = ["servers"]
 

@@ -37,8 +37,7 @@ from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.interface import SupervisorClient, own_handlers
 from tests.faults.attached_fleet import attached_fleet
-from tests.faults.test_matrix_supervisor import pushable
-from tests.processes.supervisor.test_resident import bring_up, supervising
+from tests.processes.supervisor.supervising import bring_up, pushable, supervising
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.stub.through_httpx import ThroughHttpx

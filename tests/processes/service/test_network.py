@@ -35,7 +35,7 @@ from skyctl.supervisor.listening import (
     entrance,
 )
 from skyctl.supervisor.resident import Supervisor
-from tests.processes.supervisor.test_resident import bring_up, supervising
+from tests.processes.supervisor.supervising import bring_up, supervising
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -17,7 +17,7 @@ from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
-from tests.processes.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
+from tests.processes.supervisor.supervising import bring_up, pid_of, routed, states, supervising
 from tests.unit.store.disks import FAULTS, FailingDisk
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
 

@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from skyctl.core import arbiter
 from skyctl.core.arbiter import Turn, hung_up
 from skyctl.core.findings import Finding
 from skyctl.core.jobs import open_push
-from skyctl.core.plan import FleetPlan
 from skyctl.core.requests import CancelJob, Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
 from skyctl.core.status import BY_CANCEL, Operation, OperationKind
 from skyctl.engines.vllm.router import RouterClient
@@ -37,13 +34,19 @@ from skyctl.service.ended import operation_error
 from skyctl.states import Phase
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
-from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState
 from skyctl.supervisor import admission, healing, replica, rollout
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt, Begun
 from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.supervising import (
+    bring_up,
+    ended,
+    pid_of,
+    routed,
+    states,
+    supervising,
+)
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -52,51 +55,6 @@ from tests.unit.supervisor.fleets import (
     stub_router,
     stub_server,
 )
-
-
-@asynccontextmanager
-async def supervising(
-    tmp_path: Path, kind: type[FleetState] = FleetState, **options: Any
-) -> AsyncIterator[Supervisor]:
-    """A supervisor whose fleet is brought down at the end, whatever happened; its state is a `kind`
-    with these `options`."""
-    paths = FleetPaths(tmp_path, "stubs").prepare()
-    async with ControlClient() as client:
-        with kind(paths.database, **options) as state:
-            supervisor = Supervisor(paths, state, client)
-            try:
-                yield supervisor
-            finally:
-                await supervisor.down(Down(0.0))
-
-
-async def ended(supervisor: Supervisor) -> str:
-    """The error of the operation in progress, once it has ended."""
-    await eventually(
-        lambda: supervisor.operation is not None and supervisor.operation.ended_at is not None
-    )
-    assert supervisor.operation is not None
-    return supervisor.operation.error
-
-
-async def bring_up(supervisor: Supervisor, plan: FleetPlan) -> None:
-    supervisor.change_to(plan)
-    assert await ended(supervisor) == ""
-
-
-def pid_of(supervisor: Supervisor, name: str) -> int:
-    process = supervisor.replicas[name].process
-    assert process is not None and process.pid is not None
-    return process.pid
-
-
-def states(supervisor: Supervisor) -> dict[str, str]:
-    return {name: replica.state for name, replica in supervisor.replicas.items()}
-
-
-def routed(supervisor: Supervisor) -> set[str]:
-    assert supervisor.router is not None
-    return {n for n, r in supervisor.replicas.items() if r.spec.url in supervisor.router.workers}
 
 
 async def test_up_starts_servers_and_then_the_router_on_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from skyctl.core.plan import ServerSpec
 from skyctl.supervisor.reconcile import Changes
 from skyctl.supervisor.steps import Order, Step, order_of
-from tests.processes.supervisor.test_resident import (
+from tests.processes.supervisor.supervising import (
     bring_up,
     ended,
     pid_of,

@@ -16,7 +16,7 @@ from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.scaling import Scaling
 from skyctl.supervisor.sleepers import Sleeper
-from tests.processes.supervisor.test_resident import bring_up, ended, routed, supervising
+from tests.processes.supervisor.supervising import bring_up, ended, routed, supervising
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
 
 LEAVING = "c"

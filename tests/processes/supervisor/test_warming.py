@@ -22,7 +22,7 @@ from skyctl.push.servers import PushedServer
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.supervisor import replica
 from skyctl.supervisor.resident import Supervisor
-from tests.processes.supervisor.test_resident import bring_up, pid_of, supervising
+from tests.processes.supervisor.supervising import bring_up, pid_of, supervising
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import site
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_server

@@ -11,8 +11,8 @@ import pytest
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
+from tests.pages import documented  # noqa: E402
 from tests.processes.tinker.serving import BASE, KEY, ServingProcess  # noqa: E402
-from tests.unit.tinker.test_methods import documented  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -19,11 +19,10 @@ tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
 from tests.processes.tinker.serving import BASE, KEY, ServingProcess  # noqa: E402
+from tests.processes.tinker.steps import ADAM, TOKENS, datum, step  # noqa: E402
 from tests.tinker_sdk import service_client  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-TOKENS = [70, 301, 412, 9, 33, 208, 77, 160]
-ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +39,9 @@ def trainer(client: Any) -> Any:
     return client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
 
 
-def datum(tokens: list[int] = TOKENS, **inputs: Any) -> Any:
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
-    )
-
-
 def rl_datum(sampled: float = -6.0) -> Any:
     count = len(TOKENS) - 1
     return datum(logprobs=[sampled] * count, advantages=[1.0] * count)
-
-
-def step(trainer: Any, data: list[Any] | None = None) -> float:
-    """One training step, both requests under way at once; the loss before it."""
-    forward = trainer.forward_backward(data or [datum()], "cross_entropy")
-    optim = trainer.optim_step(ADAM)
-    assert optim.result().metrics["grad_norm"] >= 0
-    return float(forward.result().metrics["loss:sum"])
 
 
 def test_training_lowers_the_loss_and_resumes_to_the_bit(client: Any, trainer: Any) -> None:

@@ -16,7 +16,7 @@ from tests.tinker_sdk import service_client
 from tests.unit.cli.commands import run
 
 pytest.importorskip("tinker")
-from tests.processes.tinker.test_sdk import step
+from tests.processes.tinker.steps import step
 
 Command = Callable[..., tuple[int, Any]]
 

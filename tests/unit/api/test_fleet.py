@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pickle
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,58 +23,14 @@ from skyctl.errors import (
     ServerError,
     UsageError,
 )
-from tests.stub.app import StubServer
 from tests.stub.faults import Fault
-from tests.stub.running import running
-from tests.stub.state import StubEngine
+from tests.unit.api.fleets import attached, in_memory, state_dict, stubs
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import content
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def stubs(base: Path, count: int = 2, **options: Any) -> list[StubServer]:
-    """Stubs that run the checkpoint `base` and tell by their digest what was pushed."""
-    servers = [
-        StubServer(StubEngine(model=str(base), weigh=content), **options) for _ in range(count)
-    ]
-    for server in servers:
-        server.engine.digest = "base"
-    return servers
-
-
-@asynccontextmanager
-async def attached(tmp_path: Path, servers: list[StubServer]) -> AsyncIterator[Fleet]:
-    """A fleet of these stubs, the first of which plays the router as well."""
-    async with running(servers) as targets:
-        urls = [target.url for target in targets]
-        file = tmp_path / "fleet.yaml"
-        file.write_text(f"name: demo\nservers: {urls}\nrouter: {urls[0]}\ncontrol_timeout_s: 5\n")
-        yield Fleet.load(file)
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "base")
-
-
-def in_memory(home: Path) -> list[str]:
-    """What fleets of this state directory have staged in memory."""
-    origins = Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*.origin")
-    return [origin.stem for origin in origins if home in Path(os.path.realpath(origin)).parents]
-
-
-def state_dict(seed: int) -> dict[str, Any]:
-    """Tensors of the model in `base`, as a trainer has them."""
-    torch = pytest.importorskip("torch")
-    return {
-        name: torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
-        for name, (_, shape, data) in tiny_tensors(seed).items()
-    }
 
 
 async def test_the_verbs_freeze_and_thaw_every_server(tmp_path: Path, base: Path) -> None:

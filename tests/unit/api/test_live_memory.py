@@ -17,8 +17,7 @@ from skyctl.live.offer import Offer, Offered, planned
 from skyctl.push.request import PushResult
 from skyctl.service.attached import AttachedFleet
 from skyctl.wire.layouts import LayoutReport, ParameterLayout, Part, layout_digest
-from tests.unit.api.test_fleet import attached, state_dict, stubs
-from tests.unit.api.test_trainer import everywhere, home, trainers
+from tests.unit.api.fleets import attached, everywhere, state_dict, stubs, trainers
 from tests.unit.push.checkpoints import write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -26,7 +25,6 @@ torch = pytest.importorskip("torch")
 from skyctl.wire import exports  # noqa: E402
 from skyctl.wire.device_digest import digest_on_device  # noqa: E402
 
-__all__ = ["home"]
 SHAPES = {name: tuple(tensor.shape) for name, tensor in state_dict(50).items()}
 
 

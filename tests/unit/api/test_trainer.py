@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyctl import Fleet
-from skyctl.api.trainer import Trainer, TrainerOptions, open_trainer
-from skyctl.errors import ConflictError, PreflightError, PushError, SkyctlError, UsageError
-from skyctl.live.ranks import Hub, Link, RankFailed, Ranks
+from skyctl.api.trainer import TrainerOptions, open_trainer
+from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
+from skyctl.live.ranks import RankFailed
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
-from tests.unit.api.test_fleet import attached, in_memory, state_dict, stubs
+from tests.unit.api.fleets import attached, everywhere, in_memory, met, state_dict, stubs, trainers
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 torch = pytest.importorskip("torch")
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -43,38 +36,6 @@ def rows_of(weights: dict[str, Any], rank: int, count: int) -> Callable[..., Ite
             yield (start, *[0] * (len(shape) - 1)), chunks[rank]
 
     return slices
-
-
-async def met(count: int) -> list[Ranks]:
-    hub = Hub(count)
-    await hub.listen()
-    return [hub, *[await Link.connect(hub.address, rank, count) for rank in range(1, count)]]
-
-
-@asynccontextmanager
-async def trainers(
-    fleet: Fleet, weights: list[Any], **options: Any
-) -> AsyncIterator[list[Trainer]]:
-    """A trainer per rank, each with these weights."""
-    ranks = await met(len(weights))
-    opened = await asyncio.gather(
-        *(
-            open_trainer(fleet, rank, TrainerOptions(given, **options))
-            for rank, given in zip(ranks, weights, strict=True)
-        )
-    )
-    try:
-        yield opened
-    finally:
-        for trainer in reversed(opened):
-            await trainer.close()
-
-
-async def everywhere(calls: list[Any]) -> list[SkyctlError]:
-    """The errors of all ranks, which must all have failed."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    assert all(isinstance(result, SkyctlError) for result in results), results
-    return results
 
 
 def untouched(servers: list[StubServer]) -> bool:

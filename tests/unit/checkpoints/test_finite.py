@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,39 +13,9 @@ from skyctl.checkpoints.finite import first_not_finite, refuse_not_finite
 from skyctl.errors import PreflightError, PushError
 from skyctl.push.request import PushRequest
 from skyctl.push.transaction import push
+from tests.unit.checkpoints.extremes import BAD, LARGEST, NAN
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
-
-LARGEST = {
-    "F64": struct.pack("<Q", 0x7FEFFFFFFFFFFFFF),
-    "F32": struct.pack("<I", 0x7F7FFFFF),
-    "BF16": struct.pack("<H", 0xFF7F),
-    "F16": struct.pack("<H", 0x7BFF),
-    "F8_E5M2": b"\x7b",
-    "F8_E4M3": b"\xfe",
-    "F8_E8M0": b"\xfe",
-    "F8_E5M2FNUZ": b"\xff",
-    "F8_E4M3FNUZ": b"\x7f",
-}
-NAN = {
-    "F64": struct.pack("<Q", 0x7FF8000000000000),
-    "F32": struct.pack("<I", 0x7FC00000),
-    "BF16": struct.pack("<H", 0xFFC0),
-    "F16": struct.pack("<H", 0xFE00),
-    "F8_E5M2": b"\x7e",
-    "F8_E4M3": b"\xff",
-    "F8_E8M0": b"\xff",
-    "F8_E5M2FNUZ": b"\x80",
-    "F8_E4M3FNUZ": b"\x80",
-}
-INFINITY = {
-    "F64": struct.pack("<Q", 0x7FF0000000000000),
-    "F32": struct.pack("<I", 0xFF800000),
-    "BF16": struct.pack("<H", 0x7F80),
-    "F16": struct.pack("<H", 0xFC00),
-    "F8_E5M2": b"\x7c",
-}
-BAD = [(dtype, data) for forms in (NAN, INFINITY) for dtype, data in forms.items()]
 
 
 def scan(tmp_path: Path, dtype: str, *elements: bytes) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.errors import SkyctlError
+from tests.unit.push.checkpoints import names_below
 
 
 @pytest.fixture
@@ -16,12 +17,6 @@ def memory(tmp_path: Path) -> Path:
     """Stands in for /dev/shm."""
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
-
-
-def left(directory: Path) -> list[str]:
-    """Names of the files and directories anywhere below, but for the roots that stay."""
-    found = [p for p in directory.rglob("*") if p.name != f"skyctl-{os.getuid()}"]
-    return sorted(p.name for p in found)
 
 
 def test_weights_that_fit_go_to_memory_and_the_sweep_takes_them_away(
@@ -35,7 +30,7 @@ def test_weights_that_fit_go_to_memory_and_the_sweep_takes_them_away(
         sweep(home, (), memory_root=memory)
         assert (live / "a").exists(), "swept while it was in use"
     sweep(home, (), memory_root=memory)
-    assert left(home) == [] and left(memory) == []
+    assert names_below(home) == [] and names_below(memory) == []
 
 
 @pytest.mark.parametrize("needed_bytes", [None, 1 << 60])
@@ -52,7 +47,7 @@ def test_weights_of_unknown_size_or_too_large_stay_out_of_memory(
         with staged(tmp_path / "weights", needed_bytes=None, memory_root=memory) as live:
             assert not live.is_symlink() and live.is_dir()
     sweep(tmp_path / "weights", (), memory_root=memory)
-    assert left(tmp_path / "weights") == [] and left(memory) == []
+    assert names_below(tmp_path / "weights") == [] and names_below(memory) == []
 
 
 @pytest.mark.parametrize("available", [None, 15])
@@ -93,7 +88,7 @@ def test_holding_an_ordinary_checkpoint_changes_nothing(tmp_path: Path) -> None:
     checkpoint.mkdir()
     with in_use(str(checkpoint)), in_use("org/model"):
         pass
-    assert left(tmp_path) == ["live"]
+    assert names_below(tmp_path) == ["live"]
 
 
 def test_memory_of_a_removed_state_directory_is_swept_by_any_other_fleet(
@@ -105,14 +100,14 @@ def test_memory_of_a_removed_state_directory_is_swept_by_any_other_fleet(
         live.unlink()
         live.parent.rmdir()
     sweep(tmp_path / "another", (), memory_root=memory)
-    assert left(memory) == []
+    assert names_below(memory) == []
 
 
 def test_a_half_made_entry_is_swept(tmp_path: Path, memory: Path) -> None:
     home = tmp_path / "weights"
     (home / "0123").mkdir(parents=True)
     sweep(home, (), memory_root=memory)
-    assert left(home) == []
+    assert names_below(home) == []
 
 
 def test_a_sweep_takes_the_empty_home_in_memory_away(tmp_path: Path) -> None:

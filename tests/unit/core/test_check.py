@@ -6,7 +6,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,11 @@ import yaml
 from skyctl.checkpoints.checkpoint import INDEX_NAME
 from skyctl.core import check
 from skyctl.core.check import check_plan, model_advice
-from skyctl.core.plan import FleetPlan
-from skyctl.core.planner import plan_fleet
 from skyctl.engines.vllm import arguments
 from skyctl.fleetfile.load import load_fleet
-from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
-
-
-def with_checkpoint(directory: Path) -> Path:
-    """The directory, with the model of `plan` in it."""
-    checkpoint = directory / "checkpoints/a"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text("{}")
-    return directory
+from tests.unit.core.plans import local_plan, problems, with_checkpoint
 
 
 @pytest.fixture
@@ -52,40 +42,25 @@ def gpus(count: int) -> list[Gpu]:
     return [Gpu(index, f"GPU-{index}", "H100", 1) for index in range(count)]
 
 
-def plan(base_dir: Path, python: str, *, on: Sequence[Gpu] = (), **config: Any) -> FleetPlan:
-    document = {"name": "f", "model": "./checkpoints/a", "python": python, **config}
-    return plan_fleet(
-        FleetConfig.model_validate(document),
-        base_dir,
-        gpus=on,
-        next_port=lambda: free_port("127.0.0.1"),
-        environ={},
-    )
-
-
-def problems(planned: FleetPlan, found: Sequence[Gpu] = ()) -> list[str]:
-    return [problem.message for problem in check_plan(planned, discover=lambda: found)]
-
-
 def test_a_good_plan_has_no_problems(base_dir: Path, interpreter: str) -> None:
-    assert problems(plan(base_dir, interpreter)) == []
-    assert problems(plan(base_dir, interpreter, on=gpus(1), device="cuda"), gpus(1)) == []
+    assert problems(local_plan(base_dir, interpreter)) == []
+    assert problems(local_plan(base_dir, interpreter, on=gpus(1), device="cuda"), gpus(1)) == []
 
 
 def test_hub_models_are_left_to_vllm(base_dir: Path, interpreter: str) -> None:
-    assert problems(plan(base_dir, interpreter, model="Qwen/Qwen3-0.6B")) == []
+    assert problems(local_plan(base_dir, interpreter, model="Qwen/Qwen3-0.6B")) == []
 
 
 @pytest.mark.parametrize("model", ["./checkpoints/b", "checkpoints/b", "/no/where", "a/b/c"])
 def test_a_missing_model_directory_is_named(base_dir: Path, interpreter: str, model: str) -> None:
-    (message,) = problems(plan(base_dir, interpreter, model=model))
+    (message,) = problems(local_plan(base_dir, interpreter, model=model))
     assert message.startswith(f"model '{model}'") and message.endswith("does not exist")
 
 
 def test_a_directory_without_config_is_no_checkpoint(base_dir: Path, interpreter: str) -> None:
-    (message,) = problems(plan(base_dir, interpreter, model="./checkpoints"))
+    (message,) = problems(local_plan(base_dir, interpreter, model="./checkpoints"))
     assert "no config.json" in message
-    (message,) = problems(plan(base_dir, interpreter, model="./checkpoints/a/config.json"))
+    (message,) = problems(local_plan(base_dir, interpreter, model="./checkpoints/a/config.json"))
     assert "is a file" in message
 
 
@@ -104,7 +79,7 @@ def test_a_model_whose_index_leads_nowhere_is_reported(
     base_dir: Path, interpreter: str, index: str, part: str
 ) -> None:
     (base_dir / "checkpoints/a" / INDEX_NAME).write_text(index)
-    messages = problems(plan(base_dir, interpreter))
+    messages = problems(local_plan(base_dir, interpreter))
     assert [part in message for message in messages] == ([True] if part else [])
 
 
@@ -112,7 +87,7 @@ def test_a_model_that_is_an_adapter_is_told_so(base_dir: Path, interpreter: str)
     adapter = base_dir / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    (message,) = problems(plan(base_dir, interpreter, model="./adapter"))
+    (message,) = problems(local_plan(base_dir, interpreter, model="./adapter"))
     told = f"model './adapter': {adapter} is a PEFT adapter (LoRA), not a checkpoint of the whole"
     assert message == f"{told} model"
 
@@ -122,7 +97,7 @@ def test_what_the_tinker_api_lacks_is_said_before_anything_is_started(
 ) -> None:
     monkeypatch.setattr("skyctl.core.tinker.MODULES", ("json", "no_such_module", "nor.this_one"))
     config: dict[str, Any] = {"tinker": {"port": free_port("127.0.0.1")}, "lora": {"max_rank": 32}}
-    found = check_plan(plan(base_dir, interpreter, **config))
+    found = check_plan(local_plan(base_dir, interpreter, **config))
     assert [problem.message for problem in found] == [
         "the Tinker API needs no_such_module, nor.this_one",
         f"how many tokens {base_dir / 'checkpoints/a'} takes is not known",
@@ -130,8 +105,8 @@ def test_what_the_tinker_api_lacks_is_said_before_anything_is_started(
     assert found[0].hint == "pip install 'skyctl-fleet[tinker]'"
     monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
     config |= {"args": {"max-model-len": 512}, "replicas": 2}
-    assert problems(plan(base_dir, interpreter, **config)) == []
-    (message,) = problems(plan(base_dir, interpreter, **config, router={"enabled": False}))
+    assert problems(local_plan(base_dir, interpreter, **config)) == []
+    (message,) = problems(local_plan(base_dir, interpreter, **config, router={"enabled": False}))
     assert "needs a router" in message
 
 
@@ -159,7 +134,7 @@ def test_a_gpu_that_the_trainer_does_not_find_is_named(
         "lora": {"max_rank": 32},
         "args": {"max-model-len": 512},
     }
-    found = problems(plan(base_dir, interpreter, device="cpu", **config), gpus(there))
+    found = problems(local_plan(base_dir, interpreter, device="cpu", **config), gpus(there))
     assert found == ([f"tinker.device {device}: this machine has {said}"] if said else [])
 
 
@@ -197,7 +172,7 @@ def test_a_taken_port_is_reported_with_its_holder(
             return [fill(item) for item in value]
         return taken if value == "PORT" else value
 
-    planned = plan(base_dir, interpreter, **fill(config))
+    planned = local_plan(base_dir, interpreter, **fill(config))
     (message,) = problems(planned)
     assert message.startswith(f"{owner}: port {taken} is taken by pid {os.getpid()} (")
     assert check_plan(planned, own_ports={taken}) == []
@@ -205,18 +180,18 @@ def test_a_taken_port_is_reported_with_its_holder(
 
 def test_one_port_for_two_is_reported_once(base_dir: Path, interpreter: str) -> None:
     port = free_port("127.0.0.1")
-    planned = plan(base_dir, interpreter, ports=[port], router={"port": port})
+    planned = local_plan(base_dir, interpreter, ports=[port], router={"port": port})
     assert problems(planned) == [f"port {port} is given to f-0 and router"]
 
 
 def test_an_address_that_is_not_ours_is_reported(base_dir: Path, interpreter: str) -> None:
-    planned = plan(base_dir, interpreter, host="192.0.2.1", router={"enabled": False})
+    planned = local_plan(base_dir, interpreter, host="192.0.2.1", router={"enabled": False})
     (message,) = problems(planned)
     assert message.startswith("f-0: cannot listen at 192.0.2.1:")
 
 
 def test_cuda_without_gpus_is_one_problem(base_dir: Path, interpreter: str) -> None:
-    (message,) = problems(plan(base_dir, interpreter, device="cuda", gpus=[0, 1]))
+    (message,) = problems(local_plan(base_dir, interpreter, device="cuda", gpus=[0, 1]))
     assert "no NVIDIA GPU" in message
 
 
@@ -248,13 +223,14 @@ def test_cuda_without_gpus_is_one_problem(base_dir: Path, interpreter: str) -> N
 def test_gpu_mistakes_are_reported(
     base_dir: Path, interpreter: str, config: dict[str, Any], expected: list[str]
 ) -> None:
-    found = problems(plan(base_dir, interpreter, on=gpus(2), device="cuda", **config), gpus(2))
+    planned = local_plan(base_dir, interpreter, on=gpus(2), device="cuda", **config)
+    found = problems(planned, gpus(2))
     assert len(found) == len(expected)
     assert all(message.startswith(start) for message, start in zip(found, expected, strict=True))
 
 
 def test_a_missing_interpreter_is_reported(base_dir: Path) -> None:
-    (message,) = problems(plan(base_dir, "./no-python"))
+    (message,) = problems(local_plan(base_dir, "./no-python"))
     assert message.endswith("no-python': no such interpreter")
 
 
@@ -262,12 +238,12 @@ def test_packages_missing_from_our_own_interpreter_are_reported(
     base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    planned = dataclasses.replace(plan(base_dir, "python"), python=sys.executable)
+    planned = dataclasses.replace(local_plan(base_dir, "python"), python=sys.executable)
     assert len(problems(planned)) == 3
 
 
 def test_all_problems_are_reported_together(base_dir: Path) -> None:
-    kinds = problems(plan(base_dir, "./no-python", model="./x", device="cuda"))
+    kinds = problems(local_plan(base_dir, "./no-python", model="./x", device="cuda"))
     assert len(kinds) == 3
 
 
@@ -292,7 +268,7 @@ def test_a_model_that_is_nowhere_is_warned_of(
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("1")
     env = {"HF_HUB_CACHE": str(base_dir / "hub")}
-    planned = plan(base_dir, interpreter, model=model, env=env)
+    planned = local_plan(base_dir, interpreter, model=model, env=env)
     assert [warning.fix for warning in model_advice(planned)] == ([advice] if advice else [])
 
 
@@ -318,7 +294,7 @@ def test_arguments_that_vllm_does_not_know_are_told_with_their_line(
         file = base_dir / "fleet.yaml"
         document = {"name": "f", "model": "./checkpoints/a", "python": interpreter, **config}
         file.write_text("# a comment\n" + yaml.safe_dump(document, sort_keys=False))
-        planned = plan(base_dir, interpreter, **config)
+        planned = local_plan(base_dir, interpreter, **config)
         source = load_fleet(file).source
         asked = check_plan(planned, source=source, arguments=lambda python: NAMES)
         return [problem.message.removeprefix(str(file)) for problem in asked]

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from skyctl.core.urls import FleetUrls, target_groups
-
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
-# what Prometheus clients add to the name that is in the source
-_SUFFIX = re.compile(r"_(bucket|sum|count)$")
-
-
-def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return found
-
-
-def expressions() -> list[str]:
-    return [t["expr"] for panel in dashboard()["panels"] for t in panel.get("targets", [])]
-
-
-def metrics(prefix: str) -> set[str]:
-    """Names with this prefix in all expressions, as the source spells them."""
-    found = re.findall(rf"\b{prefix}\w+", " ".join(expressions()))
-    return {_SUFFIX.sub("", name) for name in found}
+from tests.pages import dashboard, expressions, metrics
 
 
 def source(module: str) -> Path:

@@ -11,12 +11,10 @@ import tomllib
 import typing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import typing_extensions
-import yaml
 
 from skyctl.core.service import FleetService
 from skyctl.core.urls import (
@@ -31,16 +29,7 @@ from skyctl.errors import UsageError
 from skyctl.http.client import ControlClient
 from skyctl.service.endpoint import without_token_route
 from tests.stub.through_httpx import ThroughHttpx
-
-URLS = FleetUrls(
-    name="demo",
-    model="org/model-7b",
-    router="http://127.0.0.1:8000",
-    servers={"demo-0": "http://127.0.0.1:8001", "demo-1": "http://[::1]:8002"},
-    router_metrics="http://127.0.0.1:9000",
-    access=Access(api_key_env="DEMO_KEY"),
-)
-BARE = FleetUrls("bare", None, None, {"bare-0": "https://gpu7:8001"}, trainer="http://gpu7:8001")
+from tests.unit.core.urls import BARE, URLS, overrides
 
 # SkyRL: InferenceEngineConfig and PlacementConfig, skyrl/train/config/config.py
 SKYRL = {
@@ -52,13 +41,6 @@ SKYRL = {
 }
 # prime-rl: ClientConfig (extras forbidden), prime_rl/configs/shared.py
 PRIME_RL_CLIENT = {"base_url": str, "admin_base_url": list, "api_key_var": str}
-
-
-def overrides(text: str) -> dict[str, Any]:
-    """`key=value` lines as OmegaConf's and Hydra's command lines take them: values are YAML."""
-    lines = text.split()  # as a shell cuts what it substitutes
-    assert lines == text.splitlines()
-    return {key: yaml.safe_load(value) for key, _, value in (x.partition("=") for x in lines)}
 
 
 def test_skyrl_gets_its_data_and_control_planes() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,42 +10,13 @@ from typing import Any
 import pytest
 
 from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
-from skyctl.core.planner import plan_fleet
 from skyctl.core.planning import at_present, planned, scaled
 from skyctl.core.tinker import TinkerSettings
 from skyctl.engines import routing
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.base import Cpu, Gpu
 from skyctl.store.credentials import AT_SPAWN
-
-PYTHON = "/usr/bin/python3"
-
-
-def gpus(count: int) -> list[Gpu]:
-    return [Gpu(index, f"GPU-{index:04}", "H100", 80 * 1024**3) for index in range(count)]
-
-
-def plan(
-    base_dir: Path = Path("/nowhere"),
-    *,
-    machine_gpus: Sequence[Gpu] = (),
-    environ: Mapping[str, str] | None = None,
-    cpus: int = 0,
-    known_ports: Mapping[str, int] | None = None,
-    **config: Any,
-) -> FleetPlan:
-    ports = itertools.count(20000)
-    return plan_fleet(
-        FleetConfig.model_validate({"name": "demo", "model": "org/model", **config}),
-        base_dir,
-        gpus=machine_gpus,
-        next_port=lambda: next(ports),
-        environ=environ or {},
-        cpus=[Cpu(index, index) for index in range(cpus)],
-        known_ports=known_ports,
-        python=PYTHON,
-    )
+from tests.unit.core.plans import PYTHON, gpus, plan
 
 
 def value_of(server: ServerSpec, flag: str) -> str:

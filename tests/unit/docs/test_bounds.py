@@ -2,60 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
 from skyctl.fleetfile.schema import FleetConfig
-
-PAGE = Path(__file__).parents[3] / "docs" / "bounds.md"
-
-
-def table(header: str) -> list[list[str]]:
-    """Cells of the rows under a table's header line, backticks removed."""
-    lines = iter(PAGE.read_text().splitlines())
-    for line in lines:
-        if line == header:
-            break
-    next(lines)
-    rows = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip().strip("`") for cell in line.split("|")[1:-1]])
-    assert rows, header
-    return rows
-
-
-def settable() -> list[list[str]]:
-    return table("| wait | fleet file | default (s) | option |")
-
-
-def fixed() -> list[list[str]]:
-    return table("| wait | in the code | seconds |")
-
-
-def worst() -> list[list[str]]:
-    return table("| command | ends with | worst case | at the defaults (s) |")
-
-
-def default(key: str) -> float:
-    """Default of a dotted key of the fleet file."""
-    file = {"name": "f", "model": "m", "lora": {"max_rank": 32}, "tinker": {}}
-    value: Any = FleetConfig.model_validate(file)
-    for part in key.split("."):
-        value = getattr(value, part)
-    return float(value)
-
-
-def constant(path: str) -> float:
-    module, _, name = path.rpartition(".")
-    return float(getattr(importlib.import_module(module), name))
+from tests.unit.docs.bounds import constant, default, evaluated, fixed, names, settable, worst
 
 
 def seconds_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -67,14 +20,6 @@ def seconds_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
                 yield from seconds_keys(kind, f"{prefix}{name}.")
         if name.endswith("_s"):
             yield prefix + name
-
-
-def names() -> dict[str, float]:
-    """What the formulas may name: the keys' last parts, the constants, and how many probes."""
-    found = {row[1].rpartition(".")[2]: default(row[1]) for row in settable()}
-    found |= {row[1].rpartition(".")[2]: constant(row[1]) for row in fixed()}
-    found["failures"] = default("health.failures")
-    return found
 
 
 @pytest.mark.parametrize("row", settable(), ids=lambda row: row[1])
@@ -97,18 +42,3 @@ def test_every_time_of_the_fleet_file_is_in_the_page() -> None:
     windows = {"restart.window_s", "scale.up_after_s", "scale.down_after_s", "scale.sleep_s"}
     listed = {row[1] for row in settable()} | windows  # which nothing waits for
     assert set(seconds_keys(FleetConfig)) <= listed
-
-
-def evaluated(formula: str, known: dict[str, float]) -> float:
-    """Sums and products of known names and numbers."""
-
-    def value(node: ast.expr) -> float:
-        if isinstance(node, ast.BinOp):
-            left, right = value(node.left), value(node.right)
-            return left + right if isinstance(node.op, ast.Add) else left * right
-        if isinstance(node, ast.Name):
-            return known[node.id]
-        assert isinstance(node, ast.Constant)
-        return float(node.value)
-
-    return value(ast.parse(formula, mode="eval").body)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from rich.text import Text
 
-ROOT = Path(__file__).parents[3]
+from tests.unit.docs.terminal import ROOT, load_terminal
+
 IMAGES = ROOT / "docs" / "images"
 PICTURE = re.compile(r"!\[[^\]]{10,}\]\(([^)]+\.svg)\)")
 
@@ -37,16 +36,6 @@ def test_a_picture_shows_no_path_but_the_demos_and_loads_nothing(picture: Path) 
     paths = re.findall(r"(?<![\w.:/])/[a-z][\w.-]*(?:/[\w.-]+)+", words(picture))
     assert [path for path in paths if not path.startswith(("/tmp/demo", "/dev/shm"))] == []
     assert "@font-face" not in picture.read_text(encoding="utf-8")
-
-
-def load_terminal() -> ModuleType:
-    """scripts/terminal.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("terminal", ROOT / "scripts" / "terminal.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["terminal"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -95,3 +97,24 @@ def _flipped(words: torch.Tensor, place: torch.Tensor | slice, bits: list[int]) 
 def _mask(bits: list[int]) -> int:
     mask = sum(1 << bit for bit in bits)
     return mask - (1 << 64) if mask >> 63 else mask
+
+
+@dataclass
+class Kernel:
+    """Memory that only the kernel can read, as oneDNN's: it adds the bias before it rounds."""
+
+    weight: Any
+
+    def __call__(self, x: Any, _weight: Any, bias: Any) -> Any:
+        product = x.double() @ self.weight.double().T
+        return (product if bias is None else product + bias.double()).to(x.dtype)
+
+
+class Packed(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """A linear layer as vLLM leaves it on CPU: the weight is empty, a kernel holds the real one."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        self.input_size_per_partition = weight.shape[1]
+        self.cpu_linear = Kernel(weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,27 +15,7 @@ from skyctl.engines.vllm.inside.digest import (  # noqa: E402
     digest_model,
     not_finite,
 )
-
-
-@dataclass
-class Kernel:
-    """Memory that only the kernel can read, as oneDNN's: it adds the bias before it rounds."""
-
-    weight: Any
-
-    def __call__(self, x: Any, _weight: Any, bias: Any) -> Any:
-        product = x.double() @ self.weight.double().T
-        return (product if bias is None else product + bias.double()).to(x.dtype)
-
-
-class Packed(torch.nn.Module):  # type: ignore[misc,name-defined]
-    """A linear layer as vLLM leaves it on CPU: the weight is empty, a kernel holds the real one."""
-
-    def __init__(self, weight: Any) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
-        self.input_size_per_partition = weight.shape[1]
-        self.cpu_linear = Kernel(weight)
+from tests.unit.engines.digest_cases import Kernel, Packed  # noqa: E402
 
 
 def model(width: int = 96, seed: int = 1, dtype: Any = None) -> tuple[Any, Any]:

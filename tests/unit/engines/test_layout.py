@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,15 +19,11 @@ from skyctl.transfer.plan import (
 )
 from skyctl.wire.layouts import LayoutReport, Program, layout_digest
 from tests.tiny import make_tiny_checkpoint
+from tests.unit.engines.layout_loads import KINDS, Loader, come_to, report_of
 from tests.unit.engines.vllm_models import vllm_model
 
 pytestmark = pytest.mark.usefixtures("vllm")
 
-KINDS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "tied": {"tie_word_embeddings": True},
-    "experts": {"experts": 4},
-}
 CASES = [
     (kind, rank, ranks, False) for kind in KINDS for rank, ranks in ((0, 1), (0, 2), (1, 2), (3, 4))
 ] + [("experts", rank, 2, True) for rank in (0, 1)]
@@ -41,25 +36,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         kind: make_tiny_checkpoint(root / kind, seed=3, dtype="bfloat16", **arguments)
         for kind, arguments in KINDS.items()
     }
-
-
-def report_of(model: Any, rank: int = 0) -> LayoutReport:
-    """As `LayoutLoader.report` makes it; experts as a GPU's backend has them."""
-    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
-
-    from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
-
-    for module in model.modules():
-        if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
-            module.quant_method.unquantized_backend = UnquantizedMoeBackend.TRITON
-    parameters = tuple(describe(model))
-    return LayoutReport(
-        rank,
-        layout_digest(parameters),
-        parameters,
-        ignored=tuple(ignored_tensors(model)),
-        reason=whole_problem(model),
-    )
 
 
 def planned(
@@ -207,53 +183,6 @@ def test_experts_of_a_backend_that_rearranges_them_are_left_to_the_loader(
     assert set(reasons.values()) == {"its backend CPU may rearrange experts"}
 
 
-class Loader:
-    """A worker's loader whose sender's slots are ordinary memory."""
-
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        import torch
-
-        from skyctl.engines.vllm.inside import layout_load
-
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(layout_load.LayoutLoader, "_map", lambda loader, payload: self.slots)
-        self.slots = torch.zeros(0, dtype=torch.uint8)
-        self.loader = layout_load.LayoutLoader(
-            SimpleNamespace(
-                model_runner=SimpleNamespace(get_model=lambda: model),
-                device=torch.device("cpu"),
-                vllm_config=SimpleNamespace(
-                    parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
-                ),
-            )
-        )
-
-    def copy(self, program: Program, plan: ChunkPlan, chunks: list[Any], slots: int) -> None:
-        """All chunks through so many slots, each filled again when it has been copied."""
-        import torch
-
-        size = plan.slot_bytes
-        self.slots = torch.zeros(slots * size, dtype=torch.uint8)
-        self.loader.open(program, "handle", [slot * size for slot in range(slots)], 0)
-        for begin in range(0, len(chunks), slots):
-            ready = range(begin, min(begin + slots, len(chunks)))
-            for chunk in ready:
-                at = chunk % slots * size
-                self.slots[at : at + len(chunks[chunk])] = chunks[chunk]
-            self.loader.load(list(ready), last=ready.stop == len(chunks))
-
-    def process(self, program: Program, plan: ChunkPlan, chunks: list[Any], *, keep: bool) -> None:
-        """Every chunk in a slot of its own."""
-        import torch
-
-        size = plan.slot_bytes
-        self.slots = torch.zeros(len(chunks) * size, dtype=torch.uint8)
-        self.loader.open(program, "handle", [size * number for number in range(len(chunks))], 0)
-        for number, octets in enumerate(chunks):
-            self.slots[number * size : number * size + len(octets)] = octets
-            self.loader.process(number, keep)
-
-
 def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,11 +310,3 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
         assert expected.keys() - come_to(worker, model, names).keys() == {
             "model.layers.1.mlp.down_proj.weight"
         }
-
-
-def come_to(worker: Loader, model: Any, names: list[str]) -> dict[str, int]:
-    from skyctl.wire.device_digest import as_it_lies, digest_on_device
-
-    looked_at, parameters = worker.loader.running_names(names), dict(model.named_parameters())
-    numbers = digest_on_device([as_it_lies(parameters[name]) for name in looked_at])
-    return worker.loader.numbers_of(names, dict(zip(looked_at, numbers, strict=True)))

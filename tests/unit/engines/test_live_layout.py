@@ -11,7 +11,7 @@ import pytest
 from skyctl.live.blocks import Block
 from skyctl.live.plan import Piece, WorkerPlan, plan_live
 from tests.tiny import make_tiny_checkpoint
-from tests.unit.engines.test_layout import KINDS, Loader, come_to, report_of
+from tests.unit.engines.layout_loads import KINDS, Loader, come_to, report_of
 from tests.unit.engines.vllm_models import vllm_model
 
 pytestmark = pytest.mark.usefixtures("vllm")

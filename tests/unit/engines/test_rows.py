@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from skyctl.engines.vllm.inside.digest import _bytes, answer_rows  # noqa: E402
 from skyctl.wire.messages import RowAnswer, RowQuestion, row_number  # noqa: E402
-from tests.unit.engines.test_digest import Packed  # noqa: E402
+from tests.unit.engines.digest_cases import Packed  # noqa: E402
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import GROUPS, SGLangEngine, SGLangStub, StubGroup, _Request
 from tests.stub.through_httpx import ThroughHttpx
 from tests.tiny import make_tiny_checkpoint
-from tests.unit.core.test_plan import PYTHON, gpus, plan
+from tests.unit.core.plans import PYTHON, gpus, plan
 
 IPC: dict[str, Any] = {"weight_transfer": {"transport": "ipc"}}
 NCCL: dict[str, Any] = {"weight_transfer": {"transport": "nccl"}}

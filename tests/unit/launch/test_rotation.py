@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,7 @@ from skyctl.launch.local import rotation
 from skyctl.launch.local.rotation import rotate
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.daemon import look_after_logs
-
-
-def numbers(*paths: Path) -> list[int]:
-    """Of whole lines: a file may begin and end in the middle of one."""
-    return [
-        int(number)
-        for path in paths
-        for number in re.findall(r"^line (\d+)\n", path.read_text(), re.MULTILINE)
-    ]
+from tests.unit.launch.logs import numbers
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyctl.live.plan import WorkerPlan, plan_live
-from tests.unit.live.test_plan import in_memory, parts, report, tensors
+from tests.unit.live.pieces import in_memory, parts, report, tensors
 
 torch = pytest.importorskip("torch")
 

@@ -106,3 +106,9 @@ def change_index(directory: Path, change: Mapping[str, str | None]) -> None:
         else:
             index["weight_map"][name] = shard
     path.write_text(json.dumps(index))
+
+
+def names_below(directory: Path) -> list[str]:
+    """Names of the files and directories anywhere below, but for the roots that stay."""
+    found = [p for p in directory.rglob("*") if p.name != f"skyctl-{os.getuid()}"]
+    return sorted(p.name for p in found)

@@ -17,7 +17,7 @@ from skyctl.push.servers import Holds, PushedServer
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.wire.layouts import LayoutReport
 from tests.unit.push.deliveries import site
-from tests.unit.push.test_layouts import LAYOUT, NUMBERS, PARAMETERS, Workers, report
+from tests.unit.push.layouts import LAYOUT, NUMBERS, PARAMETERS, Workers, report
 
 BLOCKS = [Block(name, "bfloat16", (4, 8), (0, 0), (4, 8)) for name in "gud"]
 OFFER = Offer(

@@ -32,7 +32,7 @@ from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.shm import TRANSPORT as SHM
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
-from tests.unit.push.test_layouts import LAYOUT, NUMBERS, PROCESSED, TENSORS, Workers, report
+from tests.unit.push.layouts import LAYOUT, NUMBERS, PROCESSED, TENSORS, Workers, report
 
 GIB = 1 << 30
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,10 @@ import pytest
 from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.recovery import clear
-from skyctl.core.registry import FleetRef
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError, NotFoundError, ServerError, UsageError, WeightsGone
-from skyctl.fleetfile.schema import FleetConfig
-from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
-from skyctl.service.attached import AttachedFleet
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
 from skyctl.store.in_doubt import InDoubt, in_doubt, leave_to_next_push, put_in_doubt, touch
@@ -34,18 +29,7 @@ from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
-
-
-@asynccontextmanager
-async def attached(tmp_path: Path, monkeypatch: Any, *stubs: StubServer) -> AsyncIterator[Any]:
-    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
-    transport = StubTransport(stubs)
-    config = FleetConfig.model_validate(
-        {"name": "far", "servers": [target.url for target in transport.targets]}
-    )
-    ref = FleetRef("far", fleet_paths("far"), config, tmp_path, None)
-    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
-        yield fleet
+from tests.unit.service.attached_stubs import attached
 
 
 async def test_verbs_change_the_servers_and_status_sees_it(

@@ -14,7 +14,7 @@ from skyctl.errors import PartialFailure
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.unit.adapters.files import make_adapter
-from tests.unit.service.test_attached import attached
+from tests.unit.service.attached_stubs import attached
 
 
 def asked(tmp_path: Path, version: int, new: bool | None = None) -> LoadAdapter:

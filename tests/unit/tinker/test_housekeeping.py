@@ -16,7 +16,7 @@ pytest.importorskip("google.protobuf")
 from skyctl.tinker import records, requests
 from skyctl.tinker.housekeeping import Housekeeping, Keep
 from skyctl.tinker.ledger import Ledger
-from tests.unit.tinker.test_training import Notes, training_of
+from tests.unit.tinker.recording_worker import Notes, training_of
 
 
 class Sampling:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
+
+from tests.pages import documented
 
 tinker = pytest.importorskip("tinker")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "tinker.md"
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
-
-
-def documented() -> dict[str, tuple[set[str], set[str]]]:
-    """client → the methods that work, those that are refused."""
-    table = PAGE.read_text(encoding="utf-8").partition("## What the SDK's methods do here")[2]
-    rows = re.findall(r"^\| `(\w+)` \|(.*?)\|(.*?)\|$", table, re.M)
-    return {
-        name: (set(re.findall(r"`(\w+)`", a)), set(re.findall(r"`(\w+)`", b)))
-        for name, a, b in rows
-    }
 
 
 def public(client: type) -> set[str]:

@@ -17,7 +17,7 @@ from skyctl.transfer.gpu.carrier import DeviceChunkReader, merged, reads_of
 from skyctl.transfer.gpu.reader import ReadBatch, ReadFailed, Span, cut
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, Pace, Piece, ShardFiles
-from tests.unit.checkpoints.test_finite import BAD, LARGEST
+from tests.unit.checkpoints.extremes import BAD, LARGEST
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 

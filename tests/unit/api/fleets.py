@@ -1,0 +1,89 @@
+"""Fleets of stubs behind the Python API, and their trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl import Fleet
+from skyctl.api.trainer import Trainer, TrainerOptions, open_trainer
+from skyctl.errors import SkyctlError
+from skyctl.live.ranks import Hub, Link, Ranks
+from tests.stub.app import StubServer
+from tests.stub.running import running
+from tests.stub.state import StubEngine
+from tests.unit.push.checkpoints import tiny_tensors
+from tests.unit.push.fleets import content
+
+
+def stubs(base: Path, count: int = 2, **options: Any) -> list[StubServer]:
+    """Stubs that run the checkpoint `base` and tell by their digest what was pushed."""
+    servers = [
+        StubServer(StubEngine(model=str(base), weigh=content), **options) for _ in range(count)
+    ]
+    for server in servers:
+        server.engine.digest = "base"
+    return servers
+
+
+@asynccontextmanager
+async def attached(tmp_path: Path, servers: list[StubServer]) -> AsyncIterator[Fleet]:
+    """A fleet of these stubs, the first of which plays the router as well."""
+    async with running(servers) as targets:
+        urls = [target.url for target in targets]
+        file = tmp_path / "fleet.yaml"
+        file.write_text(f"name: demo\nservers: {urls}\nrouter: {urls[0]}\ncontrol_timeout_s: 5\n")
+        yield Fleet.load(file)
+
+
+def in_memory(home: Path) -> list[str]:
+    """What fleets of this state directory have staged in memory."""
+    origins = Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*.origin")
+    return [origin.stem for origin in origins if home in Path(os.path.realpath(origin)).parents]
+
+
+def state_dict(seed: int) -> dict[str, Any]:
+    """Tensors of the model in `base`, as a trainer has them."""
+    torch = pytest.importorskip("torch")
+    return {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
+        for name, (_, shape, data) in tiny_tensors(seed).items()
+    }
+
+
+async def met(count: int) -> list[Ranks]:
+    hub = Hub(count)
+    await hub.listen()
+    return [hub, *[await Link.connect(hub.address, rank, count) for rank in range(1, count)]]
+
+
+@asynccontextmanager
+async def trainers(
+    fleet: Fleet, weights: list[Any], **options: Any
+) -> AsyncIterator[list[Trainer]]:
+    """A trainer per rank, each with these weights."""
+    ranks = await met(len(weights))
+    opened = await asyncio.gather(
+        *(
+            open_trainer(fleet, rank, TrainerOptions(given, **options))
+            for rank, given in zip(ranks, weights, strict=True)
+        )
+    )
+    try:
+        yield opened
+    finally:
+        for trainer in reversed(opened):
+            await trainer.close()
+
+
+async def everywhere(calls: list[Any]) -> list[SkyctlError]:
+    """The errors of all ranks, which must all have failed."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(result, SkyctlError) for result in results), results
+    return results
