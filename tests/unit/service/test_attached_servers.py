@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
-from tests.unit.service.attached_stubs import Servers, break_off
+from tests.unit.service.attached_stubs import Servers, break_off, servers
+
+__all__ = ["servers"]
 
 PAUSE = Pause(mode="keep", clear_cache=False)
 Edit = Callable[..., Any]
