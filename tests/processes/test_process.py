@@ -21,6 +21,7 @@ from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.store.paths import flocked
 from tests.pids import gone
 from tests.unit.launch.logs import first_line
+from tests.unit.supervisor.fleets import eventually
 
 # A leader with a child in its session, as vLLM's API server has its engine core.
 TREE = """
