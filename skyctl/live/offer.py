@@ -49,7 +49,7 @@ class LayoutSums:
     parameters: list[Any]
     """Name, dtype and shape of each parameter."""
     rows: list[Any]
-    """Of each rank, its copies (`WorkerPlan.rows_of`)."""
+    """Of each rank, its copies (`WorkerPlan.rows_by_rank`)."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,11 @@ class Live:
 
     def offered(self) -> Offered:
         """What the trainer is told."""
-        ranks = range(len(self.exports))
-        return Offered(
-            self.key,
-            tuple(
-                LayoutSums(layout, list(plan.parameters), [plan.rows_of(rank) for rank in ranks])
-                for layout, plan in self.plans.items()
-            ),
+        sums = (
+            LayoutSums(layout, list(plan.parameters), plan.rows_by_rank())
+            for layout, plan in self.plans.items()
         )
+        return Offered(self.key, tuple(sums))
 
 
 def planned(offer: Offer, workers: Iterable[LayoutReport]) -> Live:

@@ -21,15 +21,15 @@ from typing import NamedTuple
 from skyctl.checkpoints.dtypes import DTYPE_BITS, safetensors_name
 from skyctl.errors import PreflightError
 from skyctl.live.blocks import Block, Box
-from skyctl.live.runs import overlap, split
+from skyctl.live.runs import overlap, span, split
 from skyctl.transfer.plan import NotInLayout, copy_of, merged
 from skyctl.wire.layouts import Copy, LayoutReport, ParameterLayout, Part, Program
 
 SPLIT_BYTES = 8 << 20
 """Of a block that several ranks have, each gives a part of at least this size."""
 
-Place = tuple[int, int]
-"""A rank, and the number of one of its exports."""
+Place = int
+"""An export of a rank: its number there × the number of ranks + the rank."""
 Row = tuple[int, int, int, int, int, int, int, int]
 """A `Copy` as it travels."""
 
@@ -49,12 +49,24 @@ class _Source(NamedTuple):
     owners: tuple[tuple[Place, int], ...]
 
 
+class _Template(NamedTuple):
+    """The copies of parameters that are alike. `Row.chunk` is a number of `_Filled.places`."""
+
+    rows: list[Row]
+    """By that number, and within it in the order of the parameter."""
+    taken: list[tuple[int, int]]
+    """The numbers in `rows`, and how many bytes are copied from each."""
+
+
 class _Filled(NamedTuple):
-    """A parameter's number, its copies, and the chunk of each export that these name."""
+    """How a parameter is filled."""
 
     parameter: int
-    template: list[Row]
-    chunks: dict[int, int]
+    """Its number."""
+    template: _Template
+    """Its copies."""
+    places: Sequence[Place]
+    """The exports that these number."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +77,34 @@ class WorkerPlan:
     """The digest of the workers' layout."""
     parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
     """Name, dtype and shape of each parameter."""
-    sources: tuple[Place, ...]
-    """The exports that are copied from."""
     filled: tuple[_Filled, ...]
     """How each parameter is filled."""
+    ranks: int
+    """How many the trainer has."""
+
+    @cached_property
+    def _chunks(self) -> dict[Place, int]:
+        chunks: dict[Place, int] = {}
+        for _, template, places in self.filled:
+            for local, _ in template.taken:
+                chunks.setdefault(places[local], len(chunks))
+        return chunks
+
+    @property
+    def sources(self) -> tuple[tuple[int, int], ...]:
+        """The exports that are copied from: a rank, and the number of one of its exports."""
+        return tuple((place % self.ranks, place // self.ranks) for place in self._chunks)
 
     @cached_property
     def rows(self) -> list[Row]:
         """The copies, by chunk. Bytes are those of the parameter's dtype, also in an export of
         another.
         """
+        chunks = self._chunks
         rows = [
-            (chunks[row[0]], number, *row[2:])
-            for number, template, chunks in self.filled
-            for row in template
+            (chunks[places[row[0]]], number, *row[2:])
+            for number, template, places in self.filled
+            for row in template.rows
         ]
         rows.sort(key=itemgetter(0))  # stable: within an export in the model's order
         return rows
@@ -88,20 +114,24 @@ class WorkerPlan:
         """The copies as a worker takes them."""
         return Program(self.layout, self.parameters, tuple(Copy(*row) for row in self.rows))
 
-    def rows_of(self, rank: int) -> list[Row]:
-        """The copies out of one rank, whose chunks are the numbers of that rank's exports."""
-        exports = {
-            chunk: export for chunk, (owner, export) in enumerate(self.sources) if owner == rank
-        }
-        return [(exports[row[0]], *row[1:]) for row in self.rows if row[0] in exports]
+    def rows_by_rank(self) -> list[list[Row]]:
+        """Of each rank the copies out of it, whose chunks are the numbers of its exports."""
+        rows: list[list[Row]] = [[] for _ in range(self.ranks)]
+        for number, template, places in self.filled:
+            for row in template.rows:
+                export, rank = divmod(places[row[0]], self.ranks)
+                rows[rank].append((export, number, *row[2:]))
+        for one_rank in rows:
+            one_rank.sort(key=itemgetter(0))
+        return rows
 
     def bytes_by_rank(self) -> dict[int, int]:
         """How much one such worker copies out of each rank."""
         sent: dict[int, int] = {}
-        for _, template, chunks in self.filled:
-            for row in template:
-                rank = self.sources[chunks[row[0]]][0]
-                sent[rank] = sent.get(rank, 0) + row[2] * row[3]
+        for _, template, places in self.filled:
+            for local, count in template.taken:
+                rank = places[local] % self.ranks
+                sent[rank] = sent.get(rank, 0) + count
         return sent
 
 
@@ -117,7 +147,7 @@ def plan_live(
         PreflightError: trainer and servers do not fit each other.
     """
     tensors = _sources(ranks)
-    planner = _Planner(tensors)
+    planner = _Planner(tensors, len(ranks))
     plans: dict[str, WorkerPlan] = {}
     used: set[str] = set()
     ignored: set[str] = set()
@@ -145,11 +175,15 @@ def balance(sent: Mapping[int, int], ranks: int) -> float:
 
 class _Tensor(NamedTuple):
     """A tensor of the trainer's: its shape and dtype, and its boxes with the ranks that give
-    them. `kind` is equal for tensors that are cut alike."""
+    them."""
 
     block: Block
     sources: tuple[_Source, ...]
+    spans: list[tuple[int, int]]
+    """Of each box, its first element in the tensor and the one after its last. The same list for
+    all tensors that are cut alike."""
     kind: int
+    """Equal for tensors that are cut alike."""
 
 
 def _sources(ranks: Sequence[Sequence[Piece]]) -> dict[str, _Tensor]:
@@ -164,8 +198,10 @@ def _sources(ranks: Sequence[Sequence[Piece]]) -> dict[str, _Tensor]:
                 continue
             blocks.setdefault(block.tensor, block)
             boxes = boxes_of.setdefault(block.tensor, {})
-            boxes.setdefault((block.start, block.size), []).append(((rank, export), offset))
-    kinds: dict[object, int] = {}
+            boxes.setdefault((block.start, block.size), []).append(
+                (export * len(ranks) + rank, offset)
+            )
+    cuts: dict[object, tuple[list[tuple[int, int]], int]] = {}
     sent = [0] * len(ranks)
     tensors = {}
     for name, boxes in boxes_of.items():
@@ -173,8 +209,11 @@ def _sources(ranks: Sequence[Sequence[Piece]]) -> dict[str, _Tensor]:
         chosen = tuple(
             [_Source(box, _share_out(box, owners, item, sent)) for box, owners in boxes.items()]
         )
-        cut = (blocks[name].shape, *boxes, *[len(source.owners) for source in chosen])
-        tensors[name] = _Tensor(blocks[name], chosen, kinds.setdefault(cut, len(kinds)))
+        shape = blocks[name].shape
+        key = (shape, *boxes, *[len(source.owners) for source in chosen])
+        if (cut := cuts.get(key)) is None:
+            cut = cuts[key] = ([span(shape, box) for box in boxes], len(cuts))
+        tensors[name] = _Tensor(blocks[name], chosen, *cut)
     return tensors
 
 
@@ -185,9 +224,9 @@ def _share_out(
     size, count = math.prod(box[1]) * item, 1
     if len(owners) > 1:
         count = min(len(owners), max(1, size // SPLIT_BYTES))
-        owners = sorted(owners, key=lambda owner: sent[owner[0][0]])[:count]
-    for (rank, _), _ in owners:
-        sent[rank] += size // count
+        owners = sorted(owners, key=lambda owner: sent[owner[0] % len(sent)])[:count]
+    for place, _ in owners:
+        sent[place % len(sent)] += size // count
     return tuple(owners)
 
 
@@ -200,27 +239,23 @@ def _item(dtype: str) -> int:
 class _Planner:
     """Plans worker after worker, and remembers what parameters that are alike come to."""
 
-    def __init__(self, tensors: Mapping[str, _Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, _Tensor], ranks: int) -> None:
         self._tensors = tensors
-        self._templates: dict[object, list[Row]] = {}
+        self._ranks = ranks
+        self._templates: dict[object, _Template] = {}
         self._combined: dict[tuple[str, ...], tuple[int, list[Place]]] = {}
         self._kinds: dict[object, int] = {}
 
     def plan(self, worker: LayoutReport) -> WorkerPlan:
-        chunks: dict[Place, int] = {}
         filled = []
         for number, parameter in enumerate(worker.parameters):
             if parameter.reason:
                 raise NotInLayout(f"{parameter.name}: {parameter.reason}")
-            template, places = self._copies(parameter)
-            used = {row[0]: 0 for row in template}
-            for local in used:
-                used[local] = chunks.setdefault(places[local], len(chunks))
-            filled.append(_Filled(number, template, used))
+            filled.append(_Filled(number, *self._copies(parameter)))
         described = tuple((p.name, p.dtype, p.shape) for p in worker.parameters)
-        return WorkerPlan(worker.layout, described, tuple(chunks), tuple(filled))
+        return WorkerPlan(worker.layout, described, tuple(filled), self._ranks)
 
-    def _copies(self, parameter: ParameterLayout) -> tuple[list[Row], list[Place]]:
+    def _copies(self, parameter: ParameterLayout) -> tuple[_Template, list[Place]]:
         """A parameter's copies, and the exports that these number."""
         tensors = [_tensor_of(part, parameter, self._tensors) for part in parameter.parts]
         kind, places = self._combine(tensors)
@@ -270,13 +305,16 @@ def _tensor_of(part: Part, parameter: ParameterLayout, tensors: Mapping[str, _Te
 
 def _template(
     parameter: ParameterLayout, cuts: Sequence[_Tensor], exports: Mapping[Place, int]
-) -> list[Row]:
+) -> _Template:
     """A parameter's copies; chunks are numbers of exports within the parameter."""
     copies: list[Copy] = []
     filled = 0
     for part, tensor in zip(parameter.parts, cuts, strict=True):
         item = _item(tensor.block.dtype)
-        for source in tensor.sources:
+        end = part.source + (part.rows - 1) * part.source_pitch + part.row
+        for source, (first, last) in zip(tensor.sources, tensor.spans, strict=True):
+            if last <= part.source or first >= end:
+                continue
             for common in overlap(part, tensor.block.shape, source.box):
                 filled += common[0] * common[1]
                 for (place, offset), piece in zip(
@@ -289,4 +327,8 @@ def _template(
             f"{parameter.name}: the trainer's ranks have {filled} of its {expected} elements"
         )
     copies.sort(key=lambda copy: (copy.chunk, copy.target))
-    return [(*vars(copy).values(),) for copy in merged(copies)]
+    rows: list[Row] = [(*vars(copy).values(),) for copy in merged(copies)]
+    taken: dict[int, int] = {}
+    for row in rows:
+        taken[row[0]] = taken.get(row[0], 0) + row[2] * row[3]
+    return _Template(rows, [*taken.items()])

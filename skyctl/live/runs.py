@@ -61,6 +61,15 @@ def overlap(part: Part, shape: Sequence[int], box: Box) -> Iterator[Runs]:
             yield count, size, source, source_pitch, target, target_pitch
 
 
+def span(shape: Sequence[int], box: Box) -> tuple[int, int]:
+    """The first element of a box in its tensor, and the one after its last."""
+    first = last = 0
+    for length, start, size in zip(shape, *box, strict=True):
+        first = first * length + start
+        last = last * length + start + size - 1
+    return first, last + 1
+
+
 def _located(runs: _Runs, first: int, pitch: int) -> tuple[int, int]:
     """Where element `first` of the tensor lies in the other memory, and how far from there it is to
     the element `pitch` further on.

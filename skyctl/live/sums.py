@@ -93,7 +93,7 @@ class Summer:
     words in the parameter is taken apart by torch, as is everything on a CPU.
 
     Args:
-        rows: the copies out of this rank (`WorkerPlan.rows_of`); their chunks are numbers of
+        rows: the copies out of this rank (`WorkerPlan.rows_by_rank`); their chunks are numbers of
             `exports`.
         exports: flat tensors, all on one device.
         by_kernel: whether the kernel is used; None: on GPUs.

@@ -108,8 +108,8 @@ def test_each_rank_is_told_its_own_copies() -> None:
     top, bottom = (Block("a", "bfloat16", (4, 8), (row, 0), (2, 8)) for row in (0, 2))
     worker = report(ParameterLayout("p", "bfloat16", (4, 8), (whole("a", (4, 8)),)))
     plan = plan_live([[Piece(top, 3)], [Piece(bottom, 5, 10)]], [worker])[worker.layout]
-    assert plan.rows_of(0) == [(3, 0, 1, 32, 0, 32, 0, 32)]
-    assert plan.rows_of(1) == [(5, 0, 1, 32, 20, 32, 32, 32)]
+    assert plan.rows_by_rank()[0] == [(3, 0, 1, 32, 0, 32, 0, 32)]
+    assert plan.rows_by_rank()[1] == [(5, 0, 1, 32, 20, 32, 32, 32)]
 
 
 A = Block("a", "bfloat16", (4, 8), (0, 0), (4, 8))

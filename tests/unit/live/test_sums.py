@@ -44,7 +44,9 @@ def numbers(plan: WorkerPlan, exports: Exports) -> dict[str, int]:
     partials = []
     for rank in range(4):
         own = [exports[key] for key in sorted(exports) if key[0] == rank]
-        wire = json.dumps(Summer(plan.parameters, plan.rows_of(rank), own).sum(own).to_wire())
+        wire = json.dumps(
+            Summer(plan.parameters, plan.rows_by_rank()[rank], own).sum(own).to_wire()
+        )
         partials.append(Partial.from_wire(json.loads(wire)))
     assert not any(partial.not_finite for partial in partials)
     return added(plan.parameters, partials)
