@@ -33,7 +33,8 @@ class Observed:
     paused: bool = False
     """It says that it is paused."""
     sleep_level: int = 0
-    """By its metrics, 0 awake: a sleeping server reports that it is paused as well."""
+    """By its metrics, 0 awake: a sleeping server reports that it is paused as well, unless it was
+    resumed meanwhile, which does not wake it."""
     version: str | None = None
     """The label it carries; None if it has none."""
     problem: str = ""
@@ -53,18 +54,23 @@ async def observe(
     async def ask(target: ServerTarget) -> Observed:
         near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
         patient = engines.server(client, target, timeout_s=engine_timeout_s)
-        health, paused, version = await asyncio.gather(
-            near.health(), patient.is_paused(), patient.weight_version(), return_exceptions=True
+        health, paused, version, level = await asyncio.gather(
+            near.health(),
+            patient.is_paused(),
+            patient.weight_version(),
+            # of one that is not paused, too: a resume that met a sleeping server has not woken it
+            sleep_level(client, target, HTTP_TIMEOUT_S),
+            return_exceptions=True,
         )
         # any answer, even the 503 of a dead engine, comes from its front end
         http = not isinstance(health, ServerError) or bool(health.status)
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
-        level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
+        slept = level if isinstance(level, int) else 0
         unread = str(version) if isinstance(version, BaseException) else ""
         return Observed(
-            target.name, paused=paused, sleep_level=level, version=label, version_problem=unread
+            target.name, paused=paused, sleep_level=slept, version=label, version_problem=unread
         )
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)

@@ -104,13 +104,16 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
-@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("sleep", ["on record", "lost", "lost, and then resumed"])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
 ) -> None:
-    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
         await fleet.sleep(Sleep(level=2))
-        if not recorded:  # the command died, or its answer was lost: the server says it
+        if "resumed" in sleep:  # by a request that was late, or by another program
+            await stub.engine.resume()
+        if "lost" in sleep:  # the command died, or its answer was lost: the server says it
             fleet.state.update_server("far-0", sleep_level=0)
             [finding] = await fleet.findings()
             assert finding.action == "nothing" and "type: skyctl wake" in finding.explained
