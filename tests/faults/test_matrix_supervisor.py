@@ -6,8 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import NoneType
@@ -38,7 +36,6 @@ from tests.processes.supervisor.supervising import (
     full_server,
     pid_of,
     pushable,
-    pushed,
     routed,
     set_faults,
     states,
@@ -355,200 +352,7 @@ async def test_a_half_dead_server_is_restarted_though_its_api_answers(tmp_path: 
 # --- router --------------------------------------------------------------------------------------
 
 
-async def test_a_hung_router_does_not_hold_up_control_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyctl.supervisor.router.FRONT_TIMEOUT_S", 0.3)
-    async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        assert supervisor.router is not None and supervisor.router.process is not None
-        pid = supervisor.router.process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            async with asyncio.timeout(10):
-                outcomes = await supervisor.pause(Pause(mode="keep", servers=("a",), timeout_s=2.0))
-                assert outcomes[0].status == "ok"
-                assert (await supervisor.resume(Resume(timeout_s=2.0)))[0].status == "ok"
-        finally:
-            os.kill(pid, signal.SIGCONT)
-
-
-async def test_a_router_that_hangs_is_restarted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyctl.supervisor.router.FRONT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("skyctl.supervisor.front.ASK_INTERVAL_S", 0.1)
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router(), stop_timeout_s=0.5)
-        await bring_up(supervisor, plan)
-        router = supervisor.router
-        assert router is not None and router.process is not None and router.process.pid
-        pid = router.process.pid
-        os.kill(pid, signal.SIGSTOP)
-        await eventually(lambda: gone(pid))
-        await eventually(lambda: router.state == "ready" and len(router.workers) == 2)
-
-
-async def test_a_router_that_keeps_dying_is_given_up_and_servers_go_on(tmp_path: Path) -> None:
-    async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        router = supervisor.router
-        assert router is not None
-        for _ in range(3):
-            await eventually(lambda: router.state == "ready")
-            process = router.process
-            assert process is not None and process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            await eventually(lambda: router.state != "ready")
-        await eventually(lambda: router.state == "failed")
-        found = await report(supervisor)
-        assert found.health == "unavailable" and "router is failed" in found.reasons[0].message
-        assert states(supervisor) == {"a": "ready", "b": "ready"}
-        assert (await supervisor.pause(Pause(mode="keep", timeout_s=2.0)))[0].status == "ok"
-
-
-async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_server(
-    tmp_path: Path,
-) -> None:
-    async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        await supervisor.pause(Pause(mode="keep", timeout_s=2.0))
-        router = supervisor.router
-        assert router is not None and router.process is not None and router.process.pid
-        os.kill(router.process.pid, signal.SIGKILL)
-        await eventually(lambda: router.state != "ready")
-        await eventually(lambda: router.state == "ready" and len(router.workers) == 2)
-
-
 # --- replica -------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def two_pushable(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Path]]:
-    """Servers `a` and `b` behind a router, on one checkpoint; and another to push."""
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
-        yield supervisor, new
-
-
-async def test_a_replica_killed_after_a_push_is_routed_only_with_the_weights_of_the_push(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        await pushed(supervisor, new)
-        expected = (await stub_state(supervisor, "b"))["digest"]
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: routed(supervisor) == {"b"})
-        await eventually(lambda: routed(supervisor) == {"a", "b"})
-        assert (await stub_state(supervisor, "a"))["digest"] == expected
-
-
-async def test_a_replica_that_dies_while_it_takes_the_fleets_weights_is_not_routed_without_them(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        await pushed(supervisor, new)
-        expected = (await stub_state(supervisor, "b"))["digest"]
-        replica = supervisor.replicas["a"]
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: replica.phase == "admitting")
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: replica.phase != "admitting")
-        await eventually(lambda: replica.phase == "up")
-        await eventually(lambda: routed(supervisor) == {"a", "b"})
-        assert (await stub_state(supervisor, "a"))["digest"] == expected
-
-
-async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_sibling(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        await pushed(supervisor, new)
-        expected = (await stub_state(supervisor, "b"))["digest"]
-        (new / "model.safetensors").unlink()
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: routed(supervisor) == {"b"})
-        await eventually(lambda: routed(supervisor) == {"a", "b"})
-        assert (await stub_state(supervisor, "a"))["digest"] == expected
-        assert not list(supervisor.paths.staging.iterdir())
-
-
-async def test_a_replica_whose_sibling_is_not_what_is_on_record_is_quarantined(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        await pushed(supervisor, new)
-        (new / "model.safetensors").unlink()
-        supervisor.replicas["b"].update_row(weights_digest="another")
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: states(supervisor)["a"] == "quarantined")
-        assert routed(supervisor) == {"b"}
-        assert "b does not hold the weights" in (supervisor.replicas["a"].row.quarantine or "")
-
-
-async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined_without_a_sibling(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        await pushed(supervisor, new)
-        (new / "model.safetensors").unlink()
-        supervisor.replicas["b"].update_row(quarantine="a test")
-        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
-        await eventually(lambda: states(supervisor)["a"] == "quarantined")
-        await eventually(lambda: supervisor.replicas["a"].phase == "up")
-        assert routed(supervisor) == set()
-        assert "skyctl sync-weights" in (supervisor.replicas["a"].row.quarantine or "")
-        held = supervisor.paths.hold_file("a")
-        assert held.exists()  # who asks it directly would hear the weights it was started from
-        supervisor.replicas["a"].update_row(quarantine=None)
-        assert not held.exists()
-
-
-@pytest.mark.parametrize("left", ["both", "one"])
-async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
-    tmp_path: Path, left: str
-) -> None:
-    bad = ["a", "b"] if left == "both" else ["b"]
-    async with two_pushable(tmp_path) as (supervisor, new):
-        for name in bad:  # every update, again and again, as long as this process lives
-            await set_faults(supervisor, name, {"/update_weights": {"kind": "status"}})
-        job = await supervisor.start_push(PushRequest(str(new)))
-        await eventually(lambda: supervisor.state.journal.job(job).state == "failed")
-        # nobody types anything
-        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
-        await eventually(lambda: routed(supervisor) == {"a", "b"})
-        await ended(supervisor)
-        assert {one.server for one in supervisor.recovered if one.action == "restart"} == set(bad)
-        held = {(await stub_state(supervisor, name))["digest"] for name in ("a", "b")}
-        versions = {supervisor.replicas[name].row.weight_version for name in ("a", "b")}
-        assert len(held) == len(versions) == 1
-
-
-async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_others(
-    tmp_path: Path,
-) -> None:
-    async with two_pushable(tmp_path) as (supervisor, new):
-        # held in its update until it is killed
-        await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
-        pid = pid_of(supervisor, "a")
-        await supervisor.start_push(PushRequest(str(new)))
-        await eventually(lambda: states(supervisor).get("a") == "updating")
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: supervisor.push_job is None)
-        await eventually(
-            lambda: (
-                states(supervisor)["a"] in ("ready", "quarantined")
-                and pid_of(supervisor, "a") != pid
-            )
-        )
-        both = [await stub_state(supervisor, name) for name in ("a", "b")]
-        in_router = routed(supervisor)
-        assert len({s["digest"] for s, n in zip(both, "ab", strict=True) if n in in_router}) == 1
-        assert "b" in in_router and not both[1]["paused"]
 
 
 # --- reboot --------------------------------------------------------------------------------------

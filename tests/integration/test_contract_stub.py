@@ -8,19 +8,15 @@ The real server is the shared fleet's first replica, or the one at $SKYCTL_TEST_
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.middleware import Middleware
 
-from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
-from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.inside.gate import Gate
 from skyctl.engines.inside.guard import SHORTEST_TOKEN, TOKEN_VARIABLE, Guard
 from skyctl.engines.vllm.server import VLLMServer, read_start
@@ -31,9 +27,9 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode
-from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 from tests.simulation.alone import Alone
 from tests.stub.app import StubServer
+from tests.stub.memory_sender import Sender
 from tests.stub.running import running
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -59,51 +55,6 @@ def real_server_token(request: pytest.FixtureRequest) -> str | None:
     if "SKYCTL_TEST_SERVER_URL" in os.environ:
         return os.environ.get("SKYCTL_TEST_SERVER_TOKEN")
     return str(request.getfixturevalue("real_fleet").control_token)
-
-
-class Sender:
-    """A sender of the model that the server runs, as far as a server sees one: two chunks in
-    sealed memory files of this process."""
-
-    session = "5c1e5c1e"
-
-    def __init__(self, model: str) -> None:
-        checkpoint = read_checkpoint(model)
-        middle = (len(checkpoint.tensors) + 1) // 2
-        halves = checkpoint.tensors[:middle], checkpoint.tensors[middle:]
-        self.slot_bytes = max(sum(_aligned(t.nbytes) for t in half) for half in halves)
-        self.descriptors: list[int] = []
-        self.chunks = [self._chunk(checkpoint, *half) for half in enumerate(halves)]
-        names = [tensor.name for tensor in checkpoint.tensors]
-        endpoint = {"pid": os.getpid(), "fds": self.descriptors}
-        self.init = asdict(ReceiverInit("shm", self.session, names, self.slot_bytes, endpoint))
-
-    def _chunk(self, checkpoint: Checkpoint, number: int, tensors: Sequence[Tensor]) -> Any:
-        descriptor = os.memfd_create(f"skyctl-{self.session}-{number}", os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, self.slot_bytes)
-        chunk = ChunkUpdate(number, number, self.slot_bytes, [], [], [], [], [])
-        offset = 0
-        for tensor in tensors:
-            with Path(checkpoint.shards[tensor.shard].path).open("rb") as shard:
-                data = os.pread(shard.fileno(), tensor.nbytes, tensor.begin)
-            os.pwrite(descriptor, data, offset)
-            chunk.names.append(tensor.name)
-            chunk.dtype_names.append(torch_name(tensor.dtype, tensor.name))
-            chunk.shapes.append(list(tensor.shape))
-            chunk.offsets.append(offset)
-            chunk.crc32.append(zlib.crc32(data))
-            offset += _aligned(tensor.nbytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.descriptors.append(descriptor)
-        return asdict(chunk)
-
-    def close(self) -> None:
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""Functions and modules are short enough to be read at once."""
+"""Functions, modules and test modules are short enough to be read at once."""
 
 import ast
 from itertools import pairwise
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "skyctl"
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "skyctl"
 MOST_IN_FUNCTION = 50  # without its signature and its docstring
 MOST_IN_MODULE = 400  # without the sentences under fields
+MOST_IN_TEST_MODULE = 500
 LONG_MODULES = {
     "engines/inside/guard.py": "one file, which servers of other interpreters load by itself",
     "push/delivery.py": "one way of delivery, step by step",
@@ -53,3 +55,9 @@ def test_modules_are_short_but_for_those_with_a_reason() -> None:
         if text.count("\n") - sentences(ast.parse(text)) > MOST_IN_MODULE:
             long.add(str(path.relative_to(PACKAGE)))
     assert long == LONG_MODULES.keys()
+
+
+def test_test_modules_are_short() -> None:
+    lengths = {path: path.read_bytes().count(b"\n") for path in TESTS.rglob("test_*.py")}
+    long = [path for path, length in lengths.items() if length > MOST_IN_TEST_MODULE]
+    assert long == []

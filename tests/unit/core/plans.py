@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.core.check import check_plan
-from skyctl.core.plan import FleetPlan
+from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.planner import plan_fleet
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Cpu, Gpu
@@ -64,3 +64,7 @@ def local_plan(base_dir: Path, python: str, *, on: Sequence[Gpu] = (), **config:
 
 def problems(planned: FleetPlan, found: Sequence[Gpu] = ()) -> list[str]:
     return [problem.message for problem in check_plan(planned, discover=lambda: found)]
+
+
+def value_of(server: ServerSpec, flag: str) -> str:
+    return server.argv[server.argv.index(flag) + 1]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import PushError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult, PushServer
@@ -164,3 +165,28 @@ async def pushed(stubs: Stubs, observer: PushObserver | None = None, **changes: 
     request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
     async with stubs.client() as client:
         return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
+
+
+async def push_new(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> PushResult:
+    request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
+    async with stubs.client() as client:
+        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
+
+
+async def failing_push(stubs: Stubs, **changes: Any) -> PushError:
+    with pytest.raises(PushError) as caught:
+        await push_new(stubs, **changes)
+    return caught.value
+
+
+def states(error: PushError) -> list[str]:
+    return [server["state"] for server in error.details["servers"]]
+
+
+def check_invariant(stubs: Stubs) -> None:
+    """No server runs with anything but the old or the completely loaded new weights."""
+    for engine in stubs.engines:
+        if not engine.paused:
+            assert engine.digest == "base" or engine.digest.startswith("content")
+            assert not engine.half_loaded
+            assert not engine.update_open

@@ -25,11 +25,6 @@ from tests.unit.push.fleets import Recorder, Rotation, Stubs
 ANSWER = Answer("Paris, of course", (5, 6, 7), (-0.1, -2.5, -0.3))
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
-
-
 def canary(**expect: Any) -> dict[str, Any]:
     return {"prompts": [{"name": "one", "prompt": "ab", "max_tokens": 2, "expect": expect}]}
 

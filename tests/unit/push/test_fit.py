@@ -16,11 +16,6 @@ from tests.unit.push.fleets import Stubs, pushed
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
-
-
 def untouched(stubs: Stubs) -> bool:
     return all(engine.log == [] for engine in stubs.engines)
 

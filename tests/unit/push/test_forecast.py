@@ -165,11 +165,6 @@ def test_files_too_small_to_tell_have_no_rate(tmp_path: Path) -> None:
     assert measure_reading(read_checkpoint(str(write_checkpoint(tmp_path / "c")))) is None
 
 
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
-
-
 async def test_a_dry_run_tells_each_way_and_what_it_stands_on(stubs: Stubs) -> None:
     plan = (await pushed(stubs, dry_run=True)).plan
     assert plan is not None

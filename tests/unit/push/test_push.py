@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,45 +13,23 @@ from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
 from skyctl.push.check import check
-from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.run import CancelGuard
-from skyctl.push.transaction import push
+from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault
-from tests.stub.state import Scheduler, StubEngine, digest_of_updates
+from tests.stub.state import StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import BEFORE_FREEZE, STAGES, Recorder, Stubs, written_anew
-
-
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
-
-
-async def push_new(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> PushResult:
-    request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
-    async with stubs.client() as client:
-        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
-
-
-async def failing_push(stubs: Stubs, **changes: Any) -> PushError:
-    with pytest.raises(PushError) as caught:
-        await push_new(stubs, **changes)
-    return caught.value
-
-
-def states(error: PushError) -> list[str]:
-    return [server["state"] for server in error.details["servers"]]
-
-
-def check_invariant(stubs: Stubs) -> None:
-    """No server runs with anything but the old or the completely loaded new weights."""
-    for engine in stubs.engines:
-        if not engine.paused:
-            assert engine.digest == "base" or engine.digest.startswith("content")
-            assert not engine.half_loaded
-            assert not engine.update_open
+from tests.unit.push.fleets import (
+    BEFORE_FREEZE,
+    STAGES,
+    Recorder,
+    Stubs,
+    check_invariant,
+    failing_push,
+    push_new,
+    states,
+    written_anew,
+)
 
 
 async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
@@ -104,13 +81,6 @@ async def test_the_version_depends_on_the_content_not_on_chunks_or_shards(stubs:
 async def test_a_users_version_is_taken_as_it_is(stubs: Stubs) -> None:
     result = await push_new(stubs, weight_version="step-7")
     assert stubs.engines[0].weight_version == result.version == "step-7"
-
-
-async def test_a_server_paused_before_stays_paused(stubs: Stubs) -> None:
-    await stubs.engines[1].pause("keep")
-    result = await push_new(stubs)
-    assert [engine.paused for engine in stubs.engines] == [False, True]
-    assert [server.state for server in result.servers] == ["ready", "paused"]
 
 
 async def test_a_dry_run_touches_nothing(stubs: Stubs) -> None:
@@ -353,76 +323,6 @@ async def test_an_observer_that_fails_does_not_stop_a_push(stubs: Stubs) -> None
     assert any("no space left" in note for note in result.notes)
 
 
-async def test_cancelled_before_bytes_it_is_undone(stubs: Stubs) -> None:
-    observer = Recorder()
-    task = asyncio.ensure_future(push_new(stubs, observer))
-    observer.on_stage = lambda name: task.cancel() if name == "start" else None  # type: ignore[func-returns-value]
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert [engine.digest for engine in stubs.engines] == ["base", "base"]
-    assert not any(engine.paused or engine.update_open for engine in stubs.engines)
-
-
-async def test_cancelled_it_resumes_no_server_that_does_not_have_its_pause(stubs: Stubs) -> None:
-    """A pause that arrives after the resume would freeze it for ever. That a dead push has frozen
-    the server does not show that the pause arrived."""
-    given, _ = stubs.fleet.servers
-    stubs.fleet = replace(stubs.fleet, servers=(replace(given, thaw=True),))
-    frozen, observer = stubs.servers[0], Recorder()
-    await frozen.engine.pause("keep")
-    frozen.engine.log.clear()
-    frozen.asgi.faults["/pause"] = Fault("delay", seconds=0.2)
-    task = asyncio.ensure_future(push_new(stubs, observer))
-    observer.on_stage = lambda name: task.cancel() if name == "pause" else None  # type: ignore[func-returns-value]
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert frozen.engine.log == ["pause keep", "resume"]
-
-
-async def test_cancelled_after_bytes_it_completes(stubs: Stubs) -> None:
-    observer = Recorder()
-    task = asyncio.ensure_future(push_new(stubs, observer))
-
-    def cancel(done: int) -> None:
-        if done and not task.cancelling():
-            task.cancel()
-
-    observer.on_progress = cancel
-    result = await task
-    assert all(server.ok for server in result.servers)
-    check_invariant(stubs)
-
-
-async def test_cancelled_as_it_ends_it_has_succeeded() -> None:
-    async def transaction() -> str:
-        task.cancel()
-        return "the result"
-
-    task = asyncio.ensure_future(CancelGuard().run(transaction()))
-    assert await task == "the result"
-
-
-async def test_cancelled_twice_it_stops_and_leaves_the_servers_paused(stubs: Stubs) -> None:
-    observer = Recorder()
-    task = asyncio.ensure_future(push_new(stubs, observer))
-    loop = asyncio.get_running_loop()
-
-    def cancel(done: int) -> None:
-        if done and not task.cancelling():
-            task.cancel()
-            loop.call_soon(task.cancel)
-
-    observer.on_progress = cancel
-    stubs.servers[0].asgi.faults["/update_weights"] = Fault("hang", calls=(2,))
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert all(engine.paused for engine in stubs.engines)
-    assert {(name, state) for name, state, _ in observer.servers[-2:]} == {
-        ("demo-0", "quarantined"),
-        ("demo-1", "quarantined"),
-    }
-
-
 async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
     result = await push_new(stubs, transport="disk")
     assert [engine.log.count("reload") for engine in stubs.engines] == [1, 1]
@@ -519,171 +419,6 @@ async def test_kv_that_nobody_fetches_is_waited_for_no_longer_than_its_lease(stu
     assert "for longer than their lease of 0.3 s" in error.message
     assert not prefill.paused and decode.paused
     check_invariant(stubs)
-
-
-@pytest.mark.parametrize("by_fleet", [False, True])
-async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused_by_the_push(
-    by_fleet: bool, stubs: Stubs
-) -> None:
-    """And thawed at its end, unless the fleet's own user had paused it."""
-    held, observer = stubs.engines[0], Recorder()
-    await held.pause("keep")
-    first, *others = stubs.fleet.servers
-    stubs.fleet = replace(stubs.fleet, servers=(replace(first, paused=by_fleet), *others))
-
-    def thaw(stage: str) -> None:
-        if stage == "pause":
-            held.scheduler = Scheduler.RUNNING
-
-    observer.on_stage = thaw
-    await push_new(stubs, observer)
-    assert held.log.count("pause keep") == 2
-    assert held.paused == by_fleet
-    assert "unpaused" not in "".join(held.served)
-
-
-async def test_a_server_that_was_paused_and_starts_again_amid_the_push_is_the_pushs_to_thaw(
-    stubs: Stubs,
-) -> None:
-    """Recovery would leave it frozen otherwise, for a hand that never paused this process."""
-    restarted, observer = stubs.engines[1], Recorder()
-    await restarted.pause("keep")
-
-    def start_again(done: int) -> None:
-        restarted.scheduler = Scheduler.RUNNING
-
-    observer.on_progress = start_again
-    with pytest.raises(PushError, match="started it anew") as caught:
-        await push_new(stubs, observer)
-    assert states(caught.value) == ["ready", "quarantined"]
-    last = [state for name, state, _ in observer.servers if name == "demo-1"]
-    assert restarted.paused and last.index("held") < last.index("pausing")
-    assert last[-1] == "quarantined"
-
-
-async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs) -> None:
-    async def pause(mode: str) -> None:
-        """It answers, and goes on."""
-
-    stubs.engines[1].pause = pause  # type: ignore[method-assign]
-    error = await failing_push(stubs)
-    assert "is not paused" in error.message
-    assert all("start" not in engine.log for engine in stubs.engines)
-    check_invariant(stubs)
-
-
-@pytest.mark.parametrize("transport", ["shm", "disk"])
-async def test_no_update_is_opened_in_a_server_started_anew_since_all_were_seen_paused(
-    transport: str, stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start empties layers."""
-
-    def reach(point: str) -> None:
-        if point == "push.start.call":
-            stubs.engines[1].scheduler = Scheduler.RUNNING
-
-    monkeypatch.setattr("skyctl.push.transaction.reached", reach)
-    error = await failing_push(stubs, transport=transport)
-    assert "started it anew" in error.message
-    assert "start" not in stubs.engines[1].log
-    assert stubs.engines[1].digest == "base"
-    check_invariant(stubs)
-
-
-async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs: Stubs) -> None:
-    thawed, observer = stubs.engines[1], Recorder()
-
-    def thaw(done: int) -> None:
-        thawed.scheduler = Scheduler.RUNNING
-
-    observer.on_progress = thaw
-    with pytest.raises(PushError, match="somebody else resumed it") as caught:
-        await push_new(stubs, observer)
-    assert states(caught.value) == ["ready", "quarantined"]
-    assert thawed.paused
-
-
-def thawed_for_a_moment(engine: StubEngine) -> None:
-    """Another client resumed it, had an answer, and paused it again."""
-    engine.scheduler = Scheduler.RUNNING
-    engine.generation_tokens += 1
-    engine.scheduler = Scheduler.PAUSED_ALL
-
-
-@pytest.mark.parametrize("transport", ["shm", "disk"])
-async def test_a_server_that_answered_while_it_was_loaded_is_no_success(
-    transport: str, stubs: Stubs
-) -> None:
-    observer = Recorder()
-    observer.on_stage = lambda name: (
-        thawed_for_a_moment(stubs.engines[1]) if name == "finish" else None
-    )
-    with pytest.raises(PushError, match="generated tokens while it was frozen") as caught:
-        await push_new(stubs, observer, transport=transport)
-    assert states(caught.value) == ["ready", "quarantined"]
-    assert stubs.engines[1].paused
-
-
-async def test_a_server_that_answered_before_the_first_byte_keeps_its_weights(
-    stubs: Stubs,
-) -> None:
-    observer = Recorder()
-    observer.on_stage = lambda name: (
-        thawed_for_a_moment(stubs.engines[1]) if name == "start" else None
-    )
-    with pytest.raises(PushError, match="generated tokens while it was frozen") as caught:
-        await push_new(stubs, observer)
-    assert states(caught.value) == ["ready", "ready"]
-    assert {engine.digest for engine in stubs.engines} == {"base"}
-
-
-async def test_tokens_that_are_counted_late_are_those_before_the_freeze(stubs: Stubs) -> None:
-    engine, observer = stubs.engines[1], Recorder()
-
-    def count_late(name: str) -> None:
-        if name == "pause":
-            asyncio.get_running_loop().call_later(
-                0.01, lambda: setattr(engine, "generation_tokens", 5)
-            )
-
-    observer.on_stage = count_late
-    await push_new(stubs, observer)
-    assert engine.generation_tokens == 5
-
-
-async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push_fails(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    thawed = stubs.servers[1]
-    thawed.asgi.faults = {"/update_weight_version": Fault("status")}
-
-    def reach(point: str) -> None:
-        if point == "push.published":
-            thawed.engine.scheduler = Scheduler.RUNNING
-
-    monkeypatch.setattr("skyctl.push.commit.reached", reach)
-    with pytest.raises(PushError) as caught:
-        await push_new(stubs)
-    assert states(caught.value) == ["ready", "quarantined"]
-    assert thawed.engine.paused
-
-
-async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
-    """What asked beside the failed call whether its server is frozen has ended with it."""
-    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
-    frozen, observer = stubs.servers[1], Recorder()
-
-    def break_down(stage: str) -> None:
-        if stage == "verify":
-            frozen.asgi.faults |= {
-                "/reset_encoder_cache": Fault("status"),
-                "/is_paused": Fault("hang", calls=(frozen.asgi.calls["/is_paused"] + 1,)),
-            }
-
-    observer.on_stage = break_down
-    with pytest.raises(PushError):
-        await push_new(stubs, observer)
-    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 async def test_versions_of_a_model_are_cut_into_chunks_once(tmp_path: Path) -> None:

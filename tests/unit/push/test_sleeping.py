@@ -24,11 +24,6 @@ from tests.unit.push.fleets import Recorder, Stubs
 
 
 @pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
-
-
-@pytest.fixture
 def state(tmp_path: Path) -> Iterator[FleetState]:
     with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
         yield state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,6 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.verify import CannotDigest, arrangement_of, verify, weights_digest
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import BEFORE_FREEZE, Stubs, pushed
-
-
-@pytest.fixture
-def stubs(tmp_path: Path) -> Stubs:
-    return Stubs(tmp_path)
 
 
 class Answering(VLLMServer):

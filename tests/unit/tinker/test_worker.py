@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
-from torch.func import functional_call  # noqa: E402
 
 from skyctl.checkpoints.checkpoint import read_checkpoint  # noqa: E402
 from skyctl.tinker import wire  # noqa: E402
@@ -21,71 +19,17 @@ from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
 from skyctl.tinker.losses import LossError  # noqa: E402
 from skyctl.tinker.trainer import Trainer  # noqa: E402
 from tests.tiny import make_tiny_checkpoint  # noqa: E402
+from tests.unit.tinker.passes import (  # noqa: E402
+    LORA,
+    ROWS,
+    inputs_for,
+    outcome,
+    reference,
+    request,
+    tensor,
+)
 
-LORA = {"rank": 4, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}
 WHOLE = {**LORA, "rank": 0}
-ROWS = ([5, 300, 41, 8, 77, 260], [9, 280, 411], [100, 101, 102, 103])
-RL = {"logprobs", "advantages"}
-
-
-@pytest.fixture(scope="module")
-def base(tiny_base: Path) -> Base:
-    return Base(str(tiny_base / "org" / "tiny"), device="cpu", dtype="float32")
-
-
-@pytest.fixture
-def trainer(base: Base) -> Trainer:
-    """One model with a B that is not zero, so that A has a gradient too."""
-    trainer = Trainer(base, name="org/tiny", batch_tokens=16)
-    trainer.create("m", LORA)
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(1)
-        for name, value in trainer.models["m"].parameters.items():
-            if name.endswith("lora_B"):
-                value.copy_(0.05 * torch.randn(value.shape, generator=generator))
-    return trainer
-
-
-def tensor(value: Tensor, sparse: bool = False) -> Any:
-    kinds = {torch.int64: wire.INT64, torch.float32: wire.FLOAT32}
-    message = wire.message("Tensor")(dtype=kinds[value.dtype], shape=value.shape)
-    if sparse:
-        csr = value.to_sparse_csr()
-        message.sparse_csr.values = csr.values().numpy().tobytes()
-        message.sparse_csr.crow_indices = csr.crow_indices().numpy().tobytes()
-        message.sparse_csr.col_indices = csr.col_indices().numpy().tobytes()
-    else:
-        message.dense = value.numpy().tobytes()
-    return message
-
-
-def request(
-    loss: str,
-    data: list[tuple[list[int], dict[str, Tensor]]],
-    config: dict[str, float] | None = None,
-    *,
-    forward_only: bool = False,
-    sparse: bool = False,
-) -> bytes:
-    message = wire.message("ForwardBackwardRequest")(
-        model_id="m", seq_id=1, loss_fn=loss, loss_fn_config=config, forward_only=forward_only
-    )
-    for tokens, inputs in data:
-        datum = message.data.add()
-        chunk = torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()
-        datum.model_input.add().encoded_text.tokens = chunk
-        for name, value in inputs.items():
-            datum.loss_fn_inputs[name].CopyFrom(tensor(value, sparse and value.dim() == 2))
-    return bytes(message.SerializeToString())
-
-
-def outcome(trainer: Trainer, model: str, body: bytes) -> bytes:
-    """The answer to a single request."""
-    [[answer]], more = trainer.forward_backward(model, [[body]])
-    assert not more
-    if isinstance(answer, LossError):
-        raise answer
-    return answer
 
 
 def asked_of(
@@ -101,125 +45,6 @@ def asked_of(
     where = None if directory is None else str(directory)
     header = {"directory": where, "tokens": tokens, "wanted": True, "top": top, "last": last}
     return wire.message("SampleResponse").FromString(trainer.prompt_logprobs(header, body))
-
-
-def inputs_for(loss: str, count: int, generator: Any) -> dict[str, Tensor]:
-    inputs = {"target_tokens": torch.randint(0, 512, (count,), generator=generator)}
-    if loss == "cross_entropy":
-        return {**inputs, "weights": torch.rand(count, generator=generator)}
-    inputs["logprobs"] = -6 - 0.5 * torch.rand(count, generator=generator)
-    inputs["advantages"] = torch.randn(count, generator=generator)
-    if loss == "gspo":
-        inputs["sequence_ratio_mask"] = (torch.arange(count) > 0).float()
-    return inputs
-
-
-def reference(
-    trainer: Trainer, loss: str, data: list[tuple[list[int], dict[str, Tensor]]], config: Any
-) -> tuple[float, dict[str, Tensor], list[Tensor]]:
-    """Loss, gradients and logprobs from merged weights, one row and one token at a time."""
-    model = trainer.models["m"]
-    lora = {
-        name: value.detach().clone().requires_grad_() for name, value in model.parameters.items()
-    }
-    weights = {**trainer.base.model.state_dict(), **({} if model.config.rank else lora)}
-    for name in [key[: -len(".lora_A")] for key in lora if key.endswith("lora_A")]:
-        change = lora[f"{name}.lora_B"] @ lora[f"{name}.lora_A"]
-        weights[f"{name}.weight"] = weights[f"{name}.weight"] + 32 / model.config.rank * change
-    total, all_logprobs = torch.zeros((), dtype=torch.float64), []
-    for tokens, inputs in data:
-        answer = functional_call(trainer.base.model, weights, (torch.tensor([tokens]),))
-        distribution = torch.log_softmax(answer.logits[0].double(), -1)
-        rows = []
-        for place in range(len(tokens)):
-            target = inputs["target_tokens"][place]
-            rows.append(distribution[place][target])
-        lp = torch.stack(rows)
-        all_logprobs.append(lp.detach())
-        total = total + by_hand(loss, lp, inputs, config)
-    names = list(lora)
-    gradients = torch.autograd.grad(total, [lora[name] for name in names])
-    return float(total.detach()), dict(zip(names, gradients, strict=True)), all_logprobs
-
-
-def by_hand(loss: str, lp: Tensor, inputs: dict[str, Tensor], config: Any) -> Tensor:
-    if loss == "cross_entropy":
-        return -(lp * inputs.get("weights", torch.ones(1)).double()).sum()
-    q, advantage = inputs["logprobs"].double(), inputs["advantages"].double()
-    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
-    total = torch.zeros((), dtype=torch.float64)
-    if loss == "gspo":
-        mask = inputs["sequence_ratio_mask"].bool()
-        sequence = math.exp(float((lp.detach() - q)[mask].mean()))
-    for t in range(len(lp)):
-        ratio = torch.exp(lp[t] - q[t])
-        a = advantage[t]
-        if loss == "importance_sampling":
-            total = total - ratio * a
-        elif loss == "cispo":
-            total = total - min(max(float(ratio), low), high) * lp[t] * a
-        elif loss == "dro":
-            total = total - (lp[t] * a - 0.5 * config["beta"] * (lp[t] - q[t]) ** 2)
-        else:
-            if loss == "gspo":
-                ratio = sequence * torch.exp(lp[t] - float(lp[t].detach()))
-            unclipped, clipped = ratio * a, ratio.clamp(low, high) * a
-            total = total - (unclipped if unclipped <= clipped else clipped)
-    return total
-
-
-@pytest.mark.parametrize(
-    ("loss", "config"),
-    [
-        ("cross_entropy", {}),
-        ("importance_sampling", {}),
-        ("ppo", {}),
-        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
-        ("cispo", {}),
-        ("dro", {"beta": 0.3}),
-        ("gspo", {}),
-    ],
-)
-def test_losses_and_their_gradients_are_those_of_the_formula(
-    trainer: Trainer, loss: str, config: dict[str, float]
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    data = [(row, inputs_for(loss, len(row), generator)) for row in ROWS]
-    total, gradients, logprobs = reference(trainer, loss, data, config)
-    answer = wire.message("ForwardBackwardOutput").FromString(
-        outcome(trainer, "m", request(loss, data, config))
-    )
-    assert answer.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert len(answer.loss_fn_outputs) == len(ROWS)
-    for record, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
-        got = torch.frombuffer(bytearray(record.fields["logprobs"].data), dtype=torch.float32)
-        assert torch.allclose(got.double(), expected, atol=1e-5)
-    model = trainer.models["m"]
-    assert model.gradients is not None
-    for (name, expected), got in zip(gradients.items(), model.gradients, strict=True):
-        scale = float(expected.abs().max())
-        assert scale > 0 or loss == "ppo", name
-        assert float((got - expected).abs().max()) <= 1e-5 * max(scale, 1.0), name
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_several_targets_of_a_token_are_summed_with_their_weights(
-    trainer: Trainer, sparse: bool
-) -> None:
-    targets = torch.tensor([[4, 9], [0, 7], [3, 0]])
-    weights = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.25, 0.0]])
-    tokens = [5, 6, 7]
-    body = request(
-        "cross_entropy", [(tokens, {"target_tokens": targets, "weights": weights})], sparse=sparse
-    )
-    answer = wire.message("ForwardBackwardOutput").FromString(outcome(trainer, "m", body))
-    with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
-        rows = torch.log_softmax(
-            trainer.base.logits(trainer.base.hidden([torch.tensor(tokens)]))[0], -1
-        )
-    expected = -(rows.gather(1, targets) * weights).sum()
-    assert answer.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
-    assert list(answer.loss_fn_outputs[0].fields["logprobs"].trailing_shape) == [2]
 
 
 def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: Trainer) -> None:

@@ -1,0 +1,218 @@
+"""What a supervisor takes over from one that died."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.core.requests import Down
+from skyctl.engines.vllm.router import RouterClient
+from skyctl.errors import SkyctlError
+from skyctl.launch.local.host import port_holder
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.states import Phase
+from skyctl.supervisor import healing, replica, rollout
+from skyctl.supervisor.interface import Adopt
+from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.supervising import (
+    bring_up,
+    ended,
+    pid_of,
+    routed,
+    states,
+    supervising,
+)
+from tests.unit.supervisor.fleets import (
+    eventually,
+    fleet_plan,
+    light_front,
+    stub_router,
+    stub_server,
+)
+
+
+async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does whose engine died: it closes its port, and waits for a request for ever."""
+    monkeypatch.setattr(replica, "_ADOPTED_TIMEOUT_S", 0.2)
+    async with supervising(tmp_path) as supervisor, httpx.AsyncClient() as client:
+        server = stub_server("a", faults={"/tokenize": {"kind": "hang"}})
+        plan = fleet_plan([server], stop_timeout_s=0.3)
+        await bring_up(supervisor, plan)
+        before, pid = supervisor.replicas["a"], pid_of(supervisor, "a")
+        assert before._task is not None
+        before._task.cancel()  # its supervisor is gone
+        url = f"{server.url}/tokenize"
+        waiting = asyncio.create_task(client.post(url, json={}, timeout=60))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        await eventually(lambda: port_holder(server.host, server.port) is None)
+        os.kill(pid, signal.SIGSTOP)  # before the stub gives its request up
+
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        assert await ended(later) == ""
+        assert states(later) == {"a": "ready"} and pid_of(later, "a") != pid
+        messages = [event.message for event in later.state.events()]
+        assert "it closed its port and did not end" in messages
+        waiting.cancel()
+        await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_the_rest_where_one_process_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another supervisor would start servers beside those that live, and nobody would end these."""
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "b")
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a", SkyctlError("it outlived SIGKILL"))
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        assert await ended(later) == "a it outlived SIGKILL"
+        assert states(later) == {"a": "failed", "b": "ready"} and pid_of(later, "b") == pid
+        stopped.set()
+        await bring_up(later, plan)
+        assert states(later) == {"a": "ready", "b": "ready"} and pid_of(later, "b") == pid
+        await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a")
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: states(later).get("b") == "ready")
+        assert not stopped.is_set()
+        stopped.set()
+        assert await ended(later) == ""
+        await later.down(Down(0.0))
+
+
+async def test_servers_that_a_takeover_has_not_asked_yet_stay_in_the_router(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, may_ask, probe = list[str](), asyncio.Event(), replica.probe_ready
+
+    async def remove(self: RouterClient, url: str) -> None:
+        removed.append(url)
+
+    async def probe_late(*arguments: Any) -> bool | None:
+        await may_ask.wait()
+        return await probe(*arguments)
+
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router())
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        monkeypatch.setattr(RouterClient, "remove_worker", remove)
+        monkeypatch.setattr(replica, "probe_ready", probe_late)
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: later.router is not None and later.router.phase is Phase.READY)
+        await rollout.sync_router(later)
+        assert later.desired() == {} and routed(later) == {"a", "b"}
+        may_ask.set()
+        assert await ended(later) == ""
+        assert removed == [] and routed(later) == {"a", "b"}
+        await later.down(Down(0.0))
+
+
+async def abandon(supervisor: Supervisor) -> None:
+    """As if it had been killed."""
+    tasks = [one._task for one in supervisor.replicas.values() if one._task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def refuse_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+    supervisor: Supervisor,
+    name: str,
+    error: SkyctlError | None = None,
+) -> asyncio.Event:
+    """Until this event a server, which has died, raises `error` when it is stopped; without one,
+    stopping it takes that long."""
+    process, may, stop = supervisor.replicas[name].process, asyncio.Event(), ManagedProcess.stop
+    assert process is not None and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+    async def stop_later(self: ManagedProcess, timeout_s: float) -> bool:
+        if self.token == process.token and not may.is_set():
+            if error is not None:
+                raise error
+            await may.wait()
+        return await stop(self, timeout_s)
+
+    def members_still(self: ManagedProcess) -> list[Any]:
+        there = self.token == process.token and not may.is_set()
+        return [*members(self), *([SimpleNamespace(pid=None)] if there else ())]
+
+    members = ManagedProcess.members
+    monkeypatch.setattr(ManagedProcess, "stop", stop_later)
+    monkeypatch.setattr(ManagedProcess, "members", members_still)
+    return may
+
+
+async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b = stub_server("a"), stub_server("b")
+        await bring_up(supervisor, fleet_plan([a, b]))
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "restarting")
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        # what another supervisor of this fleet would begin with
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        later._take(fleet_plan([a, b]))
+        counted = {spec.name: later.new_replica(spec) for spec in (a, b)}
+        assert [len(counted[name].restarts) for name in "ab"] == [1, 0]
+        assert "SIGKILL" in counted["a"].restart_reason
+        assert abs(counted["a"].restarts[0] - supervisor.replicas["a"].restarts[0]) < 1.0
+        await supervisor.down(Down(0.0))
+        assert later.new_replica(a).restarts == []
+
+
+async def test_a_takeover_adopts_no_api_that_has_another_endpoint_or_protocol(
+    tmp_path: Path,
+) -> None:
+    api = light_front()
+    plan = replace(fleet_plan([stub_server("a")]), tinker=api)
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan)
+        first = supervisor.state.process("tinker")
+        assert first is not None and first.alive()
+        for changed in (plan, replace(plan, tinker=replace(api, argv=(*api.argv, "--other")))):
+            # what another supervisor of this fleet would begin with
+            later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+            later._take(changed)
+            found = healing._keeper(later, changed, first)
+            assert (found is None) == (changed is not plan)
+
+
+async def test_an_api_starts_once_the_servers_are_those_of_the_plan(tmp_path: Path) -> None:
+    servers = [stub_server("a"), stub_server("b")]
+    plan = replace(fleet_plan(servers, stub_router()), tinker=light_front())
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan)
+        moved = replace(plan, servers=(stub_server("a"), stub_server("b")), tinker=light_front())
+        await bring_up(supervisor, moved)
+        started = {row.name: row.started_at for row in supervisor.state.processes()}
+        assert max(started["a"], started["b"]) < started["tinker"]

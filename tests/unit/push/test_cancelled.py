@@ -1,0 +1,82 @@
+"""A push that is cancelled is undone, or ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from skyctl.push.run import CancelGuard
+from tests.stub.faults import Fault
+from tests.unit.push.fleets import Recorder, Stubs, check_invariant, push_new
+
+
+async def test_cancelled_before_bytes_it_is_undone(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    observer.on_stage = lambda name: task.cancel() if name == "start" else None  # type: ignore[func-returns-value]
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [engine.digest for engine in stubs.engines] == ["base", "base"]
+    assert not any(engine.paused or engine.update_open for engine in stubs.engines)
+
+
+async def test_cancelled_it_resumes_no_server_that_does_not_have_its_pause(stubs: Stubs) -> None:
+    """A pause that arrives after the resume would freeze it for ever. That a dead push has frozen
+    the server does not show that the pause arrived."""
+    given, _ = stubs.fleet.servers
+    stubs.fleet = replace(stubs.fleet, servers=(replace(given, thaw=True),))
+    frozen, observer = stubs.servers[0], Recorder()
+    await frozen.engine.pause("keep")
+    frozen.engine.log.clear()
+    frozen.asgi.faults["/pause"] = Fault("delay", seconds=0.2)
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    observer.on_stage = lambda name: task.cancel() if name == "pause" else None  # type: ignore[func-returns-value]
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert frozen.engine.log == ["pause keep", "resume"]
+
+
+async def test_cancelled_after_bytes_it_completes(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+
+    def cancel(done: int) -> None:
+        if done and not task.cancelling():
+            task.cancel()
+
+    observer.on_progress = cancel
+    result = await task
+    assert all(server.ok for server in result.servers)
+    check_invariant(stubs)
+
+
+async def test_cancelled_as_it_ends_it_has_succeeded() -> None:
+    async def transaction() -> str:
+        task.cancel()
+        return "the result"
+
+    task = asyncio.ensure_future(CancelGuard().run(transaction()))
+    assert await task == "the result"
+
+
+async def test_cancelled_twice_it_stops_and_leaves_the_servers_paused(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    loop = asyncio.get_running_loop()
+
+    def cancel(done: int) -> None:
+        if done and not task.cancelling():
+            task.cancel()
+            loop.call_soon(task.cancel)
+
+    observer.on_progress = cancel
+    stubs.servers[0].asgi.faults["/update_weights"] = Fault("hang", calls=(2,))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all(engine.paused for engine in stubs.engines)
+    assert {(name, state) for name, state, _ in observer.servers[-2:]} == {
+        ("demo-0", "quarantined"),
+        ("demo-1", "quarantined"),
+    }
