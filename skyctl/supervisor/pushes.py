@@ -247,6 +247,8 @@ class Pushes:
         running = self._running
         state, client = running.state, running.client
         pids = {replica.name: replica.process and replica.process.pid for replica in up}
+        if request.rolling:  # one that leaves by scaling comes first: it then serves for the others
+            up = sorted(up, key=lambda replica: replica.name not in running.held_out)
         try:
             await jobs.run_push(
                 job,

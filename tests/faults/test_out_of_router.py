@@ -202,6 +202,19 @@ async def test_a_roll_that_stops_leaves_two_versions_and_recovery_goes_back(
         assert (await report(supervisor)).health == "healthy"
 
 
+async def test_a_roll_begins_with_a_server_that_is_leaving(tmp_path: Path) -> None:
+    """The only other one that is ready could not leave the router before it."""
+    async with fleet_at(tmp_path) as supervisor:
+        supervisor.held_out.add("b")  # as scaling does, until its requests have ended
+        await eventually(lambda: routed(supervisor) == {"a"})
+        request = PushRequest(str(tmp_path / "two"), rolling=1, pause_mode="wait")
+        async with asking(supervisor) as client:
+            job = await pushed(supervisor, request)
+        assert job.state == "succeeded", job.error
+        assert client.failures == []
+        assert routed(supervisor) == {"a", "b"}
+
+
 async def test_the_last_server_that_serves_is_not_taken_out(tmp_path: Path) -> None:
     async with fleet_at(tmp_path) as supervisor:
         await supervisor.pause(Pause(mode="keep", servers=("b",), timeout_s=5.0))
