@@ -17,7 +17,7 @@ from skyctl.units import count_of
 
 if TYPE_CHECKING:
     from skyctl.core.registry import Files, FleetRef, RemoteRef
-    from skyctl.core.requests import Control
+    from skyctl.core.requests import Control, Outcomes
     from skyctl.core.status import FleetStatus
     from skyctl.service import FleetService
 
@@ -88,16 +88,30 @@ def begun_and_followed(
 
 
 def run_verb(
-    file: Files, fleet: str | None, request: Control, *, done: str, note: str = ""
+    file: Files,
+    fleet: str | None,
+    request: Control,
+    *,
+    done: str,
+    note: str = "",
+    shows_waits: bool = False,
 ) -> None:
     """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
+    `shows_waits`: meanwhile, which requests are waited for.
 
     Exits with 3 if some servers failed, 1 if all did, 124 if all timed out.
     """
     from skyctl import output
     from skyctl.http.fanout import failure
 
-    outcomes = call_chosen_fleet(file, fleet, lambda running: running.control(request))
+    async def call(running: FleetService) -> Outcomes:
+        if not shows_waits:
+            return await running.control(request)
+        from skyctl.cli.job_view import follow_control
+
+        return await follow_control(running, request)
+
+    outcomes = call_chosen_fleet(file, fleet, call)
     rows = [outcome.to_json() for outcome in outcomes]
     ok = sum(row["status"] == "ok" for row in rows)
     elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)

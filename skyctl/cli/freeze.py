@@ -71,7 +71,14 @@ def pause(
         servers=tuple(servers or ()),
         timeout_s=timeout,
     )
-    run_verb(file, fleet, request, done="paused", note=f"mode {mode.value}")
+    run_verb(
+        file,
+        fleet,
+        request,
+        done="paused",
+        note=f"mode {mode.value}",
+        shows_waits=mode is PauseModeOption.WAIT,
+    )
 
 
 def resume(

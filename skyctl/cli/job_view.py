@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from skyctl import output
+from skyctl.core.requests import StatusQuery
 from skyctl.core.results import job_error
+from skyctl.errors import SkyctlError
 from skyctl.output import LiveView
 from skyctl.push.request import live_source
 from skyctl.units import count_of, format_bytes, format_rate, format_seconds, waits_for
 
 if TYPE_CHECKING:
+    from skyctl.core.requests import Control, Outcomes
     from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
 
+_REPORT_S = 1.0
 _REPORTED = ("quarantined", "failed")
 _STAY = "servers that were done keep their new settings; go on with it: skyctl up"
 _CANCELLED = {
@@ -30,8 +36,8 @@ _CANCELLED = {
 class JobView:
     """What has happened in a job so far, as a bar that is redrawn or as plain lines."""
 
-    def __init__(self) -> None:
-        self._stage = "queued"
+    def __init__(self, stage: str = "queued") -> None:
+        self._stage = stage
         self._began = time.time()
         self._waits: dict[str, int] = {}  # how many requests the stage waits for, by server
         self._done = self._total = 0
@@ -61,10 +67,10 @@ class JobView:
         elif event.kind == "server" and data["state"] in _REPORTED:
             output.warn(f"{data['server']} {data['state']}: {data['detail']}")
         elif event.kind == "server":
-            self._show_wait(data["server"], data.get("requests", 0), live)
+            self.show_wait(data["server"], data.get("requests", 0), live)
         live.refresh()
 
-    def _show_wait(self, server: str, requests: int, live: LiveView) -> None:
+    def show_wait(self, server: str, requests: int, live: LiveView) -> None:
         """Show what a server is waited for; a line only when that begins."""
         if requests:
             if not live.drawing and server not in self._waits:
@@ -79,6 +85,25 @@ async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | N
     view = JobView()
     with output.live(view.render, transient=True) as live:
         return await running.wait_job(job_id, lambda event: view.show(event, live), timeout_s)
+
+
+async def follow_control(running: FleetService, request: Control) -> Outcomes:
+    """The outcomes of a verb; until they come, how many requests each of its servers has."""
+    view = JobView(request.verb)
+    calling = asyncio.create_task(running.control(request))
+    try:
+        with output.live(view.render, transient=True) as live:
+            while not (await asyncio.wait({calling}, timeout=_REPORT_S))[0]:
+                with suppress(SkyctlError):  # the verb itself reports what does not answer
+                    status = await running.status(StatusQuery(fresh=False))
+                    for replica in status.replicas:
+                        if not request.servers or replica.name in request.servers:
+                            view.show_wait(replica.name, replica.running or 0, live)
+                live.refresh()
+        return calling.result()
+    finally:
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
 
 
 def emit_job(job: Job) -> None:

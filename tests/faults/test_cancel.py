@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -91,6 +92,31 @@ def test_what_waits_for_a_request_names_it_and_is_cancelled_at_once(
     assert versions(fleet) == {None}
     request.kill()
     request.communicate()
+
+
+def test_a_pause_that_waits_for_a_request_names_it(fleet: StubFleet) -> None:
+    fleet.write(extra="args: {token-delay-s: 0.1}")
+    fleet.run("up")
+    request = busy(fleet)
+    pause = fleet.start("pause", "--mode", "wait")
+    until_said(pause, "pause: waits for 1 request on stubs-0")
+    request.kill()
+    stdout, notes = pause.communicate(timeout=30)
+    assert pause.returncode == 0 and "paused 2 of 2 servers" in stdout, notes
+    request.communicate()
+
+
+async def test_so_does_one_of_attached_servers(tmp_path: Path) -> None:
+    async with attached(tmp_path) as fleet:
+        engine = fleet.stubs[1].engine
+        engine.requests = 2
+        with fleet.started("pause", "far-1", "--mode", "wait") as pause:
+            await asyncio.to_thread(until_said, pause, "pause: waits for 2 requests on far-1")
+            engine.requests = 0
+            async with engine.changed:
+                engine.changed.notify_all()
+            assert await asyncio.to_thread(pause.wait, 30) == 0
+        assert fleet.frozen == [False, True]
 
 
 def test_a_cancelled_first_up_leaves_nothing(fleet: StubFleet) -> None:
