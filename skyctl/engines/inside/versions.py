@@ -123,6 +123,34 @@ class _Overtaken(Exception):
     """The weights are no longer those that the request demands."""
 
 
+class _Outbox:
+    """Sends messages in their order without making the engine wait for a client that reads slowly:
+    its tokens would be counted when they are sent, and not when they are made.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._client = send
+        self._messages: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self._sending = asyncio.ensure_future(self._send_all())
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        """In place of the client's `send`. The last message is sent when this returns."""
+        self._messages.put_nowait(message)
+        if self._sending.done() or not message.get("more_body"):
+            await self._sending
+
+    def close(self) -> None:
+        """Send nothing more."""
+        self._sending.cancel()
+
+    async def _send_all(self) -> None:
+        more = True
+        while more:
+            message = await self._messages.get()
+            await self._client(message)
+            more = bool(message.get("more_body"))
+
+
 class _Answer:
     """The answer to one request, on its way to the client."""
 
@@ -135,9 +163,17 @@ class _Answer:
         self._parts: list[bytes] = []
         self._started = self._streams = self._overtaken = False
         self._work: asyncio.Future[None] | None = None
+        self._outbox: _Outbox | None = None
 
     async def carry_out(self, work: Awaitable[None]) -> None:
         """Let the server answer; 409 if it cannot, or can no longer, as demanded."""
+        try:
+            await self._carry_out(work)
+        finally:
+            if self._outbox is not None:
+                self._outbox.close()
+
+    async def _carry_out(self, work: Awaitable[None]) -> None:
         if not self._demand:
             await work
             return
@@ -184,6 +220,9 @@ class _Answer:
             return
         self._started = True
         await self._client(message)
+        if self._streams and self._fields:
+            self._outbox = _Outbox(self._client)
+            self._client = self._outbox.send
 
     async def _gather(self, message: Mapping[str, Any]) -> None:
         """Collect a JSON answer; its fields go to its end."""

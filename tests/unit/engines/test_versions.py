@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,9 @@ from tests.stub.app import StubServer
 from tests.stub.running import running
 
 BODY = {"model": "stub", "prompt": "ab", "max_tokens": 4}
+BODY_SENT = json.dumps({**BODY, "stream": True}).encode()
+STREAM = [(b"content-type", b"text/event-stream")]
+TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 
 
 def exact(label: str) -> dict[str, str]:
@@ -89,6 +92,24 @@ async def served() -> AsyncIterator[Served]:
         yield Served(stub, client)
 
 
+async def post(
+    versioned: Versioned,
+    path: str,
+    body: bytes,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    send: Callable[[Any], Awaitable[None]] | None = None,
+) -> None:
+    """One request without a socket, whose buffers would hide how slowly a client reads."""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def ignore(message: Any) -> None: ...
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    await versioned(scope, receive, send or ignore)
+
+
 def versions_of(answer: httpx.Response) -> tuple[str | None, str | None]:
     names = ("x-weight-version-begin", "x-weight-version-end")
     return answer.headers.get(names[0]), answer.headers.get(names[1])
@@ -136,6 +157,61 @@ async def test_a_stream_counts_the_tokens_of_each_version() -> None:
         assert [line for line in text if line.startswith(": weight-version ")] == [
             ": weight-version b"
         ]
+
+
+async def test_a_token_is_counted_when_it_is_made_however_slowly_the_client_reads() -> None:
+    labelled, reads = asyncio.Event(), asyncio.Event()
+    received: list[bytes] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        if scope["path"] != "/v1/completions":
+            await send({"type": "http.response.body"})
+            return
+        for _ in range(3):
+            await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
+        await post(versioned, "/update_weight_version", b'{"new_version": "b"}')
+        labelled.set()
+        for part in (TOKEN, b"data: [DONE]\n\n"):
+            await send({"type": "http.response.body", "body": part, "more_body": part is TOKEN})
+
+    async def read(message: Any) -> None:
+        if body := message.get("body"):
+            await reads.wait()
+            received.append(body)
+
+    versioned = Versioned(engine)
+    fields = [(b"x-weight-version-fields", b"true")]
+    answering = asyncio.create_task(post(versioned, "/v1/completions", BODY_SENT, fields, read))
+    async with asyncio.timeout(10):
+        await labelled.wait()
+        assert received == [] and not answering.done()
+        reads.set()
+        await answering
+    [comment] = [part for part in received if b": weight-versions " in part]
+    assert json.loads(comment.splitlines()[0].partition(b"versions ")[2])["spans"] == [
+        {"version": "base", "tokens": 3},
+        {"version": "b", "tokens": 1},
+    ]
+
+
+async def test_a_client_that_hangs_up_ends_its_answer() -> None:
+    """Also while the engine is ahead of what was sent."""
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        while True:
+            await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def gone(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("the client is gone")
+
+    fields = [(b"x-weight-version-fields", b"true")]
+    with pytest.raises(OSError, match="the client is gone"):
+        async with asyncio.timeout(10):
+            await post(Versioned(engine), "/v1/completions", BODY_SENT, fields, gone)
 
 
 @pytest.mark.parametrize(
