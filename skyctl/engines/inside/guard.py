@@ -316,6 +316,8 @@ class _Freeze:
         self._routes = routes
         self._switches = routes.pauses | routes.thaws
         self._holder = ""
+        self._if_it_fails = ""  # the holder then, of the pause that arrived last
+        self._pauses = 0  # that have arrived
 
     async def passing(
         self, application: Application, scope: Scope, receive: Receive, send: Send
@@ -329,10 +331,10 @@ class _Freeze:
         if order != "take-over" and self._is_other(requester):
             await _refuse_frozen(scope, send, self._holder.partition(" ")[2] or "another fleet")
             return
-        before = self._holder
-        if path in routes.pauses:
-            self._holder = requester or before  # before the engine acts: it may act and not answer
-        status = 0
+        if path in routes.pauses:  # before the engine acts: it may act and not answer
+            self._pauses += 1
+            self._if_it_fails, self._holder = self._holder, requester or self._holder
+        arrived, status = self._pauses, 0
 
         async def sending(message: Mapping[str, Any]) -> None:
             nonlocal status
@@ -340,14 +342,15 @@ class _Freeze:
             await send(message)
 
         await application(scope, receive, sending)
-        succeeded = status < 400
-        if path in routes.pauses:
-            self._holder = self._after_pause(before, order) if succeeded else before
-        elif status and succeeded and path in routes.thaws and not _query(scope).get("tags"):
+        is_latest, succeeded = arrived == self._pauses, status < 400
+        if path in routes.pauses and is_latest and not succeeded:
+            self._holder = self._if_it_fails
+        elif path in routes.pauses and is_latest and order == "release":
             self._holder = ""
-
-    def _after_pause(self, before: str, order: str) -> str:
-        return "" if order == "release" else self._holder or before
+        elif status and succeeded and path in routes.thaws and not _query(scope).get("tags"):
+            self._if_it_fails = ""
+            if is_latest:  # the engine takes a pause that has arrived since after this thaw
+                self._holder = ""
 
     def _acts(self, path: str) -> bool:
         """Whether a request to this path may change the engine."""

@@ -307,6 +307,49 @@ def frozen(*steps: tuple[str, str, dict[str, str]]) -> list[int]:
     return asyncio.run(call())
 
 
+@pytest.mark.parametrize(
+    ("requests", "answers", "last"),
+    [
+        (["/resume of b", "/pause of a"], {0: 200, 1: 200}, 409),
+        (["/resume of b", "/pause of a"], {0: 200, 1: 500}, 200),
+        (["/pause of a", "/resume of a"], {1: 200, 0: 200}, 200),
+        (["/pause of a", "/resume of a"], {1: 200, 0: 500}, 200),
+        (["/pause of a", "/resume of a"], {1: 500, 0: 200}, 409),
+        (["/pause of a", "/pause of a"], {1: 200, 0: 500}, 409),
+    ],
+)
+async def test_a_freeze_lasts_until_a_thaw_that_came_after_it(
+    requests: list[str], answers: dict[int, int], last: int
+) -> None:
+    """The engine takes requests in the order in which they come, whenever it answers them."""
+    taken: list[asyncio.Future[int]] = []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        taken.append(asyncio.get_running_loop().create_future())
+        await send({"type": "http.response.start", "status": await taken[-1], "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def post(request: str) -> int:
+        path, _, holder = request.partition(" of ")
+        headers = {"Authorization": f"Bearer {TOKEN}", "skyctl-holder": f"{holder} fleet"}
+        return (await client.post(path, headers=headers)).status_code
+
+    transport = httpx.ASGITransport(Guard(engine, environ={"SKYCTL_CONTROL_TOKEN": TOKEN}))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        tasks = []
+        for number, request in enumerate(requests):
+            tasks.append(asyncio.create_task(post(request)))
+            await eventually(lambda number=number: len(taken) > number)  # type: ignore[misc]
+        for number, status in answers.items():
+            taken[number].set_result(status)
+            assert await tasks[number] == status
+        other = asyncio.create_task(post("/resume of b"))
+        await eventually(lambda: other.done() or len(taken) > len(requests))
+        if not other.done():
+            taken[-1].set_result(200)
+        assert await other == last
+
+
 TAKE_OVER, RELEASE = {"skyctl-freeze": "take-over"}, {"skyctl-freeze": "release"}
 
 
