@@ -2,6 +2,7 @@
 
     python -m benchmarks.tinker_kills --seeds 20             # 21 points, 420 runs, about an hour
     python -m benchmarks.tinker_kills --seeds 1 --points api:optim worker:save
+    python -m benchmarks.tinker_kills --ranks 2 --forked     # any rank of the worker dies
 
 Each run is the unmodified SDK's: eight steps of two `forward_backward`, a checkpoint that is loaded
 back and into a second model, a sampler. One process dies by SIGKILL at the named moment, after a
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests import forking
 from tests.faults.tinker_run import MOMENTS, OF_A_STEP, STEPS, train
 from tests.processes.tinker.serving import ServingProcess
 
@@ -48,6 +50,8 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--points", nargs="*", choices=POINTS, default=POINTS)
     parser.add_argument("--rank", type=int, default=4, help="0: all parameters")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the worker")
+    parser.add_argument("--forked", action="store_true", help="start them as tests do, in a second")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -55,10 +59,17 @@ def main() -> int:
     warnings.simplefilter("ignore")  # the SDK says of `load_state` that it will go
     logging.disable(logging.WARNING)
     faulthandler.register(signal.SIGUSR1)  # tells where a run is
+    if options.forked:
+        forking.use()
     with tempfile.TemporaryDirectory(prefix="tinker-kills-") as directory:
         checkpoint = make_tiny_checkpoint(Path(directory) / "tiny", seed=1)
         serving = ServingProcess(
-            Path(directory) / "d", checkpoint, snapshot_steps=3, snapshot_share=1.0
+            Path(directory) / "d",
+            checkpoint,
+            forked=options.forked,
+            ranks=options.ranks,
+            snapshot_steps=3,
+            snapshot_share=1.0,
         )
         serving.start()
         try:
@@ -91,6 +102,7 @@ def _sweep(serving: ServingProcess, options: argparse.Namespace) -> dict[str, An
         "violations": violations,
         "points": done,
         "rank": options.rank,
+        "ranks": options.ranks,
         "steps": STEPS,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
@@ -113,7 +125,7 @@ def _run(
         killed.append(step)
         time.sleep(delay_s)
         if victim == "worker":
-            serving.kill_worker()
+            serving.kill_rank(dice.randrange(serving.ranks))
         else:
             serving.kill()
             serving.start()

@@ -49,7 +49,7 @@ def status_view(status: FleetStatus) -> RenderableType:
     parts: list[RenderableType] = [headline(status)]
     if status.replicas:
         parts += [Text(), _table(status)]
-    if (tinker := status.tinker) is not None and tinker.worker_pid is not None:
+    if (tinker := status.tinker) is not None and tinker.ranks:
         parts += [Text(), _training_line(tinker)]
     if status.scaling is not None:
         parts += [Text(), _scaling_line(status.scaling)]
@@ -63,7 +63,9 @@ def status_view(status: FleetStatus) -> RenderableType:
 
 def _training_line(tinker: TinkerStatus) -> Text:
     models = "1 model" if tinker.models == 1 else f"{tinker.models} models"
-    facts = f"tinker trains in process {tinker.worker_pid} on {tinker.device}: {models}"
+    ranks = ", ".join(f"{rank.pid} on {rank.device}" for rank in tinker.ranks)
+    noun = "process" if len(tinker.ranks) == 1 else "processes"
+    facts = f"tinker trains in {noun} {ranks}: {models}"
     if tinker.operation is not None:
         facts += f", {tinker.operation} for {format_seconds(tinker.operation_s or 0.0)}"
     return Text(facts, "dim")

@@ -320,15 +320,21 @@ def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
 def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
     """The trainer computes on this machine, wherever the servers are."""
     section = plan.config.tinker
-    if section is None or section.gpu is None:
+    if section is None or not section.gpus:
         return
-    device = f"tinker.device {section.device}"
     count = len(visible_gpus(discover(), os.environ))
-    if section.gpu >= count:
-        available = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
-        yield Problem(f"{device}: this machine has no such GPU; there are: {available}", _DEVICE)
+    for device, gpu in zip(section.ranks, section.gpus, strict=True):
+        if gpu >= count:
+            available = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
+            yield Problem(
+                f"tinker.device {device}: this machine has no such GPU; there are: {available}",
+                _DEVICE,
+            )
     if _installed("torch") and version("torch").endswith("+cpu"):
-        yield Problem(f"{device}: the installed torch {version('torch')} is for CPUs", _DEVICE)
+        yield Problem(
+            f"tinker.device {section.ranks[0]}: the installed torch {version('torch')} is for CPUs",
+            _DEVICE,
+        )
 
 
 def _installed(module: str) -> bool:

@@ -157,7 +157,7 @@ class _Planner:
                 config,
                 launches,
                 sum(len(machine.cpus) for machine in self.machines),
-                None if self.remote else self._trainer_gpu(),
+                () if self.remote else self._trainer_gpus(),
             ),
             base_dir=self.base_dir,
             python=self.python,
@@ -180,20 +180,20 @@ class _Planner:
 
     def _allowed_gpus(self) -> Sequence[int] | None:
         """Those of the file, else all but the trainer's; None is all."""
-        trainer = self._trainer_gpu()
-        if self.config.gpus is not None or trainer is None or self.remote:
+        trainer = self._trainer_gpus()
+        if self.config.gpus is not None or not trainer or self.remote:
             return self.config.gpus
-        return [gpu.index for gpu in self.local.gpus if gpu.index != trainer]
+        return [gpu.index for gpu in self.local.gpus if gpu.index not in trainer]
 
-    def _trainer_gpu(self) -> int | None:
-        """The GPU of this machine that the Tinker API trains on."""
-        number = self.config.tinker.gpu if self.config.tinker else None
+    def _trainer_gpus(self) -> tuple[int, ...]:
+        """The GPUs of this machine that the Tinker API trains on."""
+        numbers = self.config.tinker.gpus if self.config.tinker else ()
         visible = self.local.gpus
-        return None if number is None or number >= len(visible) else visible[number].index
+        return tuple(visible[number].index for number in numbers if number < len(visible))
 
     def _free_gpus(self, placed: Sequence[Place]) -> tuple[int, ...]:
         """Those that no server uses. Only of this machine: a push's sender runs here."""
-        used = {gpu for place in placed for gpu in place.gpus} | {self._trainer_gpu()}
+        used = {gpu for place in placed for gpu in place.gpus} | {*self._trainer_gpus()}
         gpus = self.config.gpus
         allowed = [gpu.index for gpu in self.local.gpus] if gpus is None else gpus
         return tuple(gpu for gpu in allowed if gpu not in used)
@@ -310,7 +310,7 @@ class _Planner:
             host=section.host,
             port=section.port,
             storage=str(storage) if storage else None,
-            device=section.device,
+            devices=section.ranks,
             dtype=section.dtype,
             threads=section.threads,
             batch_tokens=section.batch_tokens,
@@ -332,7 +332,7 @@ class _Planner:
         )
         argv = (self.own_python, "-m", "skyctl.tinker", settings.argument())
         # numbered as nvidia-smi does, and the servers
-        env = {} if section.gpu is None else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        env = {} if not section.gpus else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         return FrontSpec(argv, env, section.host, section.port)
 
     def _with_absolute_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -133,13 +133,21 @@ class RouterStatus(FrontStatus):
 
 
 @dataclass(frozen=True)
-class TinkerStatus(FrontStatus):
-    """The Tinker API, with its training process."""
+class TrainerRank:
+    """One of the processes that train."""
 
-    worker_pid: int | None = None
-    """Of the training process; None while there is none."""
-    device: str | None = None
+    pid: int
+    """Of the process."""
+    device: str
     """Where it computes."""
+
+
+@dataclass(frozen=True)
+class TinkerStatus(FrontStatus):
+    """The Tinker API, with its trainer."""
+
+    ranks: tuple[TrainerRank, ...] = ()
+    """The processes of the trainer; none while it does not run."""
     models: int | None = None
     """How many models it holds."""
     operation: str | None = None

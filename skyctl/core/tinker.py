@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,12 +36,12 @@ class TinkerSettings:
     """Where it listens."""
     storage: str | None
     """Where it keeps checkpoints; None is the fleet's own directory."""
-    device: str
-    """Where it trains."""
+    devices: Sequence[str]
+    """Where it trains, a rank on each."""
     dtype: str
     """In which type it trains."""
     threads: int
-    """Of torch; 0 leaves that to torch."""
+    """Of each rank; 0 leaves that to torch."""
     batch_tokens: int
     """The most tokens of one pass."""
     gradient_checkpointing: bool

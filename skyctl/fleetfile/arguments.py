@@ -102,7 +102,7 @@ def plan_warnings(
     config: FleetConfig,
     launches: Sequence[ServerLaunch],
     cpu_count: int,
-    trainer_gpu: int | None = None,
+    trainer_gpus: Sequence[int] = (),
 ) -> tuple[PlanWarning, ...]:
     """One warning per finding, in the order of the fleet file. `cpu_count` 0 is unknown."""
     engine = ENGINES[config.engine]
@@ -113,7 +113,7 @@ def plan_warnings(
         *(PlanWarning(*advice) for advice in engine.warnings(launches, config.share_gpus)),
         *_core_warnings(config, launches, cpu_count),
         *_router_warnings(config),
-        *_tinker_warnings(config, launches, trainer_gpu),
+        *_tinker_warnings(config, launches, trainer_gpus),
         *_trainer_warnings(config),
     )
 
@@ -128,7 +128,7 @@ def _trainer_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
 
 
 def _tinker_warnings(
-    config: FleetConfig, launches: Sequence[ServerLaunch], trainer_gpu: int | None
+    config: FleetConfig, launches: Sequence[ServerLaunch], trainer_gpus: Sequence[int]
 ) -> Iterator[PlanWarning]:
     tinker = config.tinker
     if tinker is not None and not is_loopback(tinker.host):
@@ -137,9 +137,10 @@ def _tinker_warnings(
             "unencrypted; a reader of the key can train, sample and delete checkpoints",
             "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
         )
-    if tinker is not None and any(trainer_gpu in launch.gpus for launch in launches):
+    shared = {*trainer_gpus}.intersection(gpu for launch in launches for gpu in launch.gpus)
+    if tinker is not None and shared:
         yield PlanWarning(
-            f"tinker.device {tinker.device}: servers use that GPU, too",
+            f"tinker: trains on {', '.join(tinker.ranks)}: servers use that GPU, too",
             "lower their `gpu-memory-utilization`, and run `skyctl sleep` before each training "
             "step and `skyctl wake` after it; or name another GPU",
         )

@@ -68,6 +68,7 @@ _PATTERNS = {
     "backend": "lower-case letters, digits, dashes and underscores",
     "base_model": "a model's name, as ORG/NAME",
     "device": "cpu, cuda or cuda:N",
+    "devices": "cpu, cuda or cuda:N",
     "hosts": "a machine as ssh knows it, such as user@gpu-1",
     "adapters": "a name of letters, digits and ._:/-",
 }

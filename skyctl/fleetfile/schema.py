@@ -24,11 +24,11 @@ from skyctl.fleetfile.sections import (
     ServerRole,
     SshSection,
     SupervisorSection,
-    TinkerSection,
     TrainerSection,
     WeightTransferSection,
 )
 from skyctl.fleetfile.spanning import check_spanning
+from skyctl.fleetfile.training import TinkerSection
 from skyctl.fleetfile.values import (
     ArgValue,
     Count,

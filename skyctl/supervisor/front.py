@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl.core.plan import FrontSpec
+from skyctl.core.status import TrainerRank
 from skyctl.errors import SkyctlError
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import ChildProcess
@@ -23,7 +24,7 @@ from skyctl.units import format_seconds
 READY_TIMEOUT_S = 60.0
 FRONT_TIMEOUT_S = 10.0
 ASK_INTERVAL_S = 5.0
-_TRAINING = ("worker_pid", "device", "models", "operation", "operation_s")
+_TRAINING = ("models", "operation", "operation_s")
 
 
 @dataclass(kw_only=True)
@@ -150,7 +151,8 @@ class TinkerChild(Front):
     def training(self) -> dict[str, Any]:
         """What `status` shows of the training process; nothing while the API is not ready."""
         worker = self._worker if self.state is ReplicaState.READY else {}
-        return {name: worker.get(name) for name in _TRAINING}
+        ranks = tuple(TrainerRank(**rank) for rank in worker.get("ranks", ()))
+        return {"ranks": ranks, **{name: worker.get(name) for name in _TRAINING}}
 
     async def _first_answer(self) -> None:
         target = ServerTarget(self.name, self.spec.url)

@@ -106,7 +106,7 @@ def _worker(settings: TinkerSettings) -> Worker:
         WorkerSettings(
             settings.base_model,
             settings.model,
-            settings.device,
+            settings.devices,
             settings.dtype,
             settings.threads,
             settings.batch_tokens,

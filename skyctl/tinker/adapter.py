@@ -197,9 +197,12 @@ class Base:
         size = max(1, MOST_LOGITS // self.vocabulary)
         return [slice(begin, begin + size) for begin in range(0, positions, size)]
 
-    def logprobs(self, rows: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Tensor]:
-        """log p of each row's targets (N, K). The gradient computes the logits of one chunk of
-        positions after the other again, so that no two exist at once.
+    def logprobs(
+        self, rows: Sequence[Tensor], targets: Sequence[Tensor], *, entropy: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """log p of each row's targets (N, K), and if wanted the entropy at each place (N,). The
+        gradient computes the logits of one chunk of positions after the other again, so that no two
+        exist at once.
         """
         states, most = self.hidden(rows), max(target.shape[1] for target in targets)
         flat = torch.cat([state[: len(row)] for state, row in zip(states, rows, strict=True)])
@@ -207,13 +210,20 @@ class Base:
         cuts = self.chunks(len(flat))
         again = torch.is_grad_enabled() and len(cuts) > 1
         call = partial(checkpoint, self._picked, use_reentrant=False) if again else self._picked
-        picked = torch.cat([call(flat[cut], wide[cut]) for cut in cuts])
-        split = picked.split([len(row) for row in rows])
-        return [lp[:, : t.shape[1]] for lp, t in zip(split, targets, strict=True)]
+        picked, entropies = zip(*[call(flat[cut], wide[cut], entropy) for cut in cuts], strict=True)
+        lengths = [len(row) for row in rows]
+        split = torch.cat(picked).split(lengths)
+        logprobs = [lp[:, : t.shape[1]] for lp, t in zip(split, targets, strict=True)]
+        return logprobs, list(torch.cat(entropies).split(lengths)) if entropy else []
 
-    def _picked(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _picked(self, hidden: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
         logits = self.logits(hidden)
-        return logits.gather(1, targets) - torch.logsumexp(logits, dim=-1, keepdim=True)
+        total = torch.logsumexp(logits, dim=-1, keepdim=True)
+        entropies = logits.new_zeros(0)
+        if entropy:
+            with torch.no_grad():
+                entropies = total[:, 0] - (torch.exp(logits - total) * logits).sum(-1)
+        return logits.gather(1, targets) - total, entropies
 
     def _split(self) -> tuple[Callable[..., Tensor], Callable[[Tensor], Tensor]]:
         """What computes the last hidden states, and logits of them; where the model does more than

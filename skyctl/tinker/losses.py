@@ -142,9 +142,20 @@ def check_inputs(name: str, inputs: Inputs, length: int) -> None:
             raise LossError(f"{key} has values that are not finite")
 
 
-def loss_of(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """The summed loss of one datum. `logprobs` (N,) or (N, K) are those of its target tokens."""
+def elementwise(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """The loss of each token of a datum, which is their sum. `logprobs` (N,) or (N, K) are those of
+    its target tokens.
+    """
     per_token = LOSSES[name][0](logprobs, inputs, config)
+    return per_token * inputs["weights"] if "weights" in inputs else per_token
+
+
+def counted(inputs: Inputs) -> Tensor:
+    """Which tokens of a datum are a response: not those of weight 0, nor a prompt's in
+    reinforcement learning, which have neither a probability nor an advantage.
+    """
     if "weights" in inputs:
-        per_token = per_token * inputs["weights"]
-    return per_token.sum()
+        return inputs["weights"] != 0
+    if "advantages" in inputs:
+        return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+    return torch.ones_like(inputs["target_tokens"], dtype=torch.bool)

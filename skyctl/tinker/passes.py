@@ -3,10 +3,14 @@
 Requests are computed in units: one each, or several together, which rounds differently. So whoever
 repeats them gives the same units. A unit is all or nothing; one of several requests that cannot be
 computed is computed again, request by request, so that only the wrong ones fail.
+
+Of several ranks each computes its share of a unit's data. They exchange results, and whether one
+failed, after every slice of time; gradients are summed once, by the optimizer step.
 """
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyctl.tinker import losses, wire
+from skyctl.tinker import losses, wire, worker_messages
 from skyctl.tinker.adapter import Base, Parameters
 from skyctl.tinker.losses import LossError
+from skyctl.tinker.ranks import Ranks
 from skyctl.tinker.tensors import array_of, output_message, tensor_of
 
 Answer = bytes | LossError
@@ -47,6 +52,32 @@ class Datum:
     inputs: dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Result:
+    """Of one datum, on the CPU."""
+
+    logprobs: Tensor
+    """log p of its targets, in their shape."""
+    losses: Tensor
+    """The loss of each, which their weights have scaled."""
+    loss: float
+    """Their sum."""
+    entropy: float
+    """Mean of the distribution's entropy at the tokens of the response; 0 unless it was computed"""
+
+    def pack(self) -> bytes:
+        """As bytes; the shape of its targets says how many."""
+        numbers = np.array([self.loss, self.entropy], np.float32)
+        tensors = [value.numpy().tobytes() for value in (self.logprobs, self.losses)]
+        return b"".join([*tensors, numbers.tobytes()])
+
+    @classmethod
+    def unpack(cls, values: Tensor, shape: torch.Size) -> Result:
+        """Inverse of `pack`."""
+        logprobs, losses, numbers = values.split([shape.numel(), shape.numel(), 2])
+        return cls(logprobs.view(shape), losses.view(shape), *numbers.tolist())
+
+
 @dataclass
 class Unit:
     """What is computed together."""
@@ -59,23 +90,31 @@ class Unit:
     """Name and configuration of each request's loss."""
     data: list[tuple[int, Datum]] = field(default_factory=list)
     """The requests' data in order, each with the index of its request."""
+    shares: list[list[int]] = field(default_factory=list)
+    """Indices of the data that each rank computes, the longest first."""
     batches: Iterator[list[int]] = field(default_factory=lambda: iter(()))
     """Indices of data that one pass takes, for the passes that are left to do."""
     sums: list[Tensor] = field(default_factory=list)
-    """The gradient so far."""
-    results: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
-    """The log-probabilities and the loss of each datum that is done."""
+    """The gradient of this rank's share so far."""
+    results: dict[int, Result] = field(default_factory=dict)
+    """Those of each datum that is done."""
 
 
 class Pass:
     """The passes of these units of serialized ForwardBackwardRequests, a slice of time at once."""
 
     def __init__(
-        self, base: Base, model: Model, units: Sequence[Sequence[bytes]], batch_tokens: int
+        self,
+        base: Base,
+        model: Model,
+        units: Sequence[Sequence[bytes]],
+        batch_tokens: int,
+        ranks: Ranks,
     ) -> None:
         self._base = base
         self._model = model
         self._batch_tokens = batch_tokens
+        self._ranks = ranks
         self._units = [list(unit) for unit in units]
         self._unit: Unit | None = None
 
@@ -90,15 +129,12 @@ class Pass:
         A unit that failed has added no gradient.
         """
         ended: list[list[Answer]] = []
-        began = time.perf_counter()
+        until = time.perf_counter() + slice_s
         while self._units:
             try:
                 unit = self._unit = self._unit or self._begun(self._units[0])
-                for batch in unit.batches:
-                    self._compute(unit, batch)
-                    if time.perf_counter() - began > slice_s:
-                        break
-                if len(unit.results) < len(unit.data):
+                done, late = self._advance(unit, until)
+                if not done:
                     break
                 ended.append(self._answers(unit))
                 del self._units[0]
@@ -108,7 +144,10 @@ class Pass:
                     self._units[:0] = [[body] for body in failed]
                 else:
                     ended.append([error])
+                late = False
             self._unit = None
+            if late:
+                break
         return ended
 
     def _begun(self, bodies: list[bytes]) -> Unit:
@@ -124,56 +163,123 @@ class Pass:
             unit.losses.append((request.loss_fn, config))
             unit.data += [(place, self._datum(datum, request.loss_fn)) for datum in request.data]
             unit.backward = not request.forward_only
-        unit.batches = self._batches([datum for _, datum in unit.data])
+        lengths = [len(datum.tokens) for _, datum in unit.data]
+        unit.shares = self._ranks.deal(lengths)
+        unit.batches = self._batches(unit.shares[self._ranks.rank], lengths)
         return unit
 
+    def _advance(self, unit: Unit, until: float) -> tuple[bool, bool]:
+        """Compute this rank's share until then. Whether all of the unit is done, and whether it is
+        late, by the clock of rank 0.
+
+        Raises:
+            LossError: the data of a rank cannot be trained on. RuntimeError: a rank failed.
+        """
+        failure: Exception | None = None
+        began = time.perf_counter()
+        try:
+            for batch in unit.batches:
+                self._compute(unit, batch)
+                if time.perf_counter() > until:
+                    break
+        except Exception as error:
+            failure = error
+        reports = self._exchanged(unit, failure, late=time.perf_counter() > until)
+        if unit.backward:
+            self._model.seconds += time.perf_counter() - began
+        for rank, report in enumerate(reports):
+            if "error" in report:  # every rank raises the same
+                if failure is not None and rank == self._ranks.rank:
+                    raise failure
+                raise (LossError if report["user"] else RuntimeError)(report["error"])
+        return all(report["done"] for report in reports), reports[0]["late"]
+
+    def _exchanged(
+        self, unit: Unit, failure: Exception | None, *, late: bool
+    ) -> list[dict[str, Any]]:
+        """What every rank reports of its share. The unit gets the results of those that are done"""
+        own = unit.shares[self._ranks.rank]
+        done = failure is None and all(index in unit.results for index in own)
+        report: dict[str, Any] = {"done": done, "late": late}
+        if failure is not None:
+            user = isinstance(failure, LossError)
+            report |= {"error": str(failure) if user else repr(failure), "user": user}
+        content = b"".join(unit.results[index].pack() for index in own) if done else b""
+        reports = []
+        messages = self._ranks.exchange(worker_messages.pack(report, content))
+        for share, message in zip(unit.shares, messages, strict=True):
+            read = worker_messages.read(io.BytesIO(message))
+            assert read is not None
+            reports.append(read[0])
+            if read[0]["done"] and share is not own:
+                self._unpack(unit, share, read[1])
+        return reports
+
+    def _unpack(self, unit: Unit, share: list[int], content: bytes) -> None:
+        shapes = [unit.data[index][1].inputs["target_tokens"].shape for index in share]
+        values = torch.from_numpy(np.frombuffer(content, np.float32).copy())
+        parts = values.split([2 * shape.numel() + 2 for shape in shapes])
+        for index, part, shape in zip(share, parts, shapes, strict=True):
+            unit.results[index] = Result.unpack(part, shape)
+
     def _compute(self, unit: Unit, batch: list[int]) -> None:
-        began, data = time.perf_counter(), [unit.data[index] for index in batch]
+        data = [unit.data[index] for index in batch]
         parameters = self._model.parameters
+        rewarded = any("advantages" in datum.inputs for _, datum in data)
         with self._base.using(parameters), torch.set_grad_enabled(unit.backward):
-            picked = _logprobs(self._base, [datum for _, datum in data])
-            each = torch.stack(
-                [
-                    losses.loss_of(unit.losses[place][0], lp, datum.inputs, unit.losses[place][1])
-                    for lp, (place, datum) in zip(picked, data, strict=True)
-                ]
-            )
-            values = each.detach().tolist()
-            for value in values:
+            picked, entropies = _logprobs(self._base, [datum for _, datum in data], rewarded)
+            each = [
+                losses.elementwise(unit.losses[place][0], lp, datum.inputs, unit.losses[place][1])
+                for lp, (place, datum) in zip(picked, data, strict=True)
+            ]
+            sums = torch.stack([values.sum() for values in each])
+            for value in (values := sums.detach().tolist()):
                 if not np.isfinite(value):
                     raise LossError(f"the loss is {value}: no gradient was added")
             if unit.backward:
                 gradients = torch.autograd.grad(
-                    each.sum(), list(parameters.values()), materialize_grads=True
+                    sums.sum(), list(parameters.values()), materialize_grads=True
                 )
                 unit.sums = added(unit.sums, gradients)
                 del gradients  # a whole model's must not exist twice
-                self._model.seconds += time.perf_counter() - began
-        for index, lp, value in zip(batch, picked, values, strict=True):
-            unit.results[index] = lp.detach().cpu(), value
+        for index, lp, by_token, value, entropy in zip(
+            batch, picked, each, values, entropies, strict=True
+        ):
+            logprobs, by_token = lp.detach().float().cpu(), by_token.detach().float().cpu()
+            unit.results[index] = Result(logprobs, by_token, value, entropy)
 
     def _answers(self, unit: Unit) -> list[Answer]:
         if unit.backward:
-            self._model.gradients = added(self._model.gradients, unit.sums)
+            if unit.sums:
+                self._model.gradients = added(self._model.gradients, unit.sums)
             self._model.tokens += sum(len(datum.tokens) for _, datum in unit.data)
         answers: list[Answer] = []
         for place in range(len(unit.bodies)):
-            mine = [unit.results[i] for i, (owner, _) in enumerate(unit.data) if owner == place]
-            answers.append(output_message([lp for lp, _ in mine], sum(value for _, value in mine)))
+            mine = [index for index, (owner, _) in enumerate(unit.data) if owner == place]
+            results = [unit.results[index] for index in mine]
+            lengths = [int(losses.counted(unit.data[index][1].inputs).sum()) for index in mine]
+            metrics = {
+                "loss:sum": sum(result.loss for result in results),
+                "response_length:mean": sum(lengths) / len(mine),
+            }
+            if losses.LOSSES[unit.losses[place][0]][1]:
+                metrics["policy_entropy:mean"] = sum(r.entropy for r in results) / len(mine)
+            tensors = [{"logprobs": r.logprobs, "elementwise_loss": r.losses} for r in results]
+            answers.append(output_message(tensors, metrics))
         return answers
 
-    def _batches(self, data: Sequence[Datum]) -> Iterator[list[int]]:
+    def _batches(self, order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
         """Rows of similar length together, the longest first: what runs out of memory does so at
         once. A row that is longer than `batch_tokens` has a pass of its own.
         """
-        order = sorted(range(len(data)), key=lambda index: -len(data[index].tokens))
         batch: list[int] = []
         for index in order:
-            if batch and len(data[batch[0]].tokens) * (len(batch) + 1) > self._batch_tokens:
+            if batch and lengths[batch[0]] * (len(batch) + 1) > self._batch_tokens:
                 yield batch
                 batch = []
             batch.append(index)
-        yield batch
+        if batch:
+            yield batch
 
     def _datum(self, datum: Any, loss: str) -> Datum:
         chunks = []
@@ -210,9 +316,18 @@ def added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
     return sums
 
 
-def _logprobs(base: Base, batch: Sequence[Datum]) -> list[Tensor]:
-    """log p of each datum's targets, in their shape."""
+def _logprobs(
+    base: Base, batch: Sequence[Datum], entropy: bool
+) -> tuple[list[Tensor], list[float]]:
+    """log p of each datum's targets, in their shape; its mean entropy if wanted, else 0."""
     targets = [datum.inputs["target_tokens"] for datum in batch]
     two = [target if target.dim() == 2 else target[:, None] for target in targets]
-    picked = base.logprobs([datum.tokens for datum in batch], two)
-    return [lp.view(t.shape) for lp, t in zip(picked, targets, strict=True)]
+    picked, entropies = base.logprobs([datum.tokens for datum in batch], two, entropy=entropy)
+    logprobs = [lp.view(t.shape) for lp, t in zip(picked, targets, strict=True)]
+    if not entropy:
+        return logprobs, [0.0] * len(batch)
+    means = []
+    for datum, values in zip(batch, entropies, strict=True):
+        response = losses.counted(datum.inputs)
+        means.append((values * response).sum() / response.sum().clamp(min=1))
+    return logprobs, torch.stack(means).tolist()

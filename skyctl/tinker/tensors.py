@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,19 @@ LARGEST_TENSOR = 1 << 26
 _NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
 
-def output_message(logprobs: Sequence[Tensor], loss: float) -> bytes:
-    """One record per datum: their shapes may differ."""
+def output_message(data: Sequence[Mapping[str, Tensor]], metrics: Mapping[str, float]) -> bytes:
+    """One record of named tensors per datum: their shapes may differ."""
     answer = wire.message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    for value in logprobs:
-        content = value.float().contiguous().numpy().tobytes()
+    for tensors in data:
         record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
-        field = record.fields["logprobs"]
-        field.data, field.dtype = content, wire.FLOAT32
-        field.offsets = np.array([0, len(content)], dtype=np.int64).tobytes()
-        field.trailing_shape.extend(value.shape[1:])
-    answer.metrics["loss:sum"] = loss
+        for name, value in tensors.items():
+            content = value.float().contiguous().numpy().tobytes()
+            field = record.fields[name]
+            field.data, field.dtype = content, wire.FLOAT32
+            field.offsets = np.array([0, len(content)], dtype=np.int64).tobytes()
+            field.trailing_shape.extend(value.shape[1:])
+    for name, number in metrics.items():
+        answer.metrics[name] = number
     return bytes(answer.SerializeToString())
 
 

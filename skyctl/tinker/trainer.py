@@ -21,6 +21,7 @@ from skyctl.tinker import files, wire
 from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
 from skyctl.tinker.losses import LossError
 from skyctl.tinker.passes import Answer, Model, Pass, check_tokens
+from skyctl.tinker.ranks import Ranks
 from skyctl.tinker.tensors import tensor_of
 
 
@@ -37,12 +38,15 @@ class Run(Model):
 
 
 class Trainer:
-    """All models of one worker. `batch_tokens` bounds rows × longest row of one forward pass."""
+    """All models of one rank. `batch_tokens` bounds rows × longest row of one forward pass."""
 
-    def __init__(self, base: Base, *, name: str, batch_tokens: int = 4096) -> None:
+    def __init__(
+        self, base: Base, *, name: str, batch_tokens: int = 4096, ranks: Ranks | None = None
+    ) -> None:
         self.base = base
         self.name = name
         self.batch_tokens = batch_tokens
+        self.ranks = ranks or Ranks()
         self.models: dict[str, Run] = {}
         self._samplers: dict[str, Parameters] = {}
 
@@ -123,7 +127,7 @@ class Trainer:
     ) -> tuple[list[list[Answer]], bool]:
         """Begin these units of serialized ForwardBackwardRequests. See `go_on`."""
         trained = self._on_device(model)
-        trained.passes = Pass(self.base, trained, units, self.batch_tokens)
+        trained.passes = Pass(self.base, trained, units, self.batch_tokens, self.ranks)
         return self.go_on(model, slice_s)
 
     def go_on(self, model: str, slice_s: float) -> tuple[list[list[Answer]], bool]:
@@ -147,6 +151,7 @@ class Trainer:
         speed = {"tokens_per_s": trained.tokens / trained.seconds} if trained.tokens else {}
         trained.tokens, trained.seconds = 0, 0.0
         group = _adam(params)
+        self.ranks.sum(gradients)
         clip = float(params.get("grad_clip_norm", 0.0))
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])

@@ -76,7 +76,7 @@ class Training:
     @property
     def open_models(self) -> int:
         """How many models the worker holds."""
-        life = self._worker.life if self._worker.pid is not None else 0
+        life = self._worker.life if self._worker.alive else 0
         return sum(0 < life == run.tried for run in self._runs.values())
 
     async def load(self) -> None:

@@ -1,4 +1,6 @@
-"""The worker as the API process sees it: started on demand, restarted after a death."""
+"""The worker as the API process sees it: a rank for each device, started on demand, restarted after
+the death of any.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from skyctl.tinker import worker_messages
 
 START_TIMEOUT_S = 900.0
 HUNG_AFTER_S = 60.0
+_OF_RANK_0 = ("save", "prompt_logprobs")
+"""Operations that change no model, and need no other rank."""
 _SHOWN = {"go_on": "forward_backward"}
 """What `status` calls an operation, where that is not its name."""
 
@@ -44,12 +48,12 @@ class WorkerSettings:
     """The base model's name in the API."""
     path: str
     """The base model's directory."""
-    device: str
-    """torch's name of the device."""
+    devices: Sequence[str]
+    """torch's names of the devices; a rank on each."""
     dtype: str
     """torch's name of the base's dtype."""
     threads: int = 0
-    """CPU threads; 0: torch's default."""
+    """CPU threads of a rank; 0: torch's default, divided among the ranks."""
     batch_tokens: int = 4096
     """Bounds rows × longest row of one forward pass."""
     checkpointing: bool = False
@@ -58,41 +62,65 @@ class WorkerSettings:
     """Seconds after which a request is given up, and the worker ended."""
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """One process of the worker."""
+
+    process: asyncio.subprocess.Process
+    """It has a handle on nothing but its socket."""
+    reader: asyncio.StreamReader
+    """Its answers."""
+    writer: asyncio.StreamWriter
+    """What it is asked."""
+
+    async def ask(self, message: bytes) -> tuple[dict[str, Any], bytes]:
+        """Its answer. Raises OSError, EOFError: it ended."""
+        self.writer.write(message)
+        await self.writer.drain()
+        return await worker_messages.read_async(self.reader)
+
+
 class Worker:
-    """One worker process at a time. `life` counts them: a model is open in one life only."""
+    """One worker at a time, as a process for each rank: they get the same messages, and end
+    together. `life` counts them: a model is open in one life only.
+    """
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.life = 0
         self.hello: dict[str, Any] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._ranks: list[_Rank] = []
         self._turn = asyncio.Lock()
         self._failures = 0
         self._fault = ""  # why the latest start failed
         self._operation: tuple[str, float] | None = None
         self._progress: tuple[Any, float] = None, 0.0  # CPU time used, and since when
+        self._watchers: set[asyncio.Task[None]] = set()
 
     def report(self) -> dict[str, Any]:
         """What `status` shows of it."""
         operation, began = self._operation or (None, 0.0)
         return {
-            "worker_pid": self.pid,
-            "device": self.settings.device,
+            "ranks": [
+                {"pid": rank.process.pid, "device": device}
+                for rank, device in zip(self._ranks, self.settings.devices, strict=False)
+                if rank.process.returncode is None
+            ],
             "operation": operation,
             "operation_s": None if operation is None else time.monotonic() - began,
             "fault": self._fault or self._hung(),
         }
 
     def _hung(self) -> str:
-        """That it has used no CPU for so long that it cannot be at work, or "". On a GPU, waiting
-        for a kernel uses CPU.
+        """That no rank has used CPU for so long that none can be at work, or "". On a GPU, waiting
+        for a kernel uses CPU; a rank that waits for another uses none.
         """
-        if self._process is None or self._operation is None:
+        if not self._ranks or self._operation is None:
             return ""
-        (operation, began), pid = self._operation, self._process.pid
+        operation, began = self._operation
+        pids = [rank.process.pid for rank in self._ranks]
         try:
-            used = psutil.Process(pid).cpu_times()
+            used = [psutil.Process(pid).cpu_times() for pid in pids]
         except psutil.Error:  # it has just ended
             return ""
         if used != self._progress[0] or began > self._progress[1]:
@@ -100,7 +128,8 @@ class Worker:
         idle_s = time.monotonic() - self._progress[1]
         if idle_s < HUNG_AFTER_S:
             return ""
-        return f"the training worker (pid {pid}) has done nothing for {idle_s:.0f} s of {operation}"
+        worker = f"the training worker (pid {', '.join(map(str, pids))})"
+        return f"{worker} has done nothing for {idle_s:.0f} s of {operation}"
 
     async def start(self) -> None:
         """Start it before a request needs it. Whether it did is in `report`."""
@@ -108,10 +137,10 @@ class Worker:
             await self.ensure()
 
     @property
-    def pid(self) -> int | None:
-        """The live worker's, None if there is none."""
-        process = self._process
-        return process.pid if process is not None and process.returncode is None else None
+    def alive(self) -> bool:
+        """Whether every rank is."""
+        codes = [rank.process.returncode for rank in self._ranks]
+        return bool(codes) and codes == [None] * len(codes)
 
     async def ensure(self) -> int:
         """Start a worker unless one lives; returns its `life`.
@@ -120,7 +149,7 @@ class Worker:
             WorkerDied: it does not start.
         """
         async with self._turn:
-            if self._streams is None:
+            if not self._ranks:
                 await asyncio.sleep(min(2.0**self._failures - 1, 30.0))
                 with self._noted("start"):
                     await self._start()
@@ -144,21 +173,21 @@ class Worker:
         self, header: dict[str, Any], body: bytes, life: int | None
     ) -> tuple[dict[str, Any], bytes]:
         async with self._turn:
-            if self._streams is None or (life is not None and life != self.life):
+            if not self._ranks or (life is not None and life != self.life):
                 raise WorkerDied("another worker lives now")
-            reader, writer = self._streams
+            message = worker_messages.pack(header, body)
+            ranks = self._ranks[:1] if header["do"] in _OF_RANK_0 else self._ranks
             try:
                 with self._noted(_SHOWN.get(header["do"], header["do"])):
                     async with asyncio.timeout(self.settings.timeout_s):
-                        writer.write(worker_messages.pack(header, body))
-                        await writer.drain()
-                        answer, content = await worker_messages.read_async(reader)
+                        answers = await asyncio.gather(*[rank.ask(message) for rank in ranks])
             except (OSError, EOFError, TimeoutError) as error:
                 await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
-        if "error" in answer:
-            raise Refused(answer["error"], answer["category"])
-        return answer, content
+        for answer, _ in answers:
+            if "error" in answer:
+                raise Refused(answer["error"], answer["category"])
+        return answers[0]
 
     @contextlib.contextmanager
     def _noted(self, operation: str) -> Iterator[None]:
@@ -169,25 +198,12 @@ class Worker:
             self._operation = None
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        settings = {**vars(self.settings), "parent": os.getpid()}
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "skyctl.tinker.worker",
-                str(theirs.fileno()),
-                json.dumps(settings),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        finally:
-            theirs.close()
-        self._streams = await asyncio.open_connection(sock=ours, limit=2**20)
         began = time.monotonic()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                self.hello, _ = await worker_messages.read_async(self._streams[0])
+                await self._spawn()
+                reads = [worker_messages.read_async(rank.reader) for rank in self._ranks]
+                (self.hello, _), *_ = await asyncio.gather(*reads)
         except BaseException as error:
             await self.stop()
             self._failures += 1
@@ -201,12 +217,47 @@ class Worker:
         self._failures, self._fault = 0, ""
         self.life += 1
 
+    async def _spawn(self) -> None:
+        """Start a process for each rank. They meet in a file without a name: none is left."""
+        meeting = os.memfd_create("ranks")
+        common = {**vars(self.settings), "parent": os.getpid(), "meeting": meeting}
+        try:
+            for number in range(len(self.settings.devices)):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "skyctl.tinker.worker",
+                        str(theirs.fileno()),
+                        json.dumps({**common, "rank": number}),
+                        pass_fds=[theirs.fileno(), meeting],
+                        stdin=subprocess.DEVNULL,
+                    )
+                streams = await asyncio.open_connection(sock=ours, limit=2**20)
+                self._ranks.append(_Rank(process, *streams))
+        finally:
+            os.close(meeting)
+        watcher = asyncio.create_task(_end_together(list(self._ranks)))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
     async def stop(self) -> None:
         """End the worker."""
-        process, streams, self._process, self._streams = self._process, self._streams, None, None
-        if streams is not None:
-            streams[1].close()
-        if process is not None:
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.writer.close()
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
+                rank.process.kill()
+        for rank in ranks:
+            await asyncio.shield(rank.process.wait())
+
+
+async def _end_together(ranks: Sequence[_Rank]) -> None:
+    """Once one has ended, end the others, also while nobody asks them."""
+    waits = [asyncio.create_task(rank.process.wait()) for rank in ranks]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            rank.process.kill()
+    await asyncio.wait(waits)

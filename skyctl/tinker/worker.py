@@ -1,4 +1,5 @@
-"""The training worker: `python -m skyctl.tinker.worker FD SETTINGS`, one operation at a time.
+"""A rank of the training worker: `python -m skyctl.tinker.worker FD SETTINGS`, one operation at a
+time.
 
 It has models over one base, their gradients, optimizers and files. Every operation is deterministic
 and all or nothing: one that fails leaves the model as it was. After a death a model is therefore
@@ -27,6 +28,7 @@ from skyctl.tinker.adapter import Base
 from skyctl.tinker.files import DamagedCheckpoint
 from skyctl.tinker.losses import LossError
 from skyctl.tinker.passes import Answer
+from skyctl.tinker.ranks import Ranks
 from skyctl.tinker.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
@@ -39,17 +41,24 @@ def main() -> int:
     if os.getppid() != settings["parent"]:
         return 0  # it died before the request above
     connection = socket.socket(fileno=int(sys.argv[1]))
-    if settings["threads"]:
-        torch.set_num_threads(settings["threads"])
+    rank, devices = settings["rank"], settings["devices"]
+    threads = settings["threads"] or max(1, torch.get_num_threads() // len(devices))
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
     base = Base(
         settings["path"],
-        device=settings["device"],
+        device=devices[rank],
         dtype=settings["dtype"],
         checkpointing=settings["checkpointing"],
     )
-    trainer = Trainer(base, name=settings["name"], batch_tokens=settings["batch_tokens"])
+    ranks = Ranks.joined(
+        rank, len(devices), settings["meeting"], devices[rank], settings["timeout_s"]
+    )
+    trainer = Trainer(
+        base, name=settings["name"], batch_tokens=settings["batch_tokens"], ranks=ranks
+    )
     stream = connection.makefile("rb")
     connection.sendall(
         worker_messages.pack({"architecture": base.architecture, "context": base.context})

@@ -89,12 +89,7 @@ def test_a_base_that_cannot_be_trained_is_shown_before_a_client_asks(fleet: Stub
         assert time.monotonic() < deadline, row
         time.sleep(0.1)
     assert "the training worker did not start" in row["reason"]
-    assert (row["state"], row["worker_pid"], row["models"], row["device"]) == (
-        "ready",
-        None,
-        0,
-        "cpu",
-    )
+    assert (row["state"], row["ranks"], row["models"]) == ("ready", [], 0)
     status = fleet.json("status")["data"]
     [reason] = status["reasons"]
     assert status["health"] == "degraded" and reason["hint"] == "skyctl logs tinker"

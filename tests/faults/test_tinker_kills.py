@@ -1,5 +1,5 @@
-"""kill -9 of the Tinker API or of its worker, between and during requests: the SDK goes on, and
-the losses are those of an undisturbed run, to the bit."""
+"""kill -9 of the Tinker API or of a rank of its worker, between and during requests: the SDK goes
+on, and the losses are those of an undisturbed run, to the bit."""
 
 from __future__ import annotations
 
@@ -21,15 +21,23 @@ WORKER_DIES = {("forward", 1), ("optim", 5), ("save", 8)}
 API_DIES = {("second", 3), ("optim", 5), ("sample", 8)}
 
 
-@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize(("rank", "ranks"), [(4, 1), (0, 1), (4, 2)])
 def test_no_step_is_lost_or_done_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rank: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    rank: int,
+    ranks: int,
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
     # snapshots every third step: a rebuilt model repeats up to two
     serving = ServingProcess(
-        tmp_path / "d", checkpoint, forked=True, snapshot_steps=3, snapshot_share=1.0
+        *(tmp_path / "d", checkpoint),
+        forked=True,
+        ranks=ranks,
+        snapshot_steps=3,
+        snapshot_share=1.0,
     )
     request.addfinalizer(lambda: serving.kill())
     serving.start()
@@ -39,7 +47,7 @@ def test_no_step_is_lost_or_done_twice(
     def disturb(moment: str, step: int) -> None:
         if (moment, step) in WORKER_DIES:
             time.sleep(dice.random() * 0.1)  # in the middle of something, or before it, or after
-            serving.kill_worker()
+            serving.kill_rank(dice.randrange(ranks))
         if (moment, step) in API_DIES:
             time.sleep(dice.random() * 0.1)
             serving.kill()

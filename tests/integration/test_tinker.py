@@ -120,7 +120,7 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
 
         status = fleet.data("status")
         assert (status["health"], status["reasons"]) == ("healthy", [])
-        assert status["tinker"]["worker_pid"] and status["tinker"]["models"] > 0
+        assert status["tinker"]["ranks"] and status["tinker"]["models"] > 0
         os.kill(status["tinker"]["pid"], signal.SIGKILL)
         late = samplers[0].sample(types.ModelInput.from_ints(row[:4]), 1, params(20))
         assert list(late.result(timeout=120).sequences[0].tokens) == list(answers[0].tokens)

@@ -75,10 +75,17 @@ class ServingProcess:
     from a process that has its worker's imports, and forks its workers."""
 
     def __init__(
-        self, directory: Path, checkpoint: Path, *, forked: bool = False, **limits: float
+        self,
+        directory: Path,
+        checkpoint: Path,
+        *,
+        forked: bool = False,
+        ranks: int = 1,
+        **limits: float,
     ) -> None:
         self.directory, self.checkpoint, self.limits = directory, checkpoint, limits
         self.forked = forked
+        self.ranks = ranks
         directory.mkdir(exist_ok=True, mode=0o700)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -98,6 +105,7 @@ class ServingProcess:
                     str(self.port),
                     str(self.checkpoint),
                     json.dumps(self.limits),
+                    str(self.ranks),
                 ],
                 cwd=Path(__file__).parents[3],
                 env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -119,19 +127,19 @@ class ServingProcess:
         answer.raise_for_status()
         return answer.json()
 
-    def worker_pid(self) -> int | None:
-        """The live worker's."""
+    def rank_pids(self) -> list[int]:
+        """Those of the live worker, in the order of their ranks."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return int(children.split()[0]) if children.split() else None
+        return [int(child) for child in children.split()]
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
 
-    def kill_worker(self) -> None:
-        if (pid := self.worker_pid()) is not None:
+    def kill_rank(self, rank: int = 0) -> None:
+        for pid in self.rank_pids()[rank : rank + 1]:
             os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> int:
@@ -149,20 +157,23 @@ class ForkedWorker:
     """In place of the process of a worker: one forked from the API's own, with its imports."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self._ended = pid, os.pidfd_open(pid)
+        self.pid, self._ended = pid, asyncio.Event()
         self.returncode: int | None = None
+        self._handle = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._handle, self._reap)
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._handle)
+        os.close(self._handle)
+        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self._ended.set()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
 
-    async def wait(self) -> int:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._ended, ended.set)
-        await ended.wait()
-        loop.remove_reader(self._ended)
-        os.close(self._ended)
-        status = os.waitpid(self.pid, 0)[1]  # noqa: ASYNC222 - it ended
-        self.returncode = os.waitstatus_to_exitcode(status)
+    async def wait(self) -> int | None:
+        await self._ended.wait()
         return self.returncode
 
 
@@ -197,7 +208,7 @@ def _work(argv: Sequence[str], keeps: Sequence[int]) -> NoReturn:
 
 
 def main() -> None:
-    directory, port, checkpoint, limits = sys.argv[1:]
+    directory, port, checkpoint, limits, ranks = sys.argv[1:]
     if "skyctl.tinker.worker" in sys.modules:
         asyncio.create_subprocess_exec = fork_worker  # type: ignore[assignment]
     settings = TinkerSettings(
@@ -207,7 +218,7 @@ def main() -> None:
         host="127.0.0.1",
         port=int(port),
         storage=directory,
-        device="cpu",
+        devices=["cpu"] * int(ranks),
         dtype="float32",
         threads=1,
         batch_tokens=4096,

@@ -64,7 +64,7 @@ def test_training_lowers_the_loss_and_resumes_to_the_bit(client: Any, trainer: A
 def test_the_process_that_trains_is_shown(serving: ServingProcess, trainer: Any) -> None:
     step(trainer)
     worker = serving.get("healthz")["worker"]
-    assert (worker["worker_pid"], worker["device"]) == (serving.worker_pid(), "cpu")
+    assert worker["ranks"] == [{"pid": pid, "device": "cpu"} for pid in serving.rank_pids()]
     assert worker["fault"] == "" and worker["models"] > 0
 
 
@@ -139,7 +139,14 @@ def test_losses_of_reinforcement_learning(trainer: Any, loss: str, config: Any) 
     forward = trainer.forward_backward([rl_datum()], loss, loss_fn_config=config)
     norm = trainer.optim_step(ADAM).result().metrics["grad_norm"]
     assert norm >= 0
-    assert len(forward.result().loss_fn_outputs[0]["logprobs"].data) == len(TOKENS) - 1
+    found = forward.result()
+    [output] = found.loss_fn_outputs
+    assert len(output["logprobs"].data) == len(output["elementwise_loss"].data) == len(TOKENS) - 1
+    assert sum(output["elementwise_loss"].data) == pytest.approx(
+        found.metrics["loss:sum"], abs=1e-5
+    )
+    assert found.metrics["response_length:mean"] == len(TOKENS) - 1
+    assert 0 < found.metrics["policy_entropy:mean"] < 6.3  # that of 512 equal tokens
 
 
 def test_a_custom_loss_runs_in_the_client(trainer: Any) -> None:

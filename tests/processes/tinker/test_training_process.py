@@ -35,9 +35,13 @@ async def worker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Worker]:
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", stand_in)
     monkeypatch.setattr(training_process, "HUNG_AFTER_S", 0.3)
-    made = Worker(WorkerSettings("org/tiny", "none", "cuda:7", "float32"))
+    made = Worker(WorkerSettings("org/tiny", "none", ["cuda:7"], "float32"))
     yield made
     await made.stop()
+
+
+def pids_of(worker: Worker) -> list[int]:
+    return [rank["pid"] for rank in worker.report()["ranks"]]
 
 
 async def fault(worker: Worker, looks: int) -> str:
@@ -50,26 +54,27 @@ async def fault(worker: Worker, looks: int) -> str:
 
 
 async def test_a_worker_that_starts_is_reported_with_what_it_does(worker: Worker) -> None:
-    assert worker.report()["worker_pid"] is None
+    assert worker.report()["ranks"] == []
     await worker.start()
     idle = worker.report()
-    assert (idle["device"], idle["operation"], idle["operation_s"]) == ("cuda:7", None, None)
-    os.kill(idle["worker_pid"], 0)
+    [rank] = idle["ranks"]
+    assert (rank["device"], idle["operation"], idle["operation_s"]) == ("cuda:7", None, None)
+    os.kill(rank["pid"], 0)
     await worker.call({"do": "save"})
     assert worker.report() == idle
     work = asyncio.create_task(worker.call({"do": "work"}))
     assert await fault(worker, looks=12) == ""  # for longer than one that hangs gets
     busy = worker.report()
     assert busy["operation"] == "work" and busy["operation_s"] > 0.3
-    os.kill(idle["worker_pid"], signal.SIGKILL)
+    os.kill(rank["pid"], signal.SIGKILL)
     with pytest.raises(WorkerDied):
         await work
-    assert (worker.report()["worker_pid"], worker.report()["operation"]) == (None, None)
+    assert (worker.report()["ranks"], worker.report()["operation"]) == ([], None)
 
 
 async def test_a_worker_without_progress_is_reported_until_it_goes_on(worker: Worker) -> None:
     await worker.start()
-    pid = worker.report()["worker_pid"]
+    [pid] = pids_of(worker)
     assert await fault(worker, looks=12) == ""  # it has nothing to do
     os.kill(pid, signal.SIGSTOP)
     save = asyncio.create_task(worker.call({"do": "save"}))

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from skyctl import output
 from skyctl.cli.fleet_view import OperationView, status_view
-from skyctl.core.status import FleetStatus, Health, ReplicaStatus, RouterStatus, TinkerStatus
+from skyctl.core.status import (
+    FleetStatus,
+    Health,
+    ReplicaStatus,
+    RouterStatus,
+    TinkerStatus,
+    TrainerRank,
+)
 from skyctl.states import ReplicaState
 
 NAMES = ("policy-qwen3-0", "policy-qwen3-1")
@@ -59,14 +66,17 @@ def test_a_status_has_whole_names_states_and_versions(width: int) -> None:
 
 
 def test_a_status_says_what_is_trained_where_there_is_a_training_process() -> None:
-    api = TinkerStatus(ReplicaState.READY, "http://127.0.0.1:8200", device="cuda:7", models=1)
+    api = TinkerStatus(ReplicaState.READY, "http://127.0.0.1:8200", models=1)
     without = shown(status_view(replace(status(), tinker=api)), width=120)
-    idle = replace(api, worker_pid=77)
+    idle = replace(api, ranks=(TrainerRank(77, "cuda:7"),))
     lines = shown(status_view(replace(status(), tinker=idle)), width=120)
     assert lines == [*without, "", "tinker trains in process 77 on cuda:7: 1 model"]
     busy = replace(idle, models=3, operation="optim_step", operation_s=75.0)
     *_, line = shown(status_view(replace(status(), tinker=busy)), width=120)
     assert line == "tinker trains in process 77 on cuda:7: 3 models, optim_step for 1m15s"
+    two = replace(idle, ranks=(*idle.ranks, TrainerRank(78, "cuda:6")))
+    *_, line = shown(status_view(replace(status(), tinker=two)), width=120)
+    assert line == "tinker trains in processes 77 on cuda:7, 78 on cuda:6: 1 model"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

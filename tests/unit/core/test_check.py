@@ -117,25 +117,29 @@ def test_what_the_tinker_api_lacks_is_said_before_anything_is_started(
         ("cuda:2", 2, "no such GPU; there are: cuda:0 to cuda:1"),
         ("cuda:1", 2, ""),
         ("cpu", 0, ""),
+        (["cuda:0", "cuda:2"], 2, "no such GPU; there are: cuda:0 to cuda:1"),
+        (["cpu", "cpu"], 0, ""),
     ],
 )
 def test_a_gpu_that_the_trainer_does_not_find_is_named(
     base_dir: Path,
     interpreter: str,
     monkeypatch: pytest.MonkeyPatch,
-    device: str,
+    device: str | list[str],
     there: int,
     said: str,
 ) -> None:
     monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
     monkeypatch.setattr("skyctl.core.check.version", lambda name: "2.11.0+cu130")
+    devices = {"device": device} if isinstance(device, str) else {"devices": device}
     config: dict[str, Any] = {
-        "tinker": {"port": free_port("127.0.0.1"), "device": device},
+        "tinker": {"port": free_port("127.0.0.1"), **devices},
         "lora": {"max_rank": 32},
         "args": {"max-model-len": 512},
     }
     found = problems(local_plan(base_dir, interpreter, device="cpu", **config), gpus(there))
-    assert found == ([f"tinker.device {device}: this machine has {said}"] if said else [])
+    name = device if isinstance(device, str) else device[-1]
+    assert found == ([f"tinker.device {name}: this machine has {said}"] if said else [])
 
 
 @pytest.fixture

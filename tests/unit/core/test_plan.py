@@ -311,9 +311,11 @@ def test_gpus_of_the_file_and_of_the_environment_limit_the_choice() -> None:
         ({"tinker": {"device": "cuda:3"}}, [(0,), (1,)], (2,), False),
         ({"tinker": {"device": "cuda:3"}, "gpus": [2, 3]}, [(2,), (3,)], (), True),
         ({"tinker": {"device": "cpu"}}, [(0,), (1,)], (2, 3), False),
+        ({"tinker": {"devices": ["cuda:1", "cuda:3"]}}, [(0,), (2,)], (), False),
+        ({"tinker": {"devices": ["cuda:1", "cuda:2"]}, "gpus": [0, 2]}, [(0,), (2,)], (), True),
     ],
 )
-def test_no_server_and_no_sender_gets_the_trainers_gpu_unasked(
+def test_no_server_and_no_sender_gets_a_gpu_of_the_trainer_unasked(
     config: dict[str, Any], used: list[tuple[int, ...]], free: tuple[int, ...], shared: bool
 ) -> None:
     planned = plan(replicas=2, device="cuda", lora={"max_rank": 32}, machine_gpus=gpus(4), **config)

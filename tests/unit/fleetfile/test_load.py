@@ -435,6 +435,13 @@ def test_a_file_for_vllm_serve_is_told_where_its_arguments_go() -> None:
         ("shared_dir: here\n", "shared_dir: expected an absolute path"),
         ("weight_transfer: {backend: '::'}\n", "weight_transfer.backend: expected lower-case"),
         ("tinker: {device: gpu}\n", "tinker.device: expected cpu, cuda or cuda:N"),
+        ("tinker: {devices: [cpu, gpu]}\n", "tinker.devices.1: expected cpu, cuda or cuda:N"),
+        ("tinker: {devices: [], port: 1}\n", "tinker.devices: "),
+        ("tinker: {device: cpu, devices: [cpu]}\n", "write either `device` or `devices`"),
+        *(
+            (f"tinker: {{devices: [{devices}]}}\n", "`devices` are different GPUs, each with its")
+            for devices in ("cuda:1, cuda:1", "cuda, cuda:1", "cpu, cuda:1")
+        ),
     ],
 )
 def test_a_wrong_value_is_told_in_words_of_the_file(text: str, message: str) -> None:

@@ -34,15 +34,46 @@ def test_losses_and_their_gradients_are_those_of_the_formula(
     )
     assert answer.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     assert len(answer.loss_fn_outputs) == len(ROWS)
+    by_token = 0.0
     for record, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
         got = torch.frombuffer(bytearray(record.fields["logprobs"].data), dtype=torch.float32)
         assert torch.allclose(got.double(), expected, atol=1e-5)
+        losses = record.fields["elementwise_loss"].data
+        assert len(losses) == 4 * len(expected)
+        by_token += float(torch.frombuffer(bytearray(losses), dtype=torch.float32).sum())
+    assert by_token == pytest.approx(total, rel=1e-5)
     model = trainer.models["m"]
     assert model.gradients is not None
     for (name, expected), got in zip(gradients.items(), model.gradients, strict=True):
         scale = float(expected.abs().max())
         assert scale > 0 or loss == "ppo", name
         assert float((got - expected).abs().max()) <= 1e-5 * max(scale, 1.0), name
+
+
+def test_a_response_has_a_length_and_an_entropy_without_its_prompt(trainer: Trainer) -> None:
+    """Of a prompt neither a probability nor an advantage is sent."""
+    prompts, data, entropies = (0, 2, 3), [], []
+    for row, prompt in zip(ROWS, prompts, strict=True):
+        inputs = inputs_for("ppo", len(row), torch.Generator().manual_seed(3))
+        inputs["logprobs"][:prompt] = inputs["advantages"][:prompt] = 0
+        inputs["advantages"][-1] = 0  # of a token that was sampled
+        data.append((row, inputs))
+        with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
+            logits = trainer.base.logits(trainer.base.hidden([torch.tensor(row)]))[0]
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy()[prompt:].mean())
+    answer = wire.message("ForwardBackwardOutput").FromString(
+        outcome(trainer, "m", request("ppo", data))
+    )
+    lengths = [len(row) - prompt for row, prompt in zip(ROWS, prompts, strict=True)]
+    assert answer.metrics["response_length:mean"] == pytest.approx(sum(lengths) / 3)
+    expected = float(torch.stack(entropies).mean())
+    assert answer.metrics["policy_entropy:mean"] == pytest.approx(expected, rel=1e-5)
+    datum = ([5, 6], {"target_tokens": torch.tensor([1, 2]), "weights": torch.tensor([0.0, 0.5])})
+    answer = wire.message("ForwardBackwardOutput").FromString(
+        outcome(trainer, "m", request("cross_entropy", [datum]))
+    )
+    assert dict(answer.metrics).keys() == {"loss:sum", "response_length:mean"}
+    assert answer.metrics["response_length:mean"] == 1
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -167,7 +167,7 @@ def test_passes_in_slices_come_to_the_same_bits(trainer: Trainer) -> None:
     while more:
         ended, more = trainer.go_on("m", 0.0)
         units, slices = units + ended, slices + 1
-    assert units == [[at_once], [at_once]] and slices == 7
+    assert units == [[at_once], [at_once]] and slices == 8
     for one, other in zip(gradients, trainer.models["m"].gradients or [], strict=True):
         assert torch.equal(2 * one, other)
 
