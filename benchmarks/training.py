@@ -66,7 +66,7 @@ async def ours(options: argparse.Namespace, model: Path, adapter: Path) -> dict[
         WorkerSettings(
             name="base",
             path=str(model),
-            device=options.device,
+            devices=[options.device],
             dtype="bfloat16",
             batch_tokens=options.batch_tokens,
             checkpointing=True,
