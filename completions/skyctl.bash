@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up rollout drain down status ls top wait logs events restart recover scale pause resume sleep wake sync-weights canary jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up rollout drain down status ls top wait logs events restart recover scale pause resume sleep wake switch sync-weights canary jobs weights adapters tinker generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -208,6 +208,15 @@ _skyctl() {
                 --timeout) true; return ;;
             esac
             if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --tags --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_ask
+            fi ;;
+        "switch")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --dry-run --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "sync-weights")

@@ -106,7 +106,14 @@ COMMAND = (
     "sync.begun",
     "scale.asked",
 )
-POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *RANK, *SENDER, *SUPERVISOR, *COMMAND)
+SWITCH = ("switch.begin", "switch.sleeping", "switch.asleep", "switch.given", "switch.taken")
+"""Points of a switch between fleets that share GPUs: the first and the last of the command, the
+others of the supervisor whose fleet falls asleep.
+"""
+POINTS = (
+    *(*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *RANK, *SENDER, *SUPERVISOR, *COMMAND),
+    *SWITCH,
+)
 
 
 def _parsed(text: str) -> tuple[str, int, float]:

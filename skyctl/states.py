@@ -47,6 +47,8 @@ class Phase(StrEnum):
     """Its GPU is loading another server, or a front has no server yet."""
     STARTING = "starting"
     """It was spawned, and is not ready."""
+    ASLEEP = "asleep"
+    """It died while its fleet sleeps, and starts once the fleet is switched to."""
     ADMITTING = "admitting"
     """It is ready, and takes the fleet's weights; a front skips this."""
     UP = "up"
@@ -66,7 +68,7 @@ class Phase(StrEnum):
     @property
     def settled(self) -> bool:
         """Whether nothing is to be waited for: it serves, or will not by itself."""
-        return self.ended or self in (Phase.UP, Phase.READY, Phase.UNREACHABLE)
+        return self.ended or self in (Phase.UP, Phase.READY, Phase.UNREACHABLE, Phase.ASLEEP)
 
     @property
     def given_up(self) -> bool:

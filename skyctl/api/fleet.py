@@ -29,6 +29,7 @@ from skyctl.errors import UsageError
 from skyctl.service import bring_up
 from skyctl.service.bring_down import take_down
 from skyctl.service.ended import operation_error
+from skyctl.service.switching import Switched, switch
 from skyctl.states import PauseMode
 
 
@@ -96,7 +97,7 @@ class Fleet(WeightsFleet, GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._local_ref(), router=router)
+        begun = await bring_up.begin_up(self._local_ref("up"), router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
     async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
@@ -210,6 +211,17 @@ class Fleet(WeightsFleet, GeneratingFleet):
         request = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
         return await self._control(request, check)
 
+    async def switch(self, *, timeout_s: float | None = None) -> Switched:
+        """Of the fleets that share their GPUs (`sleep_group`), put the one that is awake to sleep
+        once its requests have ended, and wake this one.
+
+        Raises:
+            UsageError: it is in no group. FleetDownError: it is down.
+            ConflictError: the fleet that is awake is busy, or another switch is under way.
+            SkyctlError: a server does not sleep, or does not wake.
+        """
+        return await switch(self._local_ref("switch"), timeout_s=timeout_s)
+
     # --- adapters ----------------------------------------------------------------------------
 
     @property
@@ -226,11 +238,11 @@ class Fleet(WeightsFleet, GeneratingFleet):
             result.check()
         return result
 
-    def _local_ref(self) -> FleetRef:
+    def _local_ref(self, verb: str) -> FleetRef:
         """The fleet, which must be on this machine."""
         if isinstance(self._ref, FleetRef):
             return self._ref
-        raise UsageError(f"up works on the fleet's own machine, and not on {self._ref.name}")
+        raise UsageError(f"{verb} works on the fleet's own machine, and not on {self._ref.name}")
 
     async def _ended(
         self,

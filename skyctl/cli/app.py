@@ -65,6 +65,7 @@ VERBS = [
     Verb("resume", "freeze", "resume", FREEZE),
     Verb("sleep", "freeze", "sleep", FREEZE),
     Verb("wake", "freeze", "wake", FREEZE),
+    Verb("switch", "switch", "switch", FREEZE),
     Verb("sync-weights", "sync_weights", "sync_weights", WEIGHTS),
     Verb("canary", "canary", "app", WEIGHTS),
     Verb("jobs", "jobs", "app", WEIGHTS),

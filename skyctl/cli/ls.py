@@ -22,10 +22,13 @@ def ls(as_json: JsonOption = False) -> None:
     from skyctl.service.listing import list_fleets
 
     fleets = in_loop(list_fleets())
+    grouped = any(fleet.sleep_group for fleet in fleets)
+    columns = ["FLEET", "STATE", *["GROUP"] * grouped, ">SERVERS", "WEIGHTS", ">PID", "~FILE"]
     rows = [
         [
             fleet.name,
             output.styled(fleet.state),
+            *[fleet.sleep_group] * grouped,
             fleet.servers,
             fleet.weight_version or ("base" if fleet.servers else None),
             fleet.supervisor_pid,
@@ -35,7 +38,7 @@ def ls(as_json: JsonOption = False) -> None:
     ]
     output.emit(
         {"fleets": [asdict(fleet) for fleet in fleets]},
-        output.table(["FLEET", "STATE", ">SERVERS", "WEIGHTS", ">PID", "~FILE"], rows)
+        output.table(columns, rows)
         if rows
         else "no fleet was started yet: skyctl init, then skyctl up",
     )

@@ -69,13 +69,18 @@ class Resume(Control):
 
 @dataclass(frozen=True, kw_only=True)
 class Sleep(Control):
-    """Free memory. Level 1 keeps the weights in host memory, 2 discards them."""
+    """Free memory. Level 1 keeps the weights in host memory, 2 discards them. `hands_to`: the fleet
+    of the same `sleep_group` that may wake then; running requests have `drain_timeout_s` to end.
+    """
 
     verb = "sleep"
     level: int = 1
+    hands_to: str = ""
+    drain_timeout_s: float = 0.0
 
     def describe(self) -> str:
-        return f"sleep (level {self.level})"
+        to = f", for {self.hands_to}" if self.hands_to else ""
+        return f"sleep (level {self.level}{to})"
 
 
 @dataclass(frozen=True, kw_only=True)

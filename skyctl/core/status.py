@@ -184,6 +184,16 @@ class ScalingStatus:
         return f"{self.replicas} of {self.min}–{self.max} replicas, {load}{limit}"
 
 
+@dataclass(frozen=True)
+class GroupStatus:
+    """The fleets that share this fleet's GPUs."""
+
+    name: str
+    """Of the group."""
+    awake: str | None
+    """The fleet that may be awake; None: none was chosen yet."""
+
+
 class OperationKind(StrEnum):
     """What a supervisor does to its processes, one at a time."""
 
@@ -306,6 +316,8 @@ class FleetStatus:
     """Of the fleet file in force; "" where there is no supervisor."""
     scaling: ScalingStatus | None = None
     """How load decides the number of replicas; None where it does not."""
+    sleep_group: GroupStatus | None = None
+    """The fleets that share its GPUs; None where there are none."""
     unapplied: bool | None = None
     """Whether the fleet file is another than the one in force; None if that is not known."""
 

@@ -76,7 +76,8 @@ def _within(patience_s: float) -> Callable[[object], float]:
 
 
 def _control_s(request: Control) -> float:
-    return (request.timeout_s or _VERIFY_S) + _VERB_GRACE_S
+    drain_s = request.drain_timeout_s if isinstance(request, Sleep) else 0.0
+    return (request.timeout_s or _VERIFY_S) + drain_s + _VERB_GRACE_S
 
 
 def _adapter_s(request: LoadAdapter | UnloadAdapter) -> float:

@@ -408,6 +408,8 @@ class Engine:
     """Those of them whose revision is the model's unless it is given."""
     other_hub_variable: str = ""
     """Has it download from another hub than Hugging Face's; "" if there is none."""
+    sleep_argument: str = ""
+    """The argument without which a sleeping server frees no GPU memory; "" if it needs none."""
     shared_revision: frozenset[str] = frozenset()
     """Arguments that name models which can have no revision but the model's."""
     routing: Routing | None = None

@@ -46,6 +46,10 @@ def refusals(config: FleetConfig) -> Iterator[tuple[Location, str]]:
         yield from _refused_env(part.env, (*where, "env"), reserved.env)
     if isinstance(config.router, RouterSection):
         yield from _refused(config.router.args, ("router", "args"), reserved.router_args)
+    needed = ENGINES[config.engine].sleep_argument if config.sleep_group else ""
+    for location, value in server_arguments(config):
+        if needed and flag_name(str(location[-1])) == needed and not value:
+            yield location, f"`sleep_group` needs {needed}: leave it out, or write true"
 
 
 def server_arguments(config: FleetConfig) -> Iterator[tuple[Location, Any]]:

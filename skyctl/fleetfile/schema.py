@@ -27,6 +27,7 @@ from skyctl.fleetfile.sections import (
     TrainerSection,
     WeightTransferSection,
 )
+from skyctl.fleetfile.sleeping import check_sleep_group
 from skyctl.fleetfile.spanning import check_spanning
 from skyctl.fleetfile.training import TinkerSection
 from skyctl.fleetfile.values import (
@@ -100,6 +101,9 @@ class FleetConfig(Section):
     )
     share_gpus: bool = Field(
         False, description="Allow several replicas on one GPU (set gpu-memory-utilization)."
+    )
+    sleep_group: Name | None = Field(
+        None, description="Fleets of a group share their GPUs: one is awake (`skyctl switch`)."
     )
     tensor_parallel_size: Size = Field(1, description="GPUs that split each layer.")
     pipeline_parallel_size: Size = Field(1, description="Groups of GPUs that split the layers.")
@@ -237,6 +241,9 @@ class FleetConfig(Section):
         self._check_tokens()
         if self.scale is not None:
             self._check_scale(self.scale)
+        if self.sleep_group is not None:
+            others = {"servers": self.servers, "scale": self.scale, "tinker": self.tinker}
+            check_sleep_group(self.engine, self.launcher, others)
         return self
 
     def _check_scale(self, scale: ScaleSection) -> None:
@@ -377,7 +384,7 @@ class FleetConfig(Section):
         """Whether a push is rehearsed before the first one: it takes memory that must be free."""
         warm = self.weight_transfer.warm
         if warm is None:  # the GPU that is free is that of a trainer which sends by itself
-            return not (self.share_gpus or self.weight_transfer.backend)
+            return not (self.share_gpus or self.sleep_group or self.weight_transfer.backend)
         return warm
 
 

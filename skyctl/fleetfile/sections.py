@@ -219,7 +219,7 @@ class WeightTransferSection(Section):
     warm: bool | None = Field(
         None,
         description="Rehearse the first push once all servers are up, and keep a GPU sender ready "
-        "(default: unless `share_gpus` or `backend`).",
+        "(default: unless `share_gpus`, `sleep_group` or `backend`).",
     )
 
 

@@ -18,7 +18,13 @@ from skyctl.core.planning import (
     without_router,
 )
 from skyctl.core.recorded import down_error
-from skyctl.core.registry import FleetRef, kept_files, remember, was_attached
+from skyctl.core.registry import (
+    FleetRef,
+    kept_files,
+    remember,
+    supervisor_running,
+    was_attached,
+)
 from skyctl.core.requests import StatusQuery
 from skyctl.core.service import FleetService
 from skyctl.core.status import BY_DOWN, FleetStatus, OperationKind, ended_by_others
@@ -34,9 +40,12 @@ from skyctl.kill_points import reached
 from skyctl.service.bring_down import after_down, attached_error, goes_down
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.supervised import SupervisedFleet
+from skyctl.service.switching import take_gpus
+from skyctl.service.unsupervised import left_alone
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
+from skyctl.store.sleep_groups import SleepGroup
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
@@ -100,7 +109,7 @@ async def begin_up(
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
         ConflictError: the supervisor is busy with something other than a `down`, which is waited
-            for.
+            for; or the fleet sleeps (`sleep_group`).
     """
     refuse_attached(ref)
     ref.paths.prepare()
@@ -108,6 +117,7 @@ async def begin_up(
     await _after_down(ref)
     # outside the lock that the next `up` waits for
     await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir, note)
+    await _take_gpus(ref, router, note)
     try:
         return await _hand_over(ref, router, parallel, undo)
     except (ConflictError, FleetDownError) as error:
@@ -116,6 +126,17 @@ async def begin_up(
             raise
         await after_down(ref)
         return await _hand_over(ref, router, parallel, undo)
+
+
+async def _take_gpus(ref: FleetRef, router: bool, note: Callable[[str], None]) -> None:
+    """Before a fleet starts whose group shares its GPUs, the one that is awake sleeps. One that
+    runs has to be switched to.
+    """
+    group = ref.config.sleep_group
+    if group is None or supervisor_running(ref.paths) or left_alone(ref.paths):
+        return
+    usable(*await _planned(ref, router), ref.source)  # nobody sleeps for what cannot start
+    await take_gpus(ref.name, SleepGroup(ref.paths.root, group), note)
 
 
 async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:

@@ -46,6 +46,8 @@ class FleetLine:
     """Of its last push."""
     supervisor_pid: int | None = None
     """Of its supervisor."""
+    sleep_group: str | None = None
+    """Of the fleets that share its GPUs, if its supervisor answers."""
 
 
 async def list_fleets() -> list[FleetLine]:
@@ -74,4 +76,5 @@ async def _line(paths: FleetPaths) -> FleetLine:
         len(status.replicas),
         status.weight_version,
         status.supervisor_pid,
+        status.sleep_group.name if status.sleep_group else None,
     )

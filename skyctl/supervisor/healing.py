@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
-from skyctl.core.diagnosis import judge
+from skyctl.core.diagnosis import healthy, judge
 from skyctl.core.findings import Finding
 from skyctl.core.observation import Observed, observe
 from skyctl.core.plan import FleetPlan
@@ -47,6 +47,9 @@ async def find(running: RunningFleet) -> list[Finding]:
     doubts = in_doubt(state)
     findings = []
     for replica in replicas:
+        if replica.phase is Phase.ASLEEP:
+            findings.append(healthy(replica.name, replica.reason))
+            continue
         observed = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
         if replica.name not in seen or replica.in_push:
             observed = Observed(replica.name, state=replica.state, problem=replica.reason)

@@ -47,6 +47,8 @@ class ReplicaContext(Context):
     """Whether it has them, with no push under way that it would miss."""
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
     """Is held from spawn to ready."""
+    asleep_because: Callable[[], str]
+    """Why no server of the fleet may load now, "" if one may."""
     pushing: Callable[[], bool]
     """Whether a push is under way."""
     unanswering: Callable[[Replica], str]
@@ -208,6 +210,9 @@ class Replica(KeptRunning):
 
     async def _one_life(self, adopted: ChildProcess | None) -> str:
         """One life, from spawn to death; returns why it died."""
+        while not adopted and (reason := self._context.asleep_because()):
+            self._to(Phase.ASLEEP, reason)
+            await asyncio.sleep(READY_POLL_S)
         self._to(Phase.STARTING if adopted else Phase.WAITING)
         async with contextlib.nullcontext() if adopted else self._context.gate(self.spec):
             self.process = self._adopt(adopted) if adopted else self._spawn_server()

@@ -49,6 +49,7 @@ from skyctl.core.requests import (
     Sleep,
     StatusQuery,
     TakenDown,
+    Wake,
     Withdraw,
 )
 from skyctl.core.results import SavedWeights, WeightsState
@@ -96,6 +97,7 @@ from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.scaling import Scaling, resized
+from skyctl.supervisor.sleep_group import Member
 from skyctl.supervisor.weights import bring_to_weights
 from skyctl.supervisor.wire import spec_hash
 
@@ -117,12 +119,13 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.pushes = Pushes(self, self.heal_after)
         self.canaries = Canaries(self, self._begin_push, self.begin_recovery)
         self.scaler = Scaling(self, self._take, self.pushes.warming)
+        self.member = Member(self)
 
     # --- verbs ----------------------------------------------------------------------------------
 
     async def status(self, request: StatusQuery = StatusQuery()) -> FleetStatus:
         """Asks the servers that are up, if `request.fresh`."""
-        status = await report(self, fresh=request.fresh)
+        status = self.member.shown(await report(self, fresh=request.fresh))
         # an operation that has ended is reported even after the next has begun
         ended = self._ended(request.operation)
         return status if ended is None else replace(status, operation=ended)
@@ -152,6 +155,8 @@ class Supervisor(OperatedFleet, SupervisorService):
             self._take(plan)
             self._keep_file(keep_applied)
             return Begun(0)
+        if self.plan is not None:
+            self.member.require_awake()
         before = self.plan
         with self.state.durable():  # no process is started that could not be put on record
             self.state.set("going_down", "")
@@ -237,6 +242,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         if (operation := self.under_way) and operation.kind.repairs:
             return operation.id
         self._refuse_while_busy()
+        self.member.require_awake()
         return self._begin(OperationKind.RECOVER, "", healing.heal_in_turn(self, self.pushes))
 
     def heal_after(self, job: Job, turn: Turn) -> bool:
@@ -256,6 +262,7 @@ class Supervisor(OperatedFleet, SupervisorService):
     async def restart(self, request: Restart = Restart()) -> int:
         chosen = self.named(request.servers)
         self._refuse_while_busy()
+        self.member.require_awake()
         detail = ", ".join(replica.name for replica in chosen)
         return self._begin(OperationKind.RESTART, detail, rolling.restart_rolling(self, chosen))
 
@@ -338,6 +345,13 @@ class Supervisor(OperatedFleet, SupervisorService):
     async def control(self, request: Control) -> Outcomes:
         act, servers = Act.of_verb(request.verb), self.urls_of(self.named(request.servers))
         with await self.arbiter.turn(act, f"skyctl {request.verb}", servers=servers):
+            if isinstance(request, Wake):
+                self.member.require_awake()
+            if isinstance(request, Sleep) and request.hands_to:
+                self._refuse_operation()
+                outcomes = await self.member.hand_over(request, self._control_in_turn)
+                await self.pushes.senders.close()  # an idle one has memory of a GPU
+                return outcomes
             return await self._control_in_turn(request)
 
     async def _control_in_turn(self, request: Control) -> Outcomes:
@@ -431,6 +445,7 @@ class Supervisor(OperatedFleet, SupervisorService):
     async def offer(self, request: Offer) -> Offered:
         self.require_plan()
         self._refuse_beside_operation()
+        self.member.require_awake()
         with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
             await self.pushes.warming.stop()  # workers that are asked release what it mapped
             live = await take_offer(request, self.pushes.would_take(), self.client)
@@ -478,6 +493,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 raise ConflictError("the client of the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
+            self.member.require_awake()
             check()
             return self.pushes.start(request, turn, trainer, live)
         except BaseException:
@@ -494,7 +510,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         """Make this the plan; changed policies apply from now on. Raises FleetDownError."""
         if self.finished.is_set():
             raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
-        self._refuse_another_launcher(plan)
+        self._refuse_another_place(plan)
         place_copies(self.paths, self.state, plan.config.shared_dir)
         self.plan = plan
         if self._context is None:
@@ -510,6 +526,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 changed=self.changed,
                 pushing=lambda: not self.pushes.over.is_set(),
                 unanswering=self.unanswering,
+                asleep_because=self.member.asleep_because,
             )
         self.state.retention = Retention(**plan.config.history.model_dump())
         self.on_plan(plan)
@@ -518,17 +535,21 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.state.set("pins", json.dumps(plan.pins))
         admission.record_files(self.state, plan)
 
-    def _refuse_another_launcher(self, plan: FleetPlan) -> None:
-        """Only the launcher that started a process can end it."""
-        before, launcher = self.state.get("launcher") or LAUNCHER, plan.config.launcher
-        if before == launcher:
-            return
-        if self.state.processes():
-            raise ConflictError(
-                f"the fleet's processes were started by launcher {before!r}, not {launcher!r}",
-                hint="bring it down first: skyctl down && skyctl up",
-            )
-        self.state.set("launcher", launcher)
+    def _refuse_another_place(self, plan: FleetPlan) -> None:
+        """Only the launcher that started a process can end it; and a fleet that changed its group
+        would be awake in both.
+        """
+        config = plan.config
+        places = {"launcher": (config.launcher, LAUNCHER), "sleep_group": (config.sleep_group, "")}
+        for key, (value, default) in places.items():
+            before, new = self.state.get(key) or default, value or default
+            if before != new and self.state.processes():
+                raise ConflictError(
+                    f"the fleet's processes were started with {key} {before!r}, not {new!r}",
+                    hint="bring it down first: skyctl down && skyctl up",
+                )
+            if before != new:
+                self.state.set(key, new)
 
     def _meant_for(self, request: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
@@ -544,6 +565,11 @@ class Supervisor(OperatedFleet, SupervisorService):
             replica.resume_when_up = isinstance(request, Resume)
             if not replica.phase.ended:
                 detail = f"{replica.state}; will be {request.verb}d when it is ready"
+        elif isinstance(request, Wake) and not request.tags and replica.row.sleep_level:
+            replica.update_row(sleep_level=0, weights_awake=False)
+            replica.intent_changed = True
+            if not replica.phase.ended:
+                detail = f"{replica.state}; will be awake when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:

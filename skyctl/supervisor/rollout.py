@@ -203,7 +203,7 @@ def takes_requests(running: RunningFleet) -> bool:
 
 def raise_for_failures(running: RunningFleet) -> None:
     """Raise SkyctlError if a replica or a front was given up."""
-    failed = [r for r in running.replicas.values() if r.phase is not Phase.UP]
+    failed = [r for r in running.replicas.values() if r.phase not in (Phase.UP, Phase.ASLEEP)]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
     for front in (running.router, running.tinker):
         if front is not None and front.phase.given_up:
@@ -235,9 +235,12 @@ async def restart(running: RunningFleet, replica: Replica, spec: ServerSpec) -> 
         await sync_router(running)
 
 
-async def drain_all(running: RunningFleet, replicas: Sequence[Replica]) -> None:
-    """Wait for the requests of servers that are not routed to."""
-    timeout_s = running.require_plan().config.drain_timeout_s
+async def drain_all(
+    running: RunningFleet, replicas: Sequence[Replica], timeout_s: float | None = None
+) -> None:
+    """Wait for the requests of servers that are not routed to (None: as the fleet file says)."""
+    if timeout_s is None:
+        timeout_s = running.require_plan().config.drain_timeout_s
     await asyncio.gather(*(_drain(running, replica, timeout_s) for replica in replicas))
 
 

@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from skyctl.checkpoints.hub import HubReference
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
+from tests.stub.gpus import DIRECTORY, SharedMemory
 from tests.stub.state import StubEngine
 
 
@@ -57,6 +59,9 @@ def main(arguments: Sequence[str]) -> int:
         world_size=options.tensor_parallel_size,
         transfer_backend=json.loads(options.weight_transfer_config)["backend"],
     )
+    if directory := os.environ.get(DIRECTORY):
+        engine.memory = SharedMemory(Path(directory), options.model)
+        engine.memory.take()
     stub = StubServer(
         engine,
         served_model=options.served_model_name or options.model,

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.stub import fit, rows
+from tests.stub.gpus import SharedMemory
 
 MEMORY = frozenset({"weights", "kv_cache"})
 CACHES = frozenset({"prefix", "external", "encoder"})
@@ -114,6 +115,7 @@ class StubEngine:
     update_infos: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # what it held at each resume
+    memory: SharedMemory | None = None  # of GPUs that other models' servers use as well
     contents: rows.Contents = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,12 +179,16 @@ class StubEngine:
         if level >= 1 and not self.asleep:  # vLLM's executor ignores it while a part is asleep
             self.asleep = set(MEMORY)
             self.sleep_level = level
+            if self.memory is not None:
+                self.memory.release()
             if level == 2:
                 self.digest, self.contents = "discarded", {}
         self.log.append(f"sleep {level}")
 
     async def wake(self, tags: list[str]) -> bool:
         self._alive()
+        if self.memory is not None:
+            self.memory.take()
         self.asleep -= set(tags) or MEMORY
         self.log.append(f"wake {','.join(tags) or 'all'}")
         if self.asleep:

@@ -329,6 +329,7 @@ SGLANG = Engine(
     dialect=dialect_for,
     modules=_modules,
     warnings=_warnings,
+    sleep_argument="enable-memory-saver",
     sizes=_sizes,
     revisions={
         "model": "revision",

@@ -166,6 +166,7 @@ VLLM = Engine(
     known_arguments=known_arguments,
     argument_problem=argument_problem,
     warnings=command.warnings,
+    sleep_argument="enable-sleep-mode",
     sizes=command.sizes,
     revisions={
         "model": "revision",

@@ -47,6 +47,8 @@ CALLS = [
     "resume",
     "sleep",
     "wake",
+    "switch stubs",
+    "switch stubs --dry-run",
     "sync-weights b",
     "sync-weights b --dry-run",
     "jobs",
@@ -102,7 +104,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     fleet.write(
         replicas=2,
         extra="args: {token-delay-s: 0.005}\nlora: {}\nrouter: {policy: round_robin}\n"
-        "weight_transfer: {transport: disk, backend: nccl}",
+        "sleep_group: all\nweight_transfer: {transport: disk, backend: nccl}",
     )
     up_proj = lora("base_model.model.model.layers.0.mlp.up_proj")
     for number in (1, 2):

@@ -157,6 +157,21 @@ def test_a_scale_that_cannot_be_kept_is_refused(text: str, expected: str) -> Non
     assert expected in line
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("scale: {max: 2}\n", "does not go with `scale`: load would start servers"),
+        ("launcher: ray\n", "does not go with `launcher: ray`"),
+        ("args: {enable_sleep_mode: false}\n", "`sleep_group` needs enable-sleep-mode"),
+        ("replicas: [{args: {enable-sleep-mode: null}}]\n", "`sleep_group` needs enable-sleep-"),
+        ("engine: sglang\nargs: {enable-memory-saver: false}\n", "needs enable-memory-saver"),
+        ("lora: {max_rank: 32}\ntinker: {}\n", "does not go with `tinker`"),
+    ],
+)
+def test_a_fleet_that_cannot_sleep_is_in_no_group(text: str, expected: str) -> None:
+    assert expected in str(refused(STARTED + "sleep_group: pair\n" + text))
+
+
 def test_what_scale_leaves_out_depends_on_its_target() -> None:
     def scale(text: str) -> ScaleSection:
         section = parse(STARTED + f"scale: {text}\n").scale

@@ -1,0 +1,183 @@
+"""Which fleet of a group that shares its GPUs is awake: `switch`, and `up` of another fleet.
+
+    the one awake drains and sleeps ─► the group names the next ─► it wakes, and is routed
+
+Each step is repeated by the next `switch` if this process dies in between: at most one is awake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skyctl.core.registry import FleetRef, select, supervisor_running
+from skyctl.core.requests import Outcomes, Sleep, StatusQuery, Wake
+from skyctl.core.service import FleetService
+from skyctl.core.status import FleetStatus, ReplicaStatus
+from skyctl.errors import (
+    DeadlineExceeded,
+    FleetDownError,
+    NotFoundError,
+    SkyctlError,
+    UsageError,
+)
+from skyctl.http.fanout import OutcomeStatus
+from skyctl.kill_points import reached
+from skyctl.service import connect
+from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
+from skyctl.service.unsupervised import left_alone
+from skyctl.states import ReplicaState
+from skyctl.store.locks import Locks
+from skyctl.store.paths import fleet_paths
+from skyctl.store.sleep_groups import SleepGroup
+from skyctl.units import format_seconds
+
+_POLL_S = 0.25
+_Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What a switch did, or would do."""
+
+    name: str
+    """The fleet that is awake now."""
+    sleep_group: str
+    """The group of fleets that share their GPUs."""
+    slept: str | None
+    """The fleet that was put to sleep for it; None if none was awake."""
+    seconds: float
+    """How long it took."""
+
+
+async def switch(
+    ref: FleetRef,
+    *,
+    timeout_s: float | None = None,
+    dry_run: bool = False,
+    note: _Note = lambda line: None,
+) -> Switched:
+    """Put the fleet of the group that is awake to sleep, and wake this one; returns once all its
+    servers take part. `timeout_s` bounds how long those that have to start again are waited for.
+
+    Raises:
+        UsageError: it is in no group.
+        FleetDownError: it is down.
+        ConflictError: the fleet that is awake is busy, or another switch is under way.
+        SkyctlError: a server does not sleep, or does not wake.
+    """
+    began, name = time.monotonic(), ref.name
+    reached("switch.begin")
+    async with connect(ref) as fleet:
+        status = await fleet.status(StatusQuery(fresh=False))
+        group = SleepGroup(ref.paths.root, _group_of(ref, status))
+        slept = group.awake() if dry_run else await take_gpus(name, group, note)
+        if not dry_run:
+            reached("switch.taken")
+            note(f"waking {name}")
+            wake = Wake(timeout_s=ref.config.weight_transfer.update_timeout_s)
+            outcomes = await fleet.control(wake)
+            _refuse_asleep(await _started(fleet, timeout_s), outcomes)
+    other = slept if slept not in ("", name) else None
+    return Switched(name, group.name, other, round(time.monotonic() - began, 3))
+
+
+def _group_of(ref: FleetRef, status: FleetStatus) -> str:
+    if status.sleep_group is not None:
+        return status.sleep_group.name
+    if status.supervised or ref.config.sleep_group is None:
+        raise UsageError(
+            f"fleet {ref.name} is in no group of fleets that share their GPUs",
+            hint="write `sleep_group: NAME` into the file of each; then skyctl down, skyctl up",
+        )
+    if status.replicas:  # no supervisor can take its servers over
+        raise FleetDownError("; ".join(reason.message for reason in status.reasons))
+    file = "".join(f" -f {path}" for path in ref.files)
+    raise FleetDownError(
+        f"fleet {ref.name} is down",
+        hint=f"start it, the one awake sleeps first: skyctl up{file}",
+    )
+
+
+async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
+    """Make this fleet the one that may be awake; returns the one that was put to sleep for it, ""
+    if none was awake.
+
+    Raises: as `switch`.
+    """
+    with group.switching(f"skyctl switch {name}"):
+        awake = group.awake()
+        if awake == name:
+            return ""
+        if awake and not _took_of_one_that_is_down(awake, name, group):
+            await _put_to_sleep(awake, name, note)
+            return awake
+        if not awake:
+            group.give(name)
+        return ""
+
+
+def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
+    paths = fleet_paths(awake)
+    if not paths.directory.is_dir():
+        group.give(name)
+        return True
+    # whoever starts its supervisor holds this
+    with Locks(paths.directory).hold(UP_LOCK, f"skyctl switch {name}", wait_s=UP_LOCK_WAIT_S):
+        if supervisor_running(paths) or left_alone(paths):
+            return False
+        group.give(name)
+        return True
+
+
+async def _put_to_sleep(awake: str, name: str, note: _Note) -> None:
+    try:
+        leaving = select(None, awake)
+    except NotFoundError as error:  # its servers run, and its file is gone
+        raise SkyctlError(error.message, hint=f"skyctl down --fleet {awake}") from error
+    drain_s = leaving.config.drain_timeout_s
+    note(f"putting {awake} to sleep (draining for at most {format_seconds(drain_s)})")
+    request = Sleep(
+        hands_to=name,
+        drain_timeout_s=drain_s,
+        timeout_s=leaving.config.weight_transfer.update_timeout_s,
+    )
+    async with connect(leaving) as fleet:
+        await fleet.control(request)
+
+
+async def _started(fleet: FleetService, timeout_s: float | None) -> FleetStatus:
+    """The status once no server starts any more: one that died in its sleep does now."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        status = await fleet.status()
+        starting = [r.name for r in status.replicas if r.state.busy or _has_no_process(r)]
+        if not starting:
+            return status
+        if deadline is not None and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{', '.join(starting)} still start after {timeout_s:g} s; they go on",
+                hint=f"follow it: skyctl wait --fleet {status.name}",
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+def _has_no_process(replica: ReplicaStatus) -> bool:
+    return replica.state is ReplicaState.ASLEEP and replica.pid is None
+
+
+def _refuse_asleep(status: FleetStatus, outcomes: Outcomes) -> None:
+    """Raise SkyctlError if a server does not take part."""
+    failed = {o.server: o.detail for o in outcomes if o.status is not OutcomeStatus.OK}
+    problems = [
+        f"{replica.name} is {replica.state}: {replica.reason or failed.get(replica.name, '')}"
+        for replica in status.replicas
+        if not replica.state.as_intended or replica.state is ReplicaState.ASLEEP
+    ]
+    if problems:
+        raise SkyctlError(
+            f"fleet {status.name} has the GPUs, but {'; '.join(problems)}",
+            hint=f"look: skyctl status --fleet {status.name}",
+        )

@@ -1,0 +1,81 @@
+"""A fleet that hands its GPUs over, when something comes in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from skyctl.core.requests import Sleep, Wake
+from skyctl.errors import ConflictError, StateUnwritable
+from skyctl.states import Phase
+from skyctl.store.sleep_groups import SleepGroup
+from skyctl.supervisor import rollout
+from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.test_resident import bring_up, supervising
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_server
+
+HAND_OVER = Sleep(hands_to="judge", timeout_s=5.0)
+FULL = {"/nowhere": {"kind": "status"}}  # the stub that sleeps
+
+
+@asynccontextmanager
+async def awake(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, SleepGroup]]:
+    """The fleet of a group that is awake, with one server."""
+    async with supervising(tmp_path) as supervisor:
+        group = SleepGroup(supervisor.paths.root, "pair")
+        group.give(supervisor.paths.name)
+        await bring_up(supervisor, fleet_plan([stub_server("a", faults=FULL)], sleep_group="pair"))
+        yield supervisor, group
+
+
+async def test_a_disk_that_takes_no_name_leaves_it_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(group: SleepGroup, fleet: str) -> None:
+        raise StateUnwritable("no space left on device")
+
+    async with awake(tmp_path) as (supervisor, group):
+        monkeypatch.setattr(SleepGroup, "give", full)
+        with pytest.raises(StateUnwritable):
+            await supervisor.sleep(HAND_OVER)
+        assert supervisor.replicas["a"].state == "ready"
+        assert group.awake() == supervisor.paths.name
+
+
+async def test_one_that_dies_while_requests_end_waits_until_its_fleet_may_be_awake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with awake(tmp_path) as (supervisor, group):
+        replica = supervisor.replicas["a"]
+
+        async def and_a_death(*_: object) -> None:
+            assert replica.process is not None
+            os.kill(replica.process.pid, signal.SIGKILL)
+            await eventually(lambda: replica.phase is Phase.ASLEEP)
+
+        monkeypatch.setattr(rollout, "drain_all", and_a_death)
+        await supervisor.sleep(HAND_OVER)
+        assert (group.awake(), replica.process, replica.row.sleep_level) == ("judge", None, 1)
+        with pytest.raises(ConflictError, match="judge is awake in sleep_group pair"):
+            await supervisor.wake(Wake())
+        group.give(supervisor.paths.name)
+        [outcome] = await supervisor.wake(Wake())
+        assert outcome.detail.endswith("will be awake when it is ready")
+        await eventually(lambda: replica.state == "ready")
+
+
+async def test_what_still_starts_is_waited_for(tmp_path: Path) -> None:
+    async with awake(tmp_path) as (supervisor, group):
+        replica = supervisor.replicas["a"]
+        await replica.stop()
+        replica.start()
+        await asyncio.sleep(0)
+        with pytest.raises(ConflictError, match="a of fleet stubs is starting"):
+            await supervisor.sleep(HAND_OVER)
+        assert group.awake() == supervisor.paths.name
