@@ -103,8 +103,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
             pair.fleet.run("down", "-f", f"{name}.yaml", "--drain-timeout", "0", expect=None)
 
 
-async def _meanwhile(pair: Pair, name: str, *command: str) -> list[int]:
-    """The status codes of requests to a fleet that run when a command begins, all to their end."""
+async def _meanwhile(pair: Pair, name: str, *command: str) -> list[str]:
+    """Why requests to a fleet ended that run when a command begins."""
     url, headers = await asyncio.to_thread(pair.client, name)
     body = {"model": f"{name}-model", "prompt": "abc", "max_tokens": 30}
     async with httpx.AsyncClient(timeout=60, headers=headers, trust_env=False) as http:
@@ -113,7 +113,8 @@ async def _meanwhile(pair: Pair, name: str, *command: str) -> list[int]:
         while await asyncio.to_thread(pair.running, name) < 6:
             pass
         await asyncio.to_thread(pair.run, *command)
-        return [answer.status_code for answer in await asyncio.gather(*asking)]
+        answers = await asyncio.gather(*asking)
+        return [a.raise_for_status().json()["choices"][0]["finish_reason"] for a in answers]
 
 
 async def test_up_and_switches_cut_no_request_and_each_model_answers_as_before(
@@ -121,14 +122,14 @@ async def test_up_and_switches_cut_no_request_and_each_model_answers_as_before(
 ) -> None:
     pair.up(POLICY)
     policy = pair.answer(POLICY)
-    assert await _meanwhile(pair, POLICY, "up", "-f", "judge.yaml") == [200] * 6
+    assert await _meanwhile(pair, POLICY, "up", "-f", "judge.yaml") == ["length"] * 6
     judge = pair.answer(JUDGE)
     assert judge != policy
     assert pair.ask(POLICY).status_code == 503
     assert pair.states(POLICY) == ["asleep"] * 2 and pair.hints(POLICY) == ["skyctl switch policy"]
-    assert await _meanwhile(pair, JUDGE, "switch", POLICY) == [200] * 6
+    assert await _meanwhile(pair, JUDGE, "switch", POLICY) == ["length"] * 6
     assert pair.answer(POLICY) == policy
-    assert await _meanwhile(pair, POLICY, "switch", JUDGE) == [200] * 6
+    assert await _meanwhile(pair, POLICY, "switch", JUDGE) == ["length"] * 6
     assert pair.answer(JUDGE) == judge
     listed = pair.fleet.json("ls")["data"]["fleets"]
     assert {(f["name"], f["state"], f["sleep_group"]) for f in listed} == {
@@ -174,6 +175,7 @@ def test_a_server_that_does_not_sleep_keeps_its_fleet_awake(pair: Pair) -> None:
         "up", "-f", "judge.yaml"
     )
     assert pair.states(POLICY) == ["ready"] * 2 and pair.answer(POLICY) == before
+    assert pair.status(POLICY)["sleep_group"]["awake"] == POLICY
     assert "there is no fleet named 'judge'" in pair.refused("switch", JUDGE)
 
 
