@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from tests.integration.conftest import needs_vllm
+from tests.integration.endpoints import PROMPT, TOKENS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
 from tests.integration.reference import answered
-from tests.integration.test_live import PROMPT, TOKENS
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.real, needs_vllm]

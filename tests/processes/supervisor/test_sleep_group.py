@@ -17,7 +17,7 @@ from skyctl.states import Phase
 from skyctl.store.sleep_groups import SleepGroup
 from skyctl.supervisor import rollout
 from skyctl.supervisor.resident import Supervisor
-from tests.processes.supervisor.test_resident import bring_up, supervising
+from tests.processes.supervisor.supervising import bring_up, supervising
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_server
 
 HAND_OVER = Sleep(hands_to="judge", timeout_s=5.0)
