@@ -167,16 +167,16 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     # a sleep that could not be put on record: resumed, it would run without its memory
     level = row.sleep_level or await sleep_level(actions.client, target, timeout_s)
     slept = max(1, level) if record.woken else 0
+    digest, label = record.digest or row.weights_digest, record.version
+    if record.half_updated:  # what a push before it had left may have been weighed
+        digest, label = row.weights_digest, row.weight_version or ""
     try:
         await release(
             server,
             stage=record.stage,
             thaw=record.thaw and not row.paused and not level,
-            # what a push before it had left half updated may have been weighed
-            digest=row.weights_digest
-            if record.half_updated
-            else record.digest or row.weights_digest,
-            label=record.version,
+            digest=digest,
+            label=label,
             timeout_s=timeout_s,
             slept=slept,
         )

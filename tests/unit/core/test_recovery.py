@@ -310,6 +310,20 @@ async def test_servers_whose_weights_are_gone_wait_for_the_next_push(actions: Ac
     assert report.detail.endswith("push or update again: skyctl sync-weights CKPT")
 
 
+async def test_one_that_has_them_whole_is_resumed_at_their_label(actions: Actions) -> None:
+    """A push had verified them and died before it labelled the server; the next one broke off."""
+    findings = leave(actions, "stub-0", half=True)
+    actions.push_error, actions.gone = "/new was written anew", True
+    server = VLLMServer(actions.client, actions.targets["stub-0"])
+    digest = (await weights_digest(server, timeout_s=5)).digest
+    actions.state.update_server("stub-0", weight_version="v1", weights_digest=digest)
+    actions.state.set_weights(FleetWeights("v1", "/fleet"))
+    engine = actions.stubs[0].engine
+    await engine.pause("keep")
+    assert outcomes(await recover(findings, actions)) == [("resume", True)]
+    assert (engine.weight_version, engine.paused) == ("v1", False)
+
+
 @pytest.mark.parametrize("readable", [True, False])
 async def test_on_a_full_disk_what_is_frozen_is_resumed_and_what_needs_a_push_waits(
     actions: Actions, readable: bool
