@@ -65,12 +65,14 @@ class FleetServers:
         self._freed = asyncio.Event()
         self._draining: str | None = None  # it takes no new users: another adapter gets its place
 
-    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+    async def complete(
+        self, body: Mapping[str, Any], weights: str | None, session: str
+    ) -> dict[str, Any]:
         """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
 
         async def ask() -> dict[str, Any]:
             try:
-                return await self.client.ask(COMPLETIONS, body)
+                return await self.client.ask(COMPLETIONS, body, session_id=session)
             except ServerError as error:
                 if error.status != 404 or body["model"] not in self._loaded:
                     raise

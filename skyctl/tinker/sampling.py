@@ -51,9 +51,12 @@ class Servers(Protocol):
     """The model name of requests to the base model."""
     context: int
 
-    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+    async def complete(
+        self, body: Mapping[str, Any], weights: str | None, session: str
+    ) -> dict[str, Any]:
         """The answer to a /v1/completions body, by servers whose own weights are those in this
-        directory; None: those that the fleet was given.
+        directory; None: those that the fleet was given. A router with a sticky policy sends a
+        session to the same server again.
 
         Raises:
             AdapterGone: `using` loads it again. ServerError: it was refused.
@@ -206,20 +209,24 @@ class Sampling:
         prompt = asyncio.create_task(self._about_prompt(sample, directory))
         try:
             adapter = (name, directory) if directory is not None and weights is None else None
-            answer = await self._answer(body, weights, adapter)
+            answer = await self._answer(body, weights, adapter, row["id"])
             return sample_response(sample, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _answer(
-        self, body: Mapping[str, Any], weights: str | None, adapter: tuple[str, str] | None
+        self,
+        body: Mapping[str, Any],
+        weights: str | None,
+        adapter: tuple[str, str] | None,
+        session: str,
     ) -> dict[str, Any]:
         """A completion with this adapter, which is loaded again if something else unloads it."""
         attempts = _ATTEMPTS
         while True:
             try:
                 async with self._servers.using(*adapter) if adapter else nullcontext():
-                    return await self._servers.complete(body, weights)
+                    return await self._servers.complete(body, weights, session)
             except AdapterGone:
                 attempts -= 1
                 if not attempts:

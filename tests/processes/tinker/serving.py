@@ -44,8 +44,10 @@ class FixedServers:
         with self._file.open("a") as file:
             file.write(json.dumps(what) + "\n")
 
-    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        self._note(complete=dict(body), weights=weights)
+    async def complete(
+        self, body: Mapping[str, Any], weights: str | None, session: str
+    ) -> dict[str, Any]:
+        self._note(complete=dict(body), weights=weights, session=session)
         if body["prompt"] == [13]:
             raise ServerError("no", status=400)
         if body["prompt"] == [14]:

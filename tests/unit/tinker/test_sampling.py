@@ -28,7 +28,9 @@ class Busy:
 
     base, context = "served", 64
 
-    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+    async def complete(
+        self, body: Mapping[str, Any], weights: str | None, session: str
+    ) -> dict[str, Any]:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -178,7 +180,8 @@ async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed
 
 async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None:
     class Client:
-        async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        async def ask(self, path: str, body: dict[str, Any], session_id: str) -> dict[str, Any]:
+            assert session_id == "s:sample:0:7"  # a sticky router's key
             if body["model"] not in fleet.loaded:
                 raise ServerError("the model does not exist", status=404)
             return {"model": body["model"]}
@@ -192,7 +195,7 @@ async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None
 
     async def sample() -> Any:
         async with servers.using("tinker-a", "/a"):
-            return await servers.complete({"model": "tinker-a"}, None)
+            return await servers.complete({"model": "tinker-a"}, None, "s:sample:0:7")
 
     assert await sample() == {"model": "tinker-a"}
     fleet.loaded.remove("tinker-a")  # skyctl adapters unload
@@ -202,7 +205,7 @@ async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None
     await servers.unload("tinker-a")
     assert fleet.loaded == []
     with pytest.raises(ServerError, match="does not exist"):
-        await servers.complete({"model": "tinker-a"}, None)
+        await servers.complete({"model": "tinker-a"}, None, "s:sample:0:7")
 
 
 async def test_a_fifth_sampler_waits_for_one_answer_of_four_busy_ones_and_a_delete_for_none() -> (
