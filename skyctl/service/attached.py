@@ -329,11 +329,10 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def findings(self) -> tuple[Finding, ...]:
-        from skyctl.service.attached_recovery import find, unrepaired_by_others
+        from skyctl.service.attached_recovery import find
 
         await self._servers.locate()
-        others = unrepaired_by_others(self._servers, self.server_locks)
-        servers = await find(self._servers, self._client, self.state, others)
+        servers = await find(self._servers, self._client, self.state, self.server_locks)
         return (*map(stopped, await asyncio.to_thread(self.arbiter.stopped)), *servers)
 
     async def recover(self, request: Recover = Recover()) -> tuple[Recovered, ...]:

@@ -47,12 +47,16 @@ def unrepaired_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[s
 
 
 async def find(
-    servers: AttachedServers, client: ControlClient, state: FleetState, others: Mapping[str, str]
+    servers: AttachedServers, client: ControlClient, state: FleetState, locks: ServerLocks
 ) -> tuple[Finding, ...]:
-    """What is wrong with each located server, observed now. `others` are those of
-    `unrepaired_by_others`.
-    """
+    """What is wrong with each located server, observed now."""
     seen = await observe(client, servers.targets)
+    servers.read_names()  # another command may have recorded others meanwhile, and their doubts
+    seen = [
+        replace(observed, server=target.name)
+        for observed, target in zip(seen, servers.targets, strict=True)
+    ]
+    others = unrepaired_by_others(servers, locks)
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
     judged = []
@@ -109,7 +113,7 @@ async def recover(
         urls = {name: target.url for name, target in own.items()}
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
         actions = _Actions(ref, own, client, state)
-        recovered = await carry_out(await find(servers, client, state, others), actions)
+        recovered = await carry_out(await find(servers, client, state, locks), actions)
         await _bring_to_adapters([*own.values()], client, state, ref.config.control_timeout_s)
         return tuple(
             replace(repair, ok=False, detail=others[repair.server])

@@ -81,7 +81,7 @@ class AttachedServers:
                     raise
                 self._located, self.not_found = frozen, error.message
             self._located_at = now
-        self._name()
+        self.read_names()
         return self.targets
 
     async def adopt(self, *, alone: bool) -> bool:
@@ -94,7 +94,7 @@ class AttachedServers:
         if self._recorded_already() and not suspects:
             return True
         with self._state.transaction():
-            self._name()  # another command may have recorded names meanwhile
+            self.read_names()  # another command may have recorded names meanwhile
             if self._naming.renamed and not alone:
                 return False
             record_names(self._state, self._naming)
@@ -104,7 +104,7 @@ class AttachedServers:
                     put_in_doubt(
                         self._state, {target.name: replace(suspect.record, server=target.name)}
                     )
-            self._name()
+            self.read_names()
         return True
 
     async def suspects(self, observed: Sequence[Observed] | None = None) -> dict[str, Suspect]:
@@ -140,6 +140,20 @@ class AttachedServers:
             if (state := states[target.name])
         }
 
+    def read_names(self) -> None:
+        """Name the servers that were located, by what is recorded now."""
+        self._recorded = self._state.servers()
+        recorded = {row.name: row.url for row in self._recorded}
+        self._naming = name_servers(self._ref.name, self._located, recorded)
+        engine = self._ref.config.engine
+        # a control token is that of a guard, which knows whose freeze it is
+        guarded = self._ref.config.control_token_env is not None
+        holder = self._state.holder if guarded else ""
+        self.targets = tuple(
+            ServerTarget(name, url, self._token, engine, self._key, holder)
+            for name, url in self._naming.servers
+        )
+
     def rows(self) -> dict[str, ServerRow]:
         """The intended state of every server, recorded or located, by name."""
         rows = {self._naming.now(row.name): row for row in self._recorded}
@@ -173,17 +187,3 @@ class AttachedServers:
     def _recorded_already(self) -> bool:
         urls = {name: normalized(url) for name, url in self._naming.servers}
         return {row.name: row.url for row in self._recorded if row.located} == urls
-
-    def _name(self) -> None:
-        """Name the servers that were located, by what is recorded now."""
-        self._recorded = self._state.servers()
-        recorded = {row.name: row.url for row in self._recorded}
-        self._naming = name_servers(self._ref.name, self._located, recorded)
-        engine = self._ref.config.engine
-        # a control token is that of a guard, which knows whose freeze it is
-        guarded = self._ref.config.control_token_env is not None
-        holder = self._state.holder if guarded else ""
-        self.targets = tuple(
-            ServerTarget(name, url, self._token, engine, self._key, holder)
-            for name, url in self._naming.servers
-        )

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from skyctl.core import observation
+from skyctl.core.observation import Observed
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
+from skyctl.service import attached_recovery
 from tests.unit.service.attached_stubs import Servers, break_off, servers
 
 __all__ = ["servers"]
@@ -101,3 +104,20 @@ async def test_a_server_that_left_and_returns_has_its_own_record(servers: Server
         outcomes = {row.server: row for row in await fleet.resume()}
         assert list(outcomes) == ["far-2", "far-1", "far-0"]
         assert outcomes["far-0"].detail == "" and outcomes["far-1"].status == "skipped"
+
+
+async def test_what_is_recorded_while_servers_are_observed_is_judged_by_its_own_record(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command records a server, and that a push left it half loaded."""
+    async with servers.fleet(servers.urls[:1]) as fleet, servers.fleet(servers.urls[:2]) as other:
+        await fleet.resume()
+
+        async def observe(*arguments: Any) -> list[Observed]:
+            found = await observation.observe(*arguments)
+            await break_off(servers, other, 1, "far-1")
+            return found
+
+        monkeypatch.setattr(attached_recovery, "observe", observe)
+        found = {row.server: row.condition for row in await fleet.findings()}
+        assert found == {"far-0": "healthy", "far-1": "unreachable"}
