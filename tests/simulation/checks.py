@@ -142,6 +142,8 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
         if found := serves(world, engine):
             if not thawed_by_stranger(engine):
                 world.violate(found)
+            elif engine.busy_until > world.loop.now:
+                world.excused += 1  # nobody can pause an engine that does not answer
             elif engine.thawed_at < world.recovery_looked_at[engine.url]:
                 world.violate(f"{found}: another program thawed it, and recovery has seen that")
         if not engine.serving and down:

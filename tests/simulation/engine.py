@@ -186,7 +186,7 @@ class Engine:
         self.loading_by: Process | None = None  # from the start of its session to the label
         self.answered = False  # in that time
         self.looked_at = 0.0  # by its loader, whether it is paused and has generated
-        self.seen_at = 0.0  # by any of ours
+        self.seen_at = 0.0  # by any of ours but a push, of which the fleet's recovery knows nothing
         self.thawed_at = 0.0
         self.meddled_at = 0.0  # thawed by another program
         self.unseen = False  # that was after the last look
@@ -246,10 +246,14 @@ class Engine:
             if not passing.passes:
                 self._watch(self, f"refuses {path} of {caller}")
                 return
-        self._act(request, caller, answer)
+        self._act(request, caller, answer, lambda: reply.heard)
 
     def _act(
-        self, request: Request, caller: Process | None, reply: Callable[[int, bytes], None]
+        self,
+        request: Request,
+        caller: Process | None,
+        reply: Callable[[int, bytes], None],
+        heard: Callable[[], bool],
     ) -> None:
         """Answer a request, once all that came before it are answered."""
         path, _, query = request.path.partition("?")
@@ -280,6 +284,9 @@ class Engine:
             if answer is None:
                 reply(404, b'{"detail": "Not Found"}')
             else:
+                pushes = caller is not None and caller.label.startswith("push")
+                if path == "/is_paused" and heard() and not pushes:
+                    self.seen_at = loop.now
                 reply(200, body(answer))
 
         def drained() -> None:
@@ -334,7 +341,6 @@ class Engine:
     def _is_paused(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         if caller is self.loading_by:
             self.looked_at = self._loop.now
-        self.seen_at = self._loop.now
         return {"is_paused": self.paused}
 
     def _is_sleeping(self, *_: Any) -> Any:

@@ -154,6 +154,11 @@ class Reply:
         else:
             loop.call_later(back, self._succeed, Answer(status, "", {}, body))
 
+    @property
+    def heard(self) -> bool:
+        """Whether an answer now reaches its caller."""
+        return not (self.lost or self.reset_after or self.gone())
+
     def gone(self) -> bool:
         """Whether its caller has hung up."""
         return self.future.done() or (self.caller is not None and self.caller.dead)
