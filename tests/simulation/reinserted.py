@@ -235,6 +235,7 @@ DEFECTS: dict[str, Defect] = {
         "attached",
         {
             "skyctl.core.recovery.sleep_level": _awake,
+            "skyctl.core.observation.sleep_level": _awake,
             "skyctl.core.verbs._put_sleep_on_record": _nothing_found,
         },
     ),
