@@ -90,6 +90,11 @@ class Turn:
         """The locks of the servers that are acted on, which are released with the turn."""
         self._claim = claim
 
+    @property
+    def keeps_others_out(self) -> bool:
+        """Whether no other fleet can begin to act on the servers before it is released."""
+        return self._claim is None or self._claim.complete
+
     async def after_late_requests(self) -> None:
         """Wait until no request of a holder that died can reach a server any more."""
         after_death = [lock for lock in self._locks() if lock.after_death]

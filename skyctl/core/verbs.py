@@ -34,9 +34,11 @@ async def run(
     state: FleetState,
     timeout_s: float,
     device: str = "",
+    undoes: bool = True,
 ) -> Outcomes:
     """Pause, resume, put to sleep or wake these servers, each within `timeout_s` unless the request
-    has its own deadline.
+    has its own deadline. Unless it `undoes`, a pause that fails resumes no server: another fleet
+    may have begun to push into it.
 
     Returns one outcome per target, in their order; servers for which the verb is pointless are
     skipped and say why.
@@ -47,6 +49,8 @@ async def run(
         StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
     """
     timeout_s = request.timeout_s or timeout_s
+    if isinstance(request, Pause) and not undoes:
+        request = replace(request, keep_partial=True)
     recorded = {row.name: row for row in state.servers()}
     rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
     if isinstance(request, Resume | Wake):

@@ -155,13 +155,14 @@ class AttachedFleet(RecordedFleet):
         thaws = isinstance(request, Resume | Wake)
         act = Act.of_verb(request.verb)
         activity = f"skyctl {request.verb}"
-        with await self._turn(act, activity, or_frozen=thaws, servers=request.servers):
+        with await self._turn(act, activity, or_frozen=thaws, servers=request.servers) as turn:
             outcomes = await verbs.run(
                 request,
                 self._named(request.servers),
                 client=self._client,
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
+                undoes=turn.keeps_others_out,
             )
         if not (not_found := self._servers.not_found):
             return outcomes

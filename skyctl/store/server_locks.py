@@ -75,6 +75,7 @@ class ServerLocks(Locks):
                 except StateUnwritable:
                     if pushes:
                         raise
+                    claim.complete = False
                     continue  # a push makes the file: without it none is under way
                 claim.locks[name] = lock
                 self._refuse_unrepaired(lock)
@@ -154,6 +155,7 @@ class ServerClaim:
 
     def __init__(self, locks: dict[str, Lock], doubts: Callable[[], Collection[str]]) -> None:
         self.locks = locks
+        self.complete = True  # False: there was no room for a lock, and a push may begin meanwhile
         self._doubts = doubts
 
     def release(self) -> None:

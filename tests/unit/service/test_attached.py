@@ -15,11 +15,19 @@ from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.recovery import clear
 from skyctl.core.requests import Pause, Resume, Sleep, Wake
-from skyctl.errors import ConflictError, NotFoundError, ServerError, UsageError, WeightsGone
+from skyctl.errors import (
+    ConflictError,
+    NotFoundError,
+    ServerError,
+    StateUnwritable,
+    UsageError,
+    WeightsGone,
+)
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
+from skyctl.store import locks
 from skyctl.store.in_doubt import InDoubt, in_doubt, leave_to_next_push, put_in_doubt, touch
 from skyctl.store.journal import JobEvent
 from skyctl.store.paths import fleet_paths
@@ -42,6 +50,25 @@ async def test_verbs_change_the_servers_and_status_sees_it(
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
         await fleet.resume(Resume(servers=("far-1",)))
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
+
+
+def no_room(path: Path, flags: int = 0) -> int:
+    raise StateUnwritable(f"cannot open {path}: No space left on device")
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_a_pause_that_fails_thaws_no_server_that_another_fleet_may_push_to_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """A disk without room for the locks of servers keeps nobody from a pause, nor, once it has
+    room, another fleet from a push."""
+    async with attached(tmp_path, monkeypatch, *(stubs := (StubServer(), StubServer()))) as fleet:
+        stubs[1].asgi.faults["/pause"] = Fault("status")
+        if full:
+            monkeypatch.setattr(locks, "create_private_file", no_room)
+        outcomes = await fleet.pause(Pause(mode="keep", clear_cache=False))
+        assert [str(row.status) for row in outcomes] == ["ok" if full else "rolled-back", "failed"]
+        assert stubs[0].engine.paused == fleet.state.server("far-0").paused == full
 
 
 @pytest.mark.parametrize("answers", [True, False])
