@@ -52,7 +52,18 @@ async def bring_to_weights(replica: Replica, running: RunningFleet) -> None:
 
 
 async def push_alone(replica: Replica, running: RunningFleet) -> None:
-    """Push the fleet's weights into this server. Raises SkyctlError."""
+    """Push the fleet's weights into this server, unless another call just did. Raises SkyctlError.
+
+    A recovery may want to bring a server that has ended meanwhile and is brought by its own start.
+    """
+    under_way = replica.pushed_alone.locked()
+    async with replica.pushed_alone:
+        doubted = replica.name in in_doubt(running.state)
+        if not (under_way and not doubted and is_current(running.state, replica)):
+            await _push_alone(replica, running)
+
+
+async def _push_alone(replica: Replica, running: RunningFleet) -> None:
     from skyctl.push.transaction import push
 
     state, plan = running.state, running.require_plan()

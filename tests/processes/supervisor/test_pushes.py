@@ -28,6 +28,7 @@ from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt
 from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.weights import push_alone
 from tests.processes.supervisor.supervising import bring_up, pid_of, routed, states, supervising
 from tests.unit.supervisor.fleets import (
     command_server,
@@ -191,6 +192,24 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
         push.gate.set()
         await eventually(lambda: routed(supervisor) == {"a", "b"})
         assert supervisor.replicas["a"].row.weight_version == "v1"
+
+
+async def test_a_replica_is_not_pushed_to_by_its_start_and_by_a_recovery_at_once(
+    tmp_path: Path, push: FakePush, checkpoint: object
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.push_job is None)
+        push.gate.clear()
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: len(push.calls) == 2)
+        again = asyncio.create_task(push_alone(supervisor.replicas["a"], supervisor))
+        await asyncio.sleep(0.1)
+        assert len(push.calls) == 2
+        push.gate.set()
+        await again
+        assert len(push.calls) == 2, "the server has the fleet's weights by then"
 
 
 async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
