@@ -11,6 +11,8 @@ from datetime import datetime
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 _LONGEST = 64  # in characters; keeps float() finite
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)([smhd])$")
+LEAST_STAGE_RATE = 10_000_000
+"""Bytes per second: with less, a sender's deadlines would have to be hours."""
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 

@@ -26,9 +26,8 @@ from skyctl.adapters.forms import not_lora, refuse_config, same_name
 from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import in_short
 from skyctl.checkpoints.configs import Difference, compare_configs
-from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
-from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json
+from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json, safetensors_name
 from skyctl.checkpoints.live import (
     NamedTensors,
     RunningModel,

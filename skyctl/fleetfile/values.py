@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from skyctl.errors import UsageError
 from skyctl.plugins import Plugins
 from skyctl.store.paths import expanded
-from skyctl.units import parse_bytes
+from skyctl.units import LEAST_STAGE_RATE, parse_bytes
 
 
 def whole_number(value: Any) -> Any:
@@ -87,8 +87,6 @@ ByteSize = Annotated[
     BeforeValidator(parse_bytes),
     WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
 ]
-LEAST_STAGE_RATE = 10_000_000
-"""Bytes per second: with less, a sender's deadlines would have to be hours."""
 StageRate = Annotated[
     int,
     Field(ge=LEAST_STAGE_RATE),

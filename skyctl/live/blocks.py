@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.checkpoints.dtypes import DTYPE_BITS, safetensors_name
+from skyctl.checkpoints.header import DTYPE_BITS, safetensors_name
 from skyctl.errors import PreflightError
 from skyctl.units import count_of
 

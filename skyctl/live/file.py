@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.dtypes import DTYPE_BITS, safetensors_name, torch_name
+from skyctl.checkpoints.header import DTYPE_BITS, safetensors_name, torch_name
 from skyctl.checkpoints.live import (
     HEADER_BYTES,
     NamedTensors,

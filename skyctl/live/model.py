@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyctl.checkpoints.dtypes import safetensors_name
+from skyctl.checkpoints.header import safetensors_name
 from skyctl.errors import PreflightError, UsageError
 from skyctl.live.blocks import Block, Box, Target
 

@@ -18,7 +18,7 @@ from functools import cache, cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from skyctl.checkpoints.dtypes import DTYPE_BITS, safetensors_name
+from skyctl.checkpoints.header import DTYPE_BITS, safetensors_name
 from skyctl.errors import PreflightError
 from skyctl.live.blocks import Block, Box
 from skyctl.live.runs import overlap, span, split

@@ -12,10 +12,8 @@ from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.fit import check_fit
-from skyctl.push.live_way import LiveWay
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_way import refuse_readers, refuse_stage, refuse_stage_rate, sender_way
-from skyctl.push.senderless_delivery import DiskWay, TrainerWay
 from skyctl.push.server_facts import (
     ServerFacts,
     ask_servers,
@@ -142,17 +140,19 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
     """
     request, fleet, source = question.request, question.fleet, question.source
     if source.trainer is not None:
+        from skyctl.push.senderless_delivery import TrainerWay
+
         _refuse_spanning("a trainer's sender", fleet)
         return TrainerWay(source.trainer, question.facts, fleet), []
     if source.live is not None:
+        from skyctl.push.live_way import LiveWay
+
         _refuse_spanning("a trainer's memory", fleet)
         return LiveWay(source.live, fleet), []
     _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
     if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):
-        return DiskWay(
-            "the servers read the trainer's file in memory themselves", source, fleet
-        ), []
+        return _by_disk("the servers read the trainer's file in memory themselves", question), []
     choice = choose(request.transport, fleet.transport, question.facts, nodes=len(nodes))
     refuse_stage(request, choice.name)
     if choice.name != "disk":
@@ -160,7 +160,13 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
     refuse_readers(fleet, choice.name)
     refuse_stage_rate(request, choice.name)
     refuse_dummy(question.facts)
-    return DiskWay(choice.reason, source, fleet), []
+    return _by_disk(choice.reason, question), []
+
+
+def _by_disk(reason: str, question: Question) -> Way:
+    from skyctl.push.senderless_delivery import DiskWay
+
+    return DiskWay(reason, question.source, question.fleet)
 
 
 def _on_cpu(fleet: PushFleet) -> bool:

@@ -22,8 +22,7 @@ from skyctl.checkpoints.compat import (
     read_running,
     reference,
 )
-from skyctl.checkpoints.dtypes import torch_name
-from skyctl.checkpoints.header import read_json, read_plain, remembered
+from skyctl.checkpoints.header import read_json, read_plain, remembered, torch_name
 from skyctl.engines.base import lacks_method
 from skyctl.errors import ServerError
 from skyctl.push.request import PushFleet, PushRequest

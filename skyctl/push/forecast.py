@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from skyctl.transfer.gpu_memory import PINNED_BYTES, SHARE_OF_FREE, fits_whole
+from skyctl.transfer.reader import PINNED_BYTES, SHARE_OF_FREE, fits_whole
 from skyctl.units import format_bytes, format_rate
 
 Stage = Literal["auto", "gpu", "host", "stream"]

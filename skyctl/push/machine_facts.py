@@ -14,7 +14,6 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
-from skyctl.launch.remote.session import FACTS_TIMEOUT_S, ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.layouts import LayoutChoice
 from skyctl.push.request import PushFleet, PushRequest, PushServer
@@ -88,6 +87,8 @@ async def _gpus_of(node: Node | None) -> tuple[int, ...]:
         if node is None:
             _gpus_by_node[node] = await asyncio.to_thread(_gpus_of_this_machine)
         else:
+            from skyctl.launch.remote.session import FACTS_TIMEOUT_S, ask
+
             answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
             _gpus_by_node[node] = tuple(gpu["index"] for gpu in answer["gpus"])
     return _gpus_by_node[node]

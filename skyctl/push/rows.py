@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
-from skyctl.checkpoints.header import Tensor
+from skyctl.checkpoints.header import DTYPE_BITS, Tensor, torch_name
 from skyctl.wire.messages import ROW_WIDTH, RowAnswer, RowQuestion, row_number
 
 _PER_KIND = 2

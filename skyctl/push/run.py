@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from skyctl.errors import PushError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.push.canary import CanaryResult
 from skyctl.push.check import Checked
 from skyctl.push.request import CarefulObserver, PushFleet, PushRequest, PushResult
 from skyctl.push.servers import Holds, PushedServer
@@ -19,6 +18,9 @@ from skyctl.states import PushStage, PushState
 from skyctl.store.expected import Learned
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import count_of
+
+if TYPE_CHECKING:
+    from skyctl.push.canary import CanaryResult
 
 T = TypeVar("T")
 

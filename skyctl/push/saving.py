@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.dtypes import DTYPE_BITS, safetensors_name, torch_name
+from skyctl.checkpoints.header import DTYPE_BITS, safetensors_name, torch_name
 from skyctl.checkpoints.live import RunningModel, in_thread
 from skyctl.engines.base import Server, lacks_method
 from skyctl.errors import PreflightError, ServerError

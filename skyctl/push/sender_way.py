@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from skyctl.checkpoints.header import remembered
 from skyctl.errors import PreflightError
-from skyctl.fleetfile.values import LEAST_STAGE_RATE
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import available_memory
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.forecast import refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
-from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.server_facts import (
@@ -32,7 +30,7 @@ from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports import Choice, load_transport
 from skyctl.transfer.transports.base import Transport
-from skyctl.units import format_bytes
+from skyctl.units import LEAST_STAGE_RATE, format_bytes
 
 _plans: dict[tuple[object, ...], ChunkPlan] = {}
 """The latest plans, by what they follow from. A sender that has just got one knows it again."""
@@ -155,6 +153,8 @@ class SenderWay:
         nodes = dict.fromkeys(server.node for server in self.fleet.servers)
         if set(nodes) == {None} or self.transport.collective:
             return deliver(senders=senders)
+        from skyctl.push.machines_delivery import MachinesDelivery
+
         parts = {node: deliver(senders=senders) for node in nodes}
         # a second attempt is inside the freeze, where no machine waits for another
         return MachinesDelivery(parts, one_reader=self.fleet.one_reader and not by_loader)

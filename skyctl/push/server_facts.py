@@ -16,7 +16,7 @@ from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.request import PushFleet, PushServer
-from skyctl.transfer.nccl_settings import shared
+from skyctl.transfer.sender_client import shared_settings
 from skyctl.wire.worker import WorkerMethod
 
 _NCCL_TIMEOUT_S = 30.0
@@ -261,13 +261,15 @@ def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
 
 
 def common_nccl_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
-    """NCCL's variables that all servers share (`transfer/nccl_settings.py`); None if no server
+    """NCCL's variables that all servers share (`transfer/sender_client.py`); None if no server
     reports them.
 
     Raises:
         PreflightError: servers differ, so their group would hang.
     """
-    reported = [(f.name, shared(f.nccl_settings)) for f in facts if f.nccl_settings is not None]
+    reported = [
+        (f.name, shared_settings(f.nccl_settings)) for f in facts if f.nccl_settings is not None
+    ]
     if not reported:
         return None
     (first, settings), *others = reported

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.header import Tensor
 from skyctl.errors import NotFoundError, PreflightError, UsageError, WeightsGone
-from skyctl.live.offer import Live
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, read_rows
-from skyctl.push.trainer import Trainer
 from skyctl.transfer.reader import ShardFiles
 
 if TYPE_CHECKING:
+    from skyctl.live.offer import Live
+    from skyctl.push.trainer import Trainer
     from skyctl.store.journal import PushRecord
     from skyctl.store.kept_weights import KeptWeights
 

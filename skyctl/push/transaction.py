@@ -53,7 +53,6 @@ from skyctl.push.run import (
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.servers import alive, responsive
 from skyctl.push.tracing import traced
-from skyctl.push.trial import accept
 from skyctl.push.verify import launch_digests
 from skyctl.push.way import Delivery
 from skyctl.states import PushStage, PushState
@@ -111,7 +110,10 @@ async def carry_out(run: Run) -> PushResult:
             frozen = await freeze(run, staging)
             delivered = await deliver(run, frozen)
             verified = await verify(run, delivered)
-            await accept(run, verified, push_back=carry_out)
+            if run.request.canary is not None:
+                from skyctl.push.trial import accept
+
+                await accept(run, verified, push_back=carry_out)
             return await publish(run, verified)
     except BaseException as error:
         failure = cut_short(run, checked.servers, error)

@@ -30,13 +30,11 @@ Transaction = Callable[[Run], Awaitable[PushResult]]
 
 
 async def accept(run: Run, verified: Verified, *, push_back: Transaction) -> None:
-    """Try the new weights, if the request has a canary.
+    """Try the new weights by the prompts of the request.
 
     Raises:
         CanaryFailed: an answer is not as expected; the weights before were pushed back.
     """
-    if run.request.canary is None:
-        return
     servers = verified.checked.servers
     with run.stage(PushStage.CANARY):
         run.canary = await try_canary(run, servers)

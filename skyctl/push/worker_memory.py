@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from skyctl.transfer.gpu_memory import BATCH_BYTES, fits_whole
 from skyctl.transfer.plan import ChunkPlan, module_of
+from skyctl.transfer.reader import BATCH_BYTES, fits_whole
 from skyctl.wire.layouts import Copy, Program
 
 MIB = 1 << 20

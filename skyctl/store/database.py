@@ -25,9 +25,9 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.owned import after_fork_in_child
-from skyctl.store.paths import place_private_file, private_directory
+from skyctl.store.paths import advice, place_private_file, private_directory
 from skyctl.store.schema import create_tables, roll_back
-from skyctl.store.unrecorded import LOST, Unrecorded, advice
+from skyctl.store.unrecorded import LOST, Unrecorded
 
 RETRY_S = 2.0
 """How often a write checks whether the file can be written again."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from skyctl.errors import SkyctlError, StateUnwritable, UsageError
 from skyctl.store.owned import FileLock
-from skyctl.store.unrecorded import advice
 
 # a disk that is full, read-only, failing or not ours; no disk at all
 _DISK = (
@@ -377,3 +376,10 @@ def _short(path: Path, suffix: str) -> Path:
 def fleet_paths(name: str, environ: Mapping[str, str] | None = None) -> FleetPaths:
     """Paths of the fleet `name` under this user's state root."""
     return FleetPaths(state_root(environ), name)
+
+
+def advice(path: Path, reason: str) -> str:
+    """What to do about a state file that cannot be written because of `reason`."""
+    if "full" in reason or "No space" in reason or "quota" in reason:
+        return f"free space at {path.parent}"
+    return f"make {path.parent} writable, or point SKYCTL_HOME elsewhere"

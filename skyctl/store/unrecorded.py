@@ -27,10 +27,3 @@ class Unrecorded:
 
 LOST: list[Unrecorded] = []
 """What this process gave up when it closed its state files."""
-
-
-def advice(path: Path, reason: str) -> str:
-    """What to do about a state file that cannot be written because of `reason`."""
-    if "full" in reason or "No space" in reason or "quota" in reason:
-        return f"free space at {path.parent}"
-    return f"make {path.parent} writable, or point SKYCTL_HOME elsewhere"

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
-from skyctl.checkpoints.header import Tensor
+from skyctl.checkpoints.header import DTYPE_BITS, Tensor, torch_name
 from skyctl.errors import PreflightError
 from skyctl.wire.layouts import (
     Copy,

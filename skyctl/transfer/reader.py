@@ -26,6 +26,24 @@ from skyctl.checkpoints.header import (
 )
 from skyctl.errors import PreflightError
 
+# on GPUs
+SHARE_OF_FREE = 0.9
+"""The share of a GPU's free memory that a sender may take."""
+BATCH_BYTES = 256 * 1024 * 1024
+"""Parameters are numbered together up to this size."""
+PIECE_BYTES = 5 * 1024 * 1024
+THREADS = 12
+DEPTH = 2
+PINNED_BYTES = THREADS * DEPTH * PIECE_BYTES
+"""Pinned host memory of a reader with all its threads."""
+
+
+def fits_whole(whole: int, free: int, reserve: int) -> bool:
+    """Whether a checkpoint fits on a GPU with `free` bytes, of which servers that load it there
+    take `reserve`.
+    """
+    return whole <= (free - reserve) * SHARE_OF_FREE
+
 
 class Pace:
     """Bytes per second over all threads of a process, until lifted; None: no limit.

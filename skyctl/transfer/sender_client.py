@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +16,7 @@ from skyctl.checkpoints.finite import may_be_not_finite
 from skyctl.children import child_environment
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import A_GPU, Node
-from skyctl.launch.remote.session import command_on, connection_environment
 from skyctl.store.owned import own_stdin
-from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
 from skyctl.transfer.reader import Filled
 from skyctl.wire.layouts import Program
@@ -30,6 +29,13 @@ _FINAL = ("CheckpointChanged", "NotFinite")
 _RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the current directory
 _ENVIRONMENT_THERE = ("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID")
 _EVENT = b'{"event"'
+_NCCL_NAME = re.compile("NCCL_[A-Z0-9_]+")
+_NCCL_OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE", "NCCL_HOSTID")
+"""Prefixes of variables that may differ between processes."""
+_NCCL_FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
+"""Parts of the names of variables that make NCCL load or write a file: a server that another user
+started must not choose files for our sender.
+"""
 
 
 class SenderFailed(SkyctlError):
@@ -52,11 +58,35 @@ class Opened:
     shown: Mapping[str, Any] | None = None
 
 
+def shared_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """NCCL's variables of an environment that all ranks of a group must share; no files.
+
+    Ranks never reconcile them: a group whose members differ in the protocol or the number of
+    channels hangs in its first broadcast. Servers get them from the fleet file's `env:`, and from
+    vLLM, which sets a dozen if VLLM_BATCH_INVARIANT is on; the sender adopts the servers'.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if _NCCL_NAME.fullmatch(name)
+        and value.isprintable()
+        and not name.startswith(_NCCL_OWN)
+        and not any(part in name for part in _NCCL_FILES)
+        and "/" not in value
+    }
+
+
+def applied_settings(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """An environment with these settings in place of its own."""
+    own = shared_settings(environment)  # variables that name files stay as they are
+    return {name: value for name, value in environment.items() if name not in own} | dict(settings)
+
+
 def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
     environment = child_environment({"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
     # it is given GPUs by nvidia-smi's numbers, which this variable would renumber
     environment.pop("CUDA_VISIBLE_DEVICES", None)
-    return environment if nccl_settings is None else applied(environment, nccl_settings)
+    return environment if nccl_settings is None else applied_settings(environment, nccl_settings)
 
 
 def _piece(placed: Placed, *, scan: bool) -> tuple[int, int, int, int, str]:
@@ -97,6 +127,8 @@ class SenderProcess:
         argv = [python or sys.executable, *_RUN]
         environment = _environment(nccl_settings)
         if node is not None:
+            from skyctl.launch.remote.session import command_on, connection_environment
+
             settings = [f"{name}={value}" for name, value in (nccl_settings or {}).items()]
             # Ray shows it the GPU that it has given; others are numbered as nvidia-smi does
             env = ["env", *([] if node.target == A_GPU else ["-u", "CUDA_VISIBLE_DEVICES"])]

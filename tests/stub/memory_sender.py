@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
-from skyctl.checkpoints.dtypes import torch_name
+from skyctl.checkpoints.header import torch_name
 from skyctl.wire.messages import ChunkUpdate, ReceiverInit
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.dtypes import DTYPE_BITS, torch_name
+from skyctl.checkpoints.header import DTYPE_BITS, torch_name
 from skyctl.errors import SkyctlError
 from skyctl.wire.messages import (
     ReadTensor,

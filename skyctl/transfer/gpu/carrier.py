@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyctl.checkpoints.dtypes import torch_name
+from skyctl.checkpoints.header import torch_name
 from skyctl.transfer.carrier import GpuCarrier, Reading
 from skyctl.transfer.gpu.devices import (
     MirroredSlots,
@@ -23,8 +23,7 @@ from skyctl.transfer.gpu.devices import (
 from skyctl.transfer.gpu.numbering import Numbering
 from skyctl.transfer.gpu.reader import DeviceReader, Read, ReadBatch, Span, cut
 from skyctl.transfer.gpu.relay import Relay
-from skyctl.transfer.gpu_memory import THREADS, fits_whole
-from skyctl.transfer.reader import Filled, Pace, Piece, ShardFiles, SlotTurns
+from skyctl.transfer.reader import THREADS, Filled, Pace, Piece, ShardFiles, SlotTurns, fits_whole
 from skyctl.wire.layouts import Program
 
 if TYPE_CHECKING:

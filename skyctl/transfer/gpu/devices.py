@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.transfer.gpu_memory import SHARE_OF_FREE, fits_whole
+from skyctl.transfer.reader import SHARE_OF_FREE, fits_whole
 
 
 def uuid_of(device: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from skyctl.transfer.gpu_memory import BATCH_BYTES
+from skyctl.transfer.reader import BATCH_BYTES
 from skyctl.wire.layouts import Copy, Program
 
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from skyctl.transfer.gpu_memory import DEPTH, PIECE_BYTES, THREADS
-from skyctl.transfer.reader import Pace
+from skyctl.transfer.reader import DEPTH, PIECE_BYTES, THREADS, Pace
 
 _HOST_TO_DEVICE, _EVENT_DISABLE_TIMING, _NOT_READY = 1, 2, 600  # CUDA's
 

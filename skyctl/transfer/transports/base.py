@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from skyctl.checkpoints.dtypes import torch_name
+from skyctl.checkpoints.header import torch_name
 from skyctl.engines.dialect import Dialect, TensorHeaders
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
 from skyctl.transfer.reader import Filled

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.dtypes import DTYPE_BITS
+from skyctl.checkpoints.header import DTYPE_BITS
 
 CONFIG = {
     "architectures": ["TinyForCausalLM"],

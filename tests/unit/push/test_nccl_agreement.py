@@ -17,7 +17,7 @@ from skyctl.push.server_facts import (
     nccl_pace_notes,
     refuse_shared_gpus,
 )
-from skyctl.transfer.nccl_settings import applied
+from skyctl.transfer.sender_client import applied_settings
 
 
 def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
@@ -49,7 +49,7 @@ def test_what_servers_share_is_taken_and_what_is_their_own_is_not() -> None:
 def test_no_server_makes_the_sender_load_or_write_a_file(name: str) -> None:
     assert common_nccl_settings([fact("a", {name: "/tmp/theirs.so", "LD_PRELOAD": "x"})]) == {}
     assert common_nccl_settings([fact("a", {"NCCL_A=B": "x", "NCCL_ALGO": "a\0b"})]) == {}
-    assert applied({"NCCL_NET_PLUGIN": "ours"}, {}) == {"NCCL_NET_PLUGIN": "ours"}
+    assert applied_settings({"NCCL_NET_PLUGIN": "ours"}, {}) == {"NCCL_NET_PLUGIN": "ours"}
 
 
 def test_servers_without_any_ask_for_none() -> None:
@@ -68,7 +68,7 @@ def test_servers_that_differ_are_refused_with_where() -> None:
 
 def test_an_environment_gets_these_settings_and_no_others() -> None:
     before = {"PATH": "/bin", "NCCL_ALGO": "tree", "NCCL_DEBUG": "WARN"}
-    now = applied(before, {"NCCL_PROTO": "Simple"})
+    now = applied_settings(before, {"NCCL_PROTO": "Simple"})
     assert now == {"PATH": "/bin", "NCCL_DEBUG": "WARN", "NCCL_PROTO": "Simple"}
 
 

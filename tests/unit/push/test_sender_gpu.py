@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return {"gpus": [{"index": 0}, {"index": 1}]}
 
     monkeypatch.setattr(machine_facts, "_gpus_by_node", {})
-    monkeypatch.setattr(machine_facts, "ask", ask)
+    monkeypatch.setattr("skyctl.launch.remote.session.ask", ask)
     monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0,))
     return found
 

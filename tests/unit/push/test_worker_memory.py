@@ -18,7 +18,6 @@ from skyctl.push.worker_memory import (
     numbering_bytes,
     worker_bytes,
 )
-from skyctl.transfer.gpu_memory import BATCH_BYTES
 from skyctl.transfer.plan import (
     ChunkPlan,
     module_of,
@@ -26,6 +25,7 @@ from skyctl.transfer.plan import (
     plan_chunks,
     program_for,
 )
+from skyctl.transfer.reader import BATCH_BYTES
 from skyctl.wire.layouts import (
     Copy,
     LayoutReport,

@@ -11,8 +11,8 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.request import PushFleet
 from skyctl.push.worker_memory import worker_bytes
-from skyctl.transfer.gpu_memory import BATCH_BYTES
 from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.reader import BATCH_BYTES
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.nccl import NcclTransport
 from skyctl.wire.layouts import Copy, Program
