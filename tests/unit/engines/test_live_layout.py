@@ -40,10 +40,11 @@ class Trainer:
     def numbers(self, plan: WorkerPlan) -> dict[str, int]:
         from skyctl.live.sums import Summer, added
 
+        rows = plan.rows_by_rank()
         return added(
             plan.parameters,
             [
-                Summer(plan.parameters, plan.rows_of(rank), exports).sum(exports)
+                Summer(plan.parameters, rows[rank], exports).sum(exports)
                 for rank, exports in enumerate(self.exports)
             ],
         )
