@@ -228,7 +228,7 @@ _skyctl() {
                 --watch) _skyctl_files; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
                 --rolling) true; return ;;
-                --canary) _skyctl_files; return ;;
+                --trial) _skyctl_files; return ;;
                 --sleep-after) true; return ;;
                 --scan-nan|--no-scan) true; return ;;
                 --allow-config) true; return ;;
@@ -238,7 +238,7 @@ _skyctl() {
                 --layout) _skyctl_words "auto runtime checkpoint"; return ;;
                 --chunk-size) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --watch --mode --rolling --canary --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --chunk-size -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --watch --mode --rolling --trial --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --chunk-size -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "canary")

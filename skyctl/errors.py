@@ -18,7 +18,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug in skyctl
 └── PushError                   1   a push failed after it began; has the state of each server
-    └── CanaryFailed            1   … because its canary did: nothing of it is served
+    └── TrialFailed             1   … because its trial did: nothing of it is served
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class PushError(SkyctlError):
     """A push failed after it began. `details["servers"]` says how each server was left."""
 
 
-class CanaryFailed(PushError):
-    """New weights did not answer as expected, and are not served. `details["canary"]` has every
+class TrialFailed(PushError):
+    """New weights did not answer as expected, and are not served. `details["trial"]` has every
     answer."""
 
 

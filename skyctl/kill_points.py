@@ -46,8 +46,8 @@ PUSH = (
 OUT_OF_ROUTER = (
     "push.drain.call",
     "push.drain.done",
-    "push.canary.call",
-    "push.canary.done",
+    "push.trial.call",
+    "push.trial.done",
     "push.part.done",
 )
 """Points of the same process, in pushes that take servers out of the router."""

@@ -206,7 +206,7 @@ class PushState(StrEnum):
     UPDATING = "updating"
     """Bytes go into it."""
     TRYING = "trying"
-    """It answers canary prompts and nothing else."""
+    """It answers trial prompts and nothing else."""
     UPDATED = "updated"
     """It holds the new version, verified and labelled."""
     RESUMED = "resumed"
@@ -284,7 +284,7 @@ class PushStage(StrEnum):
         queued ─► [keep] ─► preflight ─► stage ─► [drain] ─► [wake] ─► pause ─► init ─► start ─►
         └──────── nothing is touched ─────────┘   └── old weights: it can be undone ──────────┘
 
-        update ─► finish ─► [recover] ─► verify ─► [canary] ─► resume
+        update ─► finish ─► [recover] ─► verify ─► [trial] ─► resume
         └── half updated: recover is a second attempt; else quarantined
 
     Before the first byte, `recover` is the undo.
@@ -305,7 +305,7 @@ class PushStage(StrEnum):
     UPDATE = "update"
     FINISH = "finish"
     VERIFY = "verify"
-    CANARY = "canary"
+    TRIAL = "trial"
     RECOVER = "recover"
     RESUME = "resume"
     NO_PUSH = "left"

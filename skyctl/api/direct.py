@@ -65,7 +65,7 @@ async def push_direct(
             pause_mode=request.pause_mode,
             verify=request.verify,
             scan_nan=request.scan_nan is not False,
-            canary=request.canary,
+            trial=request.trial,
             rolling=request.rolling,
             transport=LIVE,
             stage="auto" if request.stage == "host" else request.stage,

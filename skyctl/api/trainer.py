@@ -25,8 +25,8 @@ from skyctl.live.model import MATCH, Names, Pair, Weights, addresses, dtype_name
 from skyctl.live.offer import Offered
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import PATIENCE_S, Body, Ranks, Step, failure_body
-from skyctl.push.canary import canary_content
 from skyctl.push.request import PushRequest, PushResult, usual_mode
+from skyctl.push.trial_file import trial_content
 from skyctl.states import LIVE, PauseMode
 from skyctl.store.journal import JobEvent
 
@@ -102,7 +102,7 @@ class Trainer:
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         scan_nan: bool = True,
-        canary: Mapping[str, Any] | str | PathLike[str] | None = None,
+        trial: Mapping[str, Any] | str | PathLike[str] | None = None,
         rolling: int = 0,
         keep: bool = False,
         transport: str = "auto",
@@ -125,7 +125,7 @@ class Trainer:
                 file. "auto" takes the first that works; on CPU each server reads by itself.
             stage: whether servers copy beside their parameters before they freeze ("gpu"), straight
                 into these ("stream"), or as fits.
-            pause_mode, verify, canary, rolling, on_event, timeout_s: as of `Fleet.sync_weights`.
+            pause_mode, verify, trial, rolling, on_event, timeout_s: as of `Fleet.sync_weights`.
 
         Raises:
             PreflightError: refused; nothing was paused. The message names rank and tensor.
@@ -134,7 +134,7 @@ class Trainer:
             PushError: it failed midway; `details["servers"]` says how each server was left.
         """
         reached("rank.begun")
-        mode = pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0)
+        mode = pause_mode or usual_mode(leaves_router=trial is not None or rolling > 0)
         request = PushRequest(
             checkpoint="",
             transport=transport,
@@ -142,7 +142,7 @@ class Trainer:
             pause_mode=mode,
             verify=verify,
             scan_nan=False,  # the ranks do it
-            canary=canary_content(canary),
+            trial=trial_content(trial),
             keep=keep,
             rolling=rolling,
             stage=stage,

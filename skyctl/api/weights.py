@@ -23,9 +23,9 @@ from skyctl.core.results import KeptVersion, SavedWeights, WeightsState, push_re
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
 from skyctl.live.ranks import PATIENCE_S
-from skyctl.push.canary import canary_content
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
+from skyctl.push.trial_file import trial_content
 from skyctl.push.verify import Verification
 from skyctl.states import TRAINER, PauseMode
 from skyctl.store.journal import JobEvent
@@ -51,7 +51,7 @@ class WeightsFleet(SessionHolder):
         scan_nan: bool | None = None,
         allow_unproven_reload: bool = False,
         allow_config: Sequence[str] = (),
-        canary: Mapping[str, Any] | str | PathLike[str] | None = None,
+        trial: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
         rolling: int = 0,
         colocated: bool = False,
@@ -88,14 +88,14 @@ class WeightsFleet(SessionHolder):
                 fleet's.
             layout: "runtime" copies tensors straight into parameters, "checkpoint" passes them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
-            pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
+            pause_mode: what becomes of running requests; "keep" when None, "wait" with a trial.
             scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False checks
                 nothing, None checks what is sent.
             allow_unproven_reload: accept weights that get another digest than expected.
             allow_config: keys of config.json in which the checkpoint may differ from what the
                 servers run; they keep computing by theirs.
-            canary: prompts that the new weights must answer as expected before users get them, as
-                the path or the content of a canary file (docs/how-to/careful-pushes.md).
+            trial: prompts that the new weights must answer as expected before users get them, as
+                the path or the content of a trial file (docs/how-to/careful-pushes.md).
             rolling: update this many servers at a time, out of the router, while the others serve.
             colocated: sleeping servers are woken for it, weights first; asleep again on failure.
             sleep_after: level to sleep at afterwards; 0 is none.
@@ -106,7 +106,7 @@ class WeightsFleet(SessionHolder):
         Raises:
             PreflightError, NotFoundError, UsageError: refused; nothing was paused.
             ConflictError: another push is in progress.
-            CanaryFailed: the new weights were not accepted; `details["canary"]` has the answers.
+            TrialFailed: the new weights were not accepted; `details["trial"]` has the answers.
             PushError: it failed midway; `details["servers"]` says how each server was left.
             DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
         """
@@ -118,13 +118,13 @@ class WeightsFleet(SessionHolder):
             stage_rate=stage_rate,
             layout=layout,
             weight_version=weight_version,
-            pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
+            pause_mode=pause_mode or usual_mode(leaves_router=trial is not None or rolling > 0),
             verify=verify,
             dry_run=dry_run,
             scan_nan=scan_nan,
             allow_unproven_reload=allow_unproven_reload,
             allow_config=tuple(allow_config),
-            canary=canary_content(canary),
+            trial=trial_content(trial),
             keep=keep,
             rolling=rolling,
             colocated=colocated,

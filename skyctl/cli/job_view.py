@@ -172,8 +172,8 @@ def job_views(job: Job) -> list[RenderableType]:
         )
     if not job.is_push and job.state == "succeeded":
         views.append(f"{job.id} is done")
-    if details.get("canary"):
-        views += ["", canary_view(details["canary"])]
+    if details.get("trial"):
+        views += ["", trial_view(details["trial"])]
     if result := job.result:
         views += [summary(result), _compared(result)]
     return views
@@ -204,10 +204,10 @@ def _compared(result: dict[str, Any]) -> str:
     )
 
 
-def canary_view(rows: list[dict[str, Any]]) -> RenderableType:
+def trial_view(rows: list[dict[str, Any]]) -> RenderableType:
     """What each server answered to each prompt."""
     return output.table(
-        ["SERVER", "~CANARY", "RESULT", "~ANSWER", "~"],
+        ["SERVER", "~TRIAL", "RESULT", "~ANSWER", "~"],
         [
             [
                 row["server"],

@@ -90,7 +90,7 @@ WatchOption = Annotated[
 ModeOption = Annotated[
     PauseModeOption | None,
     typer.Option(
-        help="Running requests (default: keep; wait with --canary and --rolling).",
+        help="Running requests (default: keep; wait with --trial and --rolling).",
         rich_help_panel=SERVED,
     ),
 ]
@@ -103,7 +103,7 @@ RollingOption = Annotated[
         rich_help_panel=SERVED,
     ),
 ]
-CanaryOption = Annotated[
+TrialOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
@@ -220,7 +220,7 @@ def sync_weights(
     watch: WatchOption = None,
     mode: ModeOption = None,
     rolling: RollingOption = None,
-    canary: CanaryOption = None,
+    trial: TrialOption = None,
     colocated: ColocatedOption = False,
     sleep_after: SleepAfterOption = None,
     verify: VerifyOption = True,
@@ -238,14 +238,14 @@ def sync_weights(
     Everything is checked and staged before anything is paused. The servers are frozen only while
     tensors move, and end at one verified version, or paused with the reason in `skyctl status`.
 
-    With --canary all servers leave the router until their answers are as expected: it answers 503
+    With --trial all servers leave the router until their answers are as expected: it answers 503
     until then. With --rolling as well, no request fails. Wrong answers bring back the old weights.
 
     \b
     skyctl sync-weights runs/step-200
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
-    skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
+    skyctl sync-weights runs/step-200 --rolling 1 --trial trial.yaml
     skyctl sync-weights --rollback step-100      # see: skyctl weights history
     skyctl sync-weights --watch runs             # each new runs/checkpoint-N
     """
@@ -273,13 +273,13 @@ def sync_weights(
         stage_rate=sizes[1],
         layout=layout.value,
         weight_version=weight_version,
-        pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
+        pause_mode=mode.value if mode else usual_mode(leaves_router=bool(trial or rolling)),
         verify=verify,
         dry_run=dry_run,
         scan_nan=scan_nan,
         allow_unproven_reload=allow_unproven_reload,
         allow_config=tuple(allow_config or ()),
-        canary=_prompts(canary),
+        trial=_prompts(trial),
         keep=keep,
         rolling=rolling or 0,
         colocated=colocated,
@@ -303,13 +303,13 @@ def _size(option: str, text: str | None) -> int | None:
         raise UsageError(f"{option}: {error}") from error
 
 
-def _prompts(canary: Path | None) -> dict[str, Any] | None:
-    """The content of a canary file."""
-    if canary is None:
+def _prompts(trial: Path | None) -> dict[str, Any] | None:
+    """The content of a trial file."""
+    if trial is None:
         return None
-    from skyctl.push.canary import read_canary
+    from skyctl.push.trial_file import read_trial
 
-    return read_canary(canary)
+    return read_trial(trial)
 
 
 def _push(

@@ -44,7 +44,7 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         expected_digest=prepared[-1]["checkpoint_digest"],
         keep=False,
     )
-    # a canary that did not finish has accepted nothing, and a roll is not the fleet's version
+    # a trial that did not finish has accepted nothing, and a roll is not the fleet's version
     # before its end: the fleet's weights go back
     return None if request.leaves_router else request
 

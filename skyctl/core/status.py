@@ -22,7 +22,7 @@ class Health(StrEnum):
     DEGRADED = "degraded"
     """Some servers answer, and something is wrong."""
     UPDATING = "updating"
-    """A push has all servers: requests wait, with `--canary` they are refused."""
+    """A push has all servers: requests wait, with `--trial` they are refused."""
     STARTING = "starting"
     """No server answers yet."""
     STOPPING = "stopping"

@@ -1,1 +1,1 @@
-"""The push transaction, from preflight to resume; canary, rolling and colocated pushes."""
+"""The push transaction, from preflight to resume; trial, rolling and colocated pushes."""

@@ -73,7 +73,7 @@ def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation
     """Raise PreflightError for a push that needs what this fleet lacks."""
     if not request.leaves_router:
         return
-    option = "--canary" if request.canary is not None else "--rolling"
+    option = "--trial" if request.trial is not None else "--rolling"
     if request.pause_mode == "keep":
         raise PreflightError(
             f"{option} cannot keep running requests frozen in servers that are taken out of the "
@@ -95,12 +95,12 @@ def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation
 
 
 def refuse_paused(request: PushRequest, servers: Sequence[PushedServer]) -> None:
-    """Raise PreflightError if a canary would release requests that somebody froze."""
+    """Raise PreflightError if a trial would release requests that somebody froze."""
     paused = [server.name for server in servers if server.before.paused]
-    if request.canary is not None and paused:
+    if request.trial is not None and paused:
         raise PreflightError(
-            f"{', '.join(paused)} cannot answer canary prompts: paused or asleep before the push",
-            hint="thaw them: skyctl resume; skyctl wake; then push again; or leave --canary out",
+            f"{', '.join(paused)} cannot answer trial prompts: paused or asleep before the push",
+            hint="thaw them: skyctl resume; skyctl wake; then push again; or leave --trial out",
         )
 
 
@@ -116,7 +116,7 @@ async def take_out(run: Run, servers: Sequence[PushedServer]) -> None:
         await run.rotation.take_out(
             names,
             others_serve=run.request.rolling > 0,
-            closed=run.request.canary is not None,  # nobody has accepted what they will hold
+            closed=run.request.trial is not None,  # nobody has accepted what they will hold
         )
         for server in servers:
             run.observer.server(server.name, PushState.DRAINING)

@@ -106,7 +106,7 @@ def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
         if not push.ok or result.get("transport") != transport:
             continue
         if "drain" in result.get("stages", {}):
-            continue  # its servers left the router: its freeze includes the parts, or a canary
+            continue  # its servers left the router: its freeze includes the parts, or a trial
         update_s = float(result.get("stages", {}).get("update", 0.0))
         freeze_s = float(result.get("freeze_window_s", 0.0))
         if update_s > _LEAST_S and freeze_s > update_s and result.get("total_bytes"):

@@ -68,8 +68,8 @@ class PushRequest:
     since is refused."""
     traceparent: str | None = None
     """The caller's W3C trace context."""
-    canary: dict[str, Any] | None = None
-    """Prompts that the new weights must answer as expected (`push/canary.py`); None: no trial."""
+    trial: dict[str, Any] | None = None
+    """Prompts that the new weights must answer as expected (`push/trial_file.py`), if any."""
     keep: bool = False
     """The fleet makes its own copy of the checkpoint, and keeps it."""
     rolling: int = 0
@@ -101,7 +101,7 @@ class PushRequest:
     @property
     def leaves_router(self) -> bool:
         """Whether its servers leave the router and are drained first."""
-        return self.canary is not None or self.rolling > 0
+        return self.trial is not None or self.rolling > 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field."""
@@ -338,8 +338,8 @@ class PushResult:
     """How each server was left."""
     content_digest: str = ""
     """Covers every byte that was sent; "" for transports that send none, and for a dry run."""
-    canary: list[dict[str, Any]] = field(default_factory=list)
-    """One CanaryResult mapping per server and prompt."""
+    trial: list[dict[str, Any]] = field(default_factory=list)
+    """One TrialResult mapping per server and prompt."""
     notes: list[str] = field(default_factory=list)
     """Lines the operator should read."""
     compared: dict[str, int] | None = None

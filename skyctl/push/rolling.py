@@ -1,6 +1,6 @@
 """A push into a few servers at a time, while the others serve.
 
-    check all ─► [drain, push, verify, canary, rejoin] ─► [ … ] ─► the fleet's version
+    check all ─► [drain, push, verify, trial, rejoin] ─► [ … ] ─► the fleet's version
                   └─ fails: this part is undone, the roll stops; those before it stay new
 
 Requests are served throughout, by two versions: that is inherent. The fleet keeps its old version
@@ -133,7 +133,7 @@ def _sum_of_parts(parts: Sequence[PushResult], seconds: float) -> PushResult:
         freeze_window_s=max(part.freeze_window_s for part in parts),
         stages=stages,
         servers=[row for part in parts for row in part.servers],
-        canary=[row for part in parts for row in part.canary],
+        trial=[row for part in parts for row in part.trial],
         notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
         compared=min(
             (part.compared for part in parts if part.compared),

@@ -20,7 +20,7 @@ from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
-    from skyctl.push.canary import CanaryResult
+    from skyctl.push.trial_file import TrialResult
 
 T = TypeVar("T")
 
@@ -109,8 +109,8 @@ class Run:
     """Seconds of each stage so far."""
     notes: list[str] = field(default_factory=list)
     """Lines the operator should read."""
-    canary: list[CanaryResult] = field(default_factory=list)
-    """Answers to canary prompts."""
+    trial: list[TrialResult] = field(default_factory=list)
+    """Answers to trial prompts."""
     learned: Learned = field(default_factory=Learned)
     """What was found out for later pushes."""
 
@@ -227,7 +227,7 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
         stages=dict(run.stages),
         servers=[server.report() for server in checked.servers],
         content_digest=content_digest,
-        canary=[result.to_json() for result in run.canary],
+        trial=[result.to_json() for result in run.trial],
         notes=list(run.notes),
         compared=_compared(checked),
         layout_share=sum(server.proof.copied for server in checked.servers) / len(checked.servers),

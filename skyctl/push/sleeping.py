@@ -34,7 +34,7 @@ def refuse_impossible(request: PushRequest) -> None:
     if request.leaves_router and (request.colocated or request.sleep_after):
         raise PreflightError(
             "--colocated and --sleep-after are for fleets that serve nobody meanwhile, --rolling "
-            "and --canary for fleets that do",
+            "and --trial for fleets that do",
             hint="push without one of them",
         )
 

@@ -6,10 +6,10 @@
     freeze      Frozen        drain wake pause init start     undone: the old weights serve again
     deliver     Delivered     update finish recover           the server stays paused: quarantined
     verify      Verified      verify                          the server stays paused: quarantined
-    accept                    canary                          the old weights are pushed back
+    accept                    trial                           the old weights are pushed back
     publish                   resume                          it has the new weights, and is paused
 
-With a canary, servers leave the router and are drained before they are paused, answer its prompts
+With a trial, servers leave the router and are drained before they are paused, answer its prompts
 once they are verified, and rejoin at the end.
 
 Whatever fails, each server ends verified and resumed at one version, or paused with the reason
@@ -110,7 +110,7 @@ async def carry_out(run: Run) -> PushResult:
             frozen = await freeze(run, staging)
             delivered = await deliver(run, frozen)
             verified = await verify(run, delivered)
-            if run.request.canary is not None:
+            if run.request.trial is not None:
                 from skyctl.push.trial import accept
 
                 await accept(run, verified, push_back=carry_out)
@@ -229,7 +229,7 @@ async def deliver(run: Run, frozen: Frozen) -> Delivered:
         await delivery.finish(servers, lambda: label_of(run, checked, delivery))
         reached("push.finish.done")
     failed = len(alive(servers)) < len(servers)
-    if failed or run.request.canary is not None or not delivery.frees_late:
+    if failed or run.request.trial is not None or not delivery.frees_late:
         await delivery.close()
     if failed and delivery.can_retry:
         delivery = await _push_again(run, checked, delivery)

@@ -1,4 +1,4 @@
-"""New weights on trial: they answer canary prompts before users get them, or are taken back.
+"""New weights on trial: they answer its prompts before users get them, or are taken back.
 
 resume engine ─► prompt … ─► pause engine ─┬─ all as expected ─► publish
  (out of the router)                       └─ one is not ─► push back the committed checkpoint;
@@ -12,18 +12,18 @@ from dataclasses import replace
 
 from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.errors import (
-    CanaryFailed,
     DeadlineExceeded,
     ServerError,
     ServerUnreachable,
     SkyctlError,
+    TrialFailed,
 )
 from skyctl.kill_points import reached
-from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
 from skyctl.push.freeze import abort_stragglers
 from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run, Verified
 from skyctl.push.servers import Holds, PushedServer, alive, count_tokens, each
+from skyctl.push.trial_file import Trial, TrialResult, failed, judge, parse_trial, read_answer
 from skyctl.states import PushStage, PushState
 
 Transaction = Callable[[Run], Awaitable[PushResult]]
@@ -33,56 +33,54 @@ async def accept(run: Run, verified: Verified, *, push_back: Transaction) -> Non
     """Try the new weights by the prompts of the request.
 
     Raises:
-        CanaryFailed: an answer is not as expected; the weights before were pushed back.
+        TrialFailed: an answer is not as expected; the weights before were pushed back.
     """
     servers = verified.checked.servers
-    with run.stage(PushStage.CANARY):
-        run.canary = await try_canary(run, servers)
-    if failed(run.canary):
-        raise await refuse_commit(run, servers, run.canary, push_back)
+    with run.stage(PushStage.TRIAL):
+        run.trial = await try_trial(run, servers)
+    if failed(run.trial):
+        raise await refuse_commit(run, servers, run.trial, push_back)
 
 
-async def try_canary(run: Run, servers: Sequence[PushedServer]) -> list[CanaryResult]:
+async def try_trial(run: Run, servers: Sequence[PushedServer]) -> list[TrialResult]:
     """Run every prompt on every server that holds new weights, one prompt at a time on each.
 
     Servers generate only while their prompts run, and are paused again afterwards.
     """
-    canary = parse_canary(run.request.canary)
+    trial = parse_trial(run.request.trial)
     loaded = alive([server for server in servers if server.holds is Holds.NEW])
-    results: dict[str, list[CanaryResult]] = {server.name: [] for server in loaded}
+    results: dict[str, list[TrialResult]] = {server.name: [] for server in loaded}
 
     async def call(server: PushedServer) -> None:
         run.observer.server(server.name, PushState.TRYING)
         await abort_stragglers(server)
         await server.control.resume()
-        reached("push.canary.call")
+        reached("push.trial.call")
         try:
-            await _ask_all(server, canary, results[server.name])
+            await _ask_all(server, trial, results[server.name])
         finally:
             await server.control.pause("abort", clear_cache=False)
             await count_tokens(server)
 
-    timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
-    await each(loaded, call, timeout_s=timeout_s, call_name="canary")
-    reached("push.canary.done")
+    timeout_s = len(trial.prompts) * trial.timeout_s + 5 * run.fleet.control_timeout_s
+    await each(loaded, call, timeout_s=timeout_s, call_name="trial")
+    reached("push.trial.done")
     for server in loaded:
         if server.failure and not failed(results[server.name]):
             # it did not answer, or could not be paused again: its verdict is unknown
-            results[server.name].append(
-                CanaryResult(server.name, "", False, {}, {}, server.failure)
-            )
+            results[server.name].append(TrialResult(server.name, "", False, {}, {}, server.failure))
     return [result for server in loaded for result in results[server.name]]
 
 
-async def _ask_all(server: PushedServer, canary: Canary, results: list[CanaryResult]) -> None:
+async def _ask_all(server: PushedServer, trial: Trial, results: list[TrialResult]) -> None:
     if not (models := await server.control.models()):
         raise ServerError(f"{server.name} names no model to ask")
     model = models[0]
-    for number, prompt in enumerate(canary.prompts):
-        name = canary.name_of(number)
+    for number, prompt in enumerate(trial.prompts):
+        name = trial.name_of(number)
         try:
             data = await server.control.complete(
-                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
+                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=trial.timeout_s
             )
             results.append(
                 judge(server.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
@@ -90,7 +88,7 @@ async def _ask_all(server: PushedServer, canary: Canary, results: list[CanaryRes
         except (SkyctlError, ValueError) as error:
             problem = error.message if isinstance(error, SkyctlError) else str(error)
             results.append(
-                CanaryResult(server.name, name, False, prompt.expect.conditions(), {}, problem)
+                TrialResult(server.name, name, False, prompt.expect.conditions(), {}, problem)
             )
             if isinstance(error, ServerUnreachable | DeadlineExceeded):
                 return  # the remaining prompts would wait as long
@@ -99,14 +97,14 @@ async def _ask_all(server: PushedServer, canary: Canary, results: list[CanaryRes
 async def refuse_commit(
     run: Run,
     servers: Sequence[PushedServer],
-    results: Sequence[CanaryResult],
+    results: Sequence[TrialResult],
     transaction: Transaction,
-) -> CanaryFailed:
+) -> TrialFailed:
     """Push the committed weights back, or leave the servers paused; returns the error to raise."""
     bad = failed(results)
     first = bad[0]
     where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
-    reason = f"canary: {where}: {first.problem}"
+    reason = f"trial: {where}: {first.problem}"
     returned, problem = await _push_back(run, servers, transaction)
     for server in servers:
         if server.holds is Holds.NEW:
@@ -124,7 +122,7 @@ async def refuse_commit(
         else:
             server.holds = Holds.OLD  # again
     prompts = len({result.prompt for result in results})
-    return CanaryFailed(
+    return TrialFailed(
         f"the new weights were not accepted, {end} ({reason}; {len(bad)} of {len(results)} "
         f"answers, {prompts} prompts)",
         hint="skyctl recover"
@@ -132,7 +130,7 @@ async def refuse_commit(
         else f"see the answers: skyctl jobs show {THIS_JOB} --json",
         details={
             "servers": [row.to_json() for row in rows],
-            "canary": [result.to_json() for result in results],
+            "trial": [result.to_json() for result in results],
         },
     )
 
@@ -150,7 +148,7 @@ async def _push_back(
     loaded = [server for server in servers if server.holds is Holds.NEW]
     if committed is None or committed.checkpoint is None:
         return {}, "nothing is known of it"
-    run.note(f"the canary failed; {_version_before(run)} is pushed back")
+    run.note(f"the trial failed; {_version_before(run)} is pushed back")
     request = PushRequest(
         checkpoint=committed.checkpoint,
         transport=committed.transport,

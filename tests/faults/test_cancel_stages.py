@@ -55,7 +55,7 @@ class Changed:
             make_adapter(directory / f"adapter{number}", lora(MODULE), value=number / 10)
         self.write()
         write_checkpoint(directory / "model", tiny_tensors(1))
-        (directory / "canary.yaml").write_text("- {prompt: ab, expect: {min_logprob: -1.0}}\n")
+        (directory / "trial.yaml").write_text("- {prompt: ab, expect: {min_logprob: -1.0}}\n")
         self.stubs.run("up")
         self.push()
 
@@ -119,11 +119,11 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Changed]:
 
 
 UNDONE = ("queued", "preflight", "stage", "drain", "pause", "init", "start")
-COMPLETED = ("finish", "verify", "canary", "resume")
+COMPLETED = ("finish", "verify", "trial", "resume")
 OPTIONS = {
     "queued": ["--keep"],
     "drain": ["--rolling", "1"],
-    "canary": ["--canary", "canary.yaml"],
+    "trial": ["--trial", "trial.yaml"],
 }
 
 

@@ -58,7 +58,7 @@ def overwriting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised
         yield fleet
 
 
-@pytest.mark.parametrize("point", ["push.update.sent", "push.canary.done", "push.part.done"])
+@pytest.mark.parametrize("point", ["push.update.sent", "push.trial.done", "push.part.done"])
 def test_what_cannot_have_its_files_any_more_waits_for_the_next_push(
     overwriting: SupervisedFleet, point: str
 ) -> None:
@@ -70,7 +70,7 @@ def test_what_cannot_have_its_files_any_more_waits_for_the_next_push(
 @pytest.mark.parametrize(
     "point",
     ["push.begun", "push.pause.call", "push.update.call", "push.record", "adopt.done",
-     "recover.begin", "sender.filled", "push.drain.done", "push.canary.done",
+     "recover.begin", "sender.filled", "push.drain.done", "push.trial.done",
      "push.woken", "push.awake", "sync.asked", "sync.begun"],
 )  # fmt: skip
 def test_a_supervisor_may_die_anywhere_and_the_next_command_revives_it(

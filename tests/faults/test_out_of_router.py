@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from skyctl.core.requests import Pause
-from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
+from skyctl.push.trial_file import read_trial
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.supervisor.fleet import report
@@ -45,10 +45,10 @@ def answer_of(digest: str) -> str:
     return "".join(map(chr, tokens[len(PROMPT) :]))
 
 
-def canary(tmp_path: Path, **expect: Any) -> dict[str, Any]:
-    file = tmp_path / "canary.json"
+def trial(tmp_path: Path, **expect: Any) -> dict[str, Any]:
+    file = tmp_path / "trial.json"
     file.write_text(json.dumps([{"prompt": PROMPT, "max_tokens": TOKENS, "expect": expect}]))
-    return read_canary(file)
+    return read_trial(file)
 
 
 @asynccontextmanager
@@ -71,19 +71,19 @@ async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
     return supervisor.state.journal.job(job)
 
 
-async def test_users_never_hear_weights_whose_canary_failed(tmp_path: Path) -> None:
+async def test_users_never_hear_weights_whose_trial_failed(tmp_path: Path) -> None:
     async with fleet_at(tmp_path) as supervisor:
         before = answer_of((await stub_state(supervisor, "a"))["digest"])
         request = PushRequest(
             str(tmp_path / "two"),
             weight_version="step-2",
-            canary=canary(tmp_path, contains="Z"),
+            trial=trial(tmp_path, contains="Z"),
             pause_mode="wait",
         )
         async with asking(supervisor) as client:
             job = await pushed(supervisor, request)
         assert job.state == "failed" and job.error is not None
-        assert job.error["kind"] == "CanaryFailed"
+        assert job.error["kind"] == "TrialFailed"
         assert "step-1 was pushed back" in job.error["message"]
         assert set(client.answers) == {before}
         assert set(client.failures) <= {503}  # while nobody was in the router
@@ -95,7 +95,7 @@ async def test_users_never_hear_weights_whose_canary_failed(tmp_path: Path) -> N
         assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"step-1"}
 
 
-async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the_start(
+async def test_the_version_of_a_first_push_whose_trial_failed_is_the_one_of_the_start(
     tmp_path: Path,
 ) -> None:
     async with fleet_at(tmp_path) as supervisor:
@@ -105,7 +105,7 @@ async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the
         plan = supervisor.require_plan()
         object.__setattr__(plan, "model_path", str(tmp_path / "base"))
         request = PushRequest(
-            str(tmp_path / "two"), canary=canary(tmp_path, contains="Z"), pause_mode="wait"
+            str(tmp_path / "two"), trial=trial(tmp_path, contains="Z"), pause_mode="wait"
         )
         job = await pushed(supervisor, request)
         assert job.state == "failed" and job.error is not None
@@ -125,7 +125,7 @@ async def test_servers_without_a_version_to_go_back_to_are_restarted(
         for name in "ab":
             supervisor.replicas[name].forget_weights()
         request = PushRequest(
-            str(tmp_path / "two"), canary=canary(tmp_path, contains="Z"), pause_mode="wait"
+            str(tmp_path / "two"), trial=trial(tmp_path, contains="Z"), pause_mode="wait"
         )
         job = await pushed(supervisor, request)
         assert job.error is not None and job.error["hint"] == "skyctl recover"
@@ -138,7 +138,7 @@ async def test_servers_without_a_version_to_go_back_to_are_restarted(
         assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"default"}
 
 
-@pytest.mark.parametrize("point", ["push.canary.call", "push.part.done"])
+@pytest.mark.parametrize("point", ["push.trial.call", "push.part.done"])
 async def test_a_push_whose_process_died_out_of_the_router_goes_back_to_what_was_committed(
     tmp_path: Path, point: str
 ) -> None:
@@ -160,7 +160,7 @@ async def test_no_request_fails_while_a_push_rolls(tmp_path: Path) -> None:
             str(tmp_path / "two"),
             weight_version="step-2",
             rolling=1,
-            canary=canary(tmp_path, min_logprob=-1),
+            trial=trial(tmp_path, min_logprob=-1),
             pause_mode="wait",
         )
         seen: set[tuple[str, str | None]] = set()

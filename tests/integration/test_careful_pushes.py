@@ -1,4 +1,4 @@
-"""Canary, rolling and kept pushes on real vLLM CPU servers behind the real router."""
+"""Trial, rolling and kept pushes on real vLLM CPU servers behind the real router."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def answer_of(fleet: FleetCli) -> tuple[int, ...]:
     return asked.answers[0]
 
 
-def canary_file(fleet: FleetCli, tokens: tuple[int, ...]) -> str:
+def trial_file(fleet: FleetCli, tokens: tuple[int, ...]) -> str:
     prompt = {
         "prompt_token_ids": PROMPT_IDS,
         "max_tokens": MAX_TOKENS,
         "sampling": {"ignore_eos": True},
         "expect": {"token_ids": list(tokens), "min_logprob": -50},
     }
-    (fleet.directory / "canary.json").write_text(json.dumps([prompt]))
-    return "canary.json"
+    (fleet.directory / "trial.json").write_text(json.dumps([prompt]))
+    return "trial.json"
 
 
 def until_replaced(fleet: FleetCli, pid: int, timeout_s: float = 240.0) -> None:
@@ -117,7 +117,7 @@ def versions(fleet: FleetCli) -> set[str | None]:
     return {row["weight_version"] for row in fleet.json("status")["data"]["replicas"]}
 
 
-def test_canary_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
+def test_trial_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
     fleet = real_fleet
     fleet.run("sync-weights", "checkpoints/a", "--weight-version", "A")
     of_a = answer_of(fleet)
@@ -134,13 +134,13 @@ def test_canary_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
     assert versions(fleet) == {"B"}
     print("roll:", len(asked.answers), "answers,", rolled["data"]["job"]["result"]["seconds"], "s")
 
-    # a canary that is right for B refuses A: nobody hears A, and B is back
-    canary = canary_file(fleet, of_b)
-    options = ("checkpoints/a", "--weight-version", "A2", "--canary", canary)
+    # a trial that is right for B refuses A: nobody hears A, and B is back
+    trial = trial_file(fleet, of_b)
+    options = ("checkpoints/a", "--weight-version", "A2", "--trial", trial)
     with asking(fleet) as asked:
         refused = fleet.json("sync-weights", *options, expect=1)
-    assert refused["error"]["kind"] == "CanaryFailed"
-    rows = refused["data"]["job"]["error"]["details"]["canary"]
+    assert refused["error"]["kind"] == "TrialFailed"
+    rows = refused["data"]["job"]["error"]["details"]["trial"]
     assert [tuple(row["got"]["token_ids"]) for row in rows] == [of_a, of_a]
     assert set(asked.answers) == {of_b}
     assert {failure[:3] for failure in asked.failures} <= {"503"}
@@ -149,10 +149,8 @@ def test_canary_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
     print("refused:", len(asked.answers), "answers,", len(asked.failures), "times 503")
 
     # and lets B pass, also in a roll; a refused roll stops at its first server
-    passed = fleet.json(
-        "sync-weights", "checkpoints/b", "--weight-version", "B2", "--canary", canary
-    )
-    assert [row["ok"] for row in passed["data"]["job"]["result"]["canary"]] == [True, True]
+    passed = fleet.json("sync-weights", "checkpoints/b", "--weight-version", "B2", "--trial", trial)
+    assert [row["ok"] for row in passed["data"]["job"]["result"]["trial"]] == [True, True]
     with asking(fleet) as asked:
         fleet.json("sync-weights", *options, "--rolling", "1", expect=1)
     assert asked.failures == []

@@ -77,7 +77,7 @@ LINES = {
 }
 
 
-CANARY = "prompts:\n  - prompt_token_ids: [5, 9, 13]\n"  # whose answer must be finite
+TRIAL = "prompts:\n  - prompt_token_ids: [5, 9, 13]\n"  # whose answer must be finite
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def tidy_fleet(real_fleet: FleetCli) -> Iterator[FleetCli]:
     """
     directory = real_fleet.directory
     shutil.copytree(directory / "checkpoints/b", directory / "runs/step-200", dirs_exist_ok=True)
-    (directory / "canary.yaml").write_text(CANARY)
+    (directory / "trial.yaml").write_text(TRIAL)
     yield real_fleet
     real_fleet.run("resume")
     real_fleet.run("sync-weights", "checkpoints/a")

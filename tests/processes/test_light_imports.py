@@ -75,7 +75,7 @@ def test_a_push_is_asked_for_before_what_carries_it_out_is_imported(tmp_path: Pa
     )
     verb, *modules = done.stdout.splitlines()
     assert verb == "start_push"
-    late = ("push.transaction", "push.preflight", "push.canary", "core.observation", "core.jobs")
+    late = ("push.transaction", "push.preflight", "push.trial", "core.observation", "core.jobs")
     late += ("engines.vllm.server", "engines.prometheus", "transfer.plan", "core.plan")
     late += ("core.following", "core.status", "store.state", "output")
     # Typer and the wire need pydantic for other values than these, and its import is the longest

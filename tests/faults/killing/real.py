@@ -33,7 +33,7 @@ class RealFleet(SupervisedFleet):
         commands = Commands(self.directory, subprocess.Popen, TIMEOUT_S)
         code, _, errors = commands.run("init", "--tiny", ".", "--name", self.name)
         assert code == 0, errors
-        self._write_canary(min_logprob=-1000.0)
+        self._write_trial(min_logprob=-1000.0)
         return commands, {name: self.directory / "checkpoints" / name for name in ("a", "b")}
 
     def _asleep(self) -> list[int]:

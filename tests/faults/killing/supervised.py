@@ -60,13 +60,13 @@ class SupervisedFleet:
             replicas=2, extra="auth: none\nweight_transfer: {transport: shm, update_timeout_s: 10}"
         )
         write_checkpoint(directory / "model", tiny_tensors(1))
-        self._write_canary()
+        self._write_trial()
         return Commands(directory), stub_checkpoints(directory)
 
-    def _write_canary(self, min_logprob: float = -1.0) -> None:
-        """A canary that every checkpoint passes."""
+    def _write_trial(self, min_logprob: float = -1.0) -> None:
+        """A trial that every checkpoint passes."""
         text = f"- {{prompt: ab, expect: {{min_logprob: {min_logprob}}}}}\n"
-        (self.directory / "canary.yaml").write_text(text)
+        (self.directory / "trial.yaml").write_text(text)
 
     def prepare(self) -> None:
         """Start the fleet and push every checkpoint once, undisturbed."""
@@ -203,7 +203,7 @@ class SupervisedFleet:
         size = str(dice.chunk_bytes * self.scale)
         options: tuple[str, ...] = ("--chunk-size", size, "--transport", dice.transport)
         if dice.point in OUT_OF_ROUTER:
-            options += ("--canary", str(self.directory / "canary.yaml"))
+            options += ("--trial", str(self.directory / "trial.yaml"))
         if dice.point in COLOCATED:
             self.skyctl("sleep")
             options += ("--colocated",)

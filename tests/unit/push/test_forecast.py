@@ -152,7 +152,7 @@ def test_rates_are_those_of_the_last_good_push_by_the_same_transport() -> None:
     pushes = [
         record("push-5", transport="ipc"),
         record("push-4", ok=False),
-        record("push-3", stages={"update": 0.1, "drain": 0.0}),  # of parts, or with a canary
+        record("push-3", stages={"update": 0.1, "drain": 0.0}),  # of parts, or with a trial
         record("push-2", stages={}),
         record("push-1"),
     ]

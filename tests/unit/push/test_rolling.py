@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.errors import CanaryFailed, PreflightError, PushError
+from skyctl.errors import PreflightError, PushError, TrialFailed
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.rolling import push_rolling
 from tests.stub.faults import Fault
@@ -99,11 +99,11 @@ async def test_a_failure_stops_the_roll_and_names_what_is_where(stubs: Stubs) ->
     assert all(row.version == "step-2" for row in again.servers)
 
 
-async def test_a_failed_canary_in_a_later_part_stops_it(stubs: Stubs) -> None:
+async def test_a_failed_trial_in_a_later_part_stops_it(stubs: Stubs) -> None:
     stubs.engines[1].logprob = -50.0
-    canary = {"prompts": [{"prompt": "ab", "expect": {"min_logprob": -1}}]}
-    with pytest.raises(CanaryFailed) as caught:
-        await roll(stubs, canary=canary)
+    trial = {"prompts": [{"prompt": "ab", "expect": {"min_logprob": -1}}]}
+    with pytest.raises(TrialFailed) as caught:
+        await roll(stubs, trial=trial)
     assert versions(caught.value)[0] == ("ready", "step-2")
     assert versions(caught.value)[1] == ("quarantined", None)  # nothing is known to go back to
     assert "init" not in stubs.engines[2].log

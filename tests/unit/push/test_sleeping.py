@@ -232,7 +232,7 @@ async def test_an_awake_fleet_is_pushed_to_as_ever_and_it_is_said(stubs: Stubs) 
     assert any("no server was asleep" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("other", [{"rolling": 1}, {"canary": {"prompts": [{"prompt": "a"}]}}])
+@pytest.mark.parametrize("other", [{"rolling": 1}, {"trial": {"prompts": [{"prompt": "a"}]}}])
 @pytest.mark.parametrize("mine", [{"colocated": True}, {"colocated": False, "sleep_after": 1}])
 async def test_it_excludes_pushes_into_fleets_that_serve(
     stubs: Stubs, mine: dict[str, Any], other: dict[str, Any]

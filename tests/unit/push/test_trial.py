@@ -1,4 +1,4 @@
-"""Canary prompts: what a file may say, what an answer must be, and what a failed one undoes."""
+"""Trial prompts: what a file may say, what an answer must be, and what a failed one undoes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import CanaryFailed, PreflightError, PushError, SkyctlError, UsageError
-from skyctl.push.canary import Answer, Expectation, judge, parse_canary, read_answer, read_canary
+from skyctl.errors import PreflightError, PushError, SkyctlError, TrialFailed, UsageError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
+from skyctl.push.trial_file import Answer, Expectation, judge, parse_trial, read_answer, read_trial
 from skyctl.store.fleet_weights import FleetWeights
 from tests.stub.faults import Fault
 from tests.stub.generation import next_token
@@ -25,7 +25,7 @@ from tests.unit.push.fleets import Recorder, Rotation, Stubs
 ANSWER = Answer("Paris, of course", (5, 6, 7), (-0.1, -2.5, -0.3))
 
 
-def canary(**expect: Any) -> dict[str, Any]:
+def trial(**expect: Any) -> dict[str, Any]:
     return {"prompts": [{"name": "one", "prompt": "ab", "max_tokens": 2, "expect": expect}]}
 
 
@@ -51,7 +51,7 @@ async def push_with(
     observer: Recorder | None = None,
     **changes: Any,
 ) -> PushResult:
-    request = PushRequest(str(stubs.new), canary=asked, pause_mode="wait", weight_version="step-2")
+    request = PushRequest(str(stubs.new), trial=asked, pause_mode="wait", weight_version="step-2")
     async with stubs.client() as client:
         return await push(
             replace(request, **changes),
@@ -62,8 +62,8 @@ async def push_with(
         )
 
 
-async def refused(stubs: Stubs, asked: dict[str, Any], **changes: Any) -> CanaryFailed:
-    with pytest.raises(CanaryFailed) as caught:
+async def refused(stubs: Stubs, asked: dict[str, Any], **changes: Any) -> TrialFailed:
+    with pytest.raises(TrialFailed) as caught:
         await push_with(stubs, asked, **changes)
     return caught.value
 
@@ -124,12 +124,12 @@ def test_answers_of_completions_and_chats_are_read_and_others_refused() -> None:
 
 
 def test_a_file_is_yaml_or_json_and_a_bare_list_is_its_prompts(tmp_path: Path) -> None:
-    file = tmp_path / "canary.yaml"
+    file = tmp_path / "trial.yaml"
     file.write_text("- {prompt: hello, expect: {contains: x}}\n")
-    data = read_canary(file)
+    data = read_trial(file)
     assert data["prompts"][0]["expect"] == {"contains": "x"}
     file.write_text(json.dumps({"prompts": [{"messages": [{"role": "user", "content": "hi"}]}]}))
-    found = parse_canary(read_canary(file))
+    found = parse_trial(read_trial(file))
     assert found.name_of(0) == "#1 'hi'"
     assert found.prompts[0].body()["temperature"] == 0.0
 
@@ -151,55 +151,55 @@ def test_a_file_is_yaml_or_json_and_a_bare_list_is_its_prompts(tmp_path: Path) -
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: str) -> None:
-    file = tmp_path / "canary.yaml"
+    file = tmp_path / "trial.yaml"
     file.write_text(text)
-    with pytest.raises(UsageError, match=r"canary\.yaml") as caught:
-        read_canary(file)
+    with pytest.raises(UsageError, match=r"trial\.yaml") as caught:
+        read_trial(file)
     assert words in caught.value.message
 
 
-def test_a_file_without_end_is_no_canary_file() -> None:
+def test_a_file_without_end_is_no_trial_file() -> None:
     with pytest.raises(UsageError, match="larger than 16 MiB"):
-        read_canary(Path("/dev/zero"))
+        read_trial(Path("/dev/zero"))
 
 
-async def test_a_version_is_published_only_after_its_canary_passed(stubs: Stubs) -> None:
+async def test_a_version_is_published_only_after_its_trial_passed(stubs: Stubs) -> None:
     rotation, observer = Rotation(stubs), Recorder()
     labels: list[list[str]] = []
     routed: list[set[str]] = []
 
     def look(stage: str) -> None:
-        if stage in ("pause", "canary", "resume"):
+        if stage in ("pause", "trial", "resume"):
             labels.append([engine.weight_version for engine in stubs.engines])
             routed.append(set(rotation.routed))
 
     observer.on_stage = look
-    result = await push_with(stubs, canary(min_logprob=-1), rotation=rotation, observer=observer)
+    result = await push_with(stubs, trial(min_logprob=-1), rotation=rotation, observer=observer)
     assert labels == [["default", "default"]] * 3
     assert routed == [set()] * 3
     assert rotation.log == ["leave demo-0 demo-1", "rejoin demo-0 demo-1"]
     assert [engine.weight_version for engine in stubs.engines] == ["step-2", "step-2"]
     assert not any(engine.paused for engine in stubs.engines)
-    assert [(one["server"], one["ok"]) for one in result.canary] == [
+    assert [(one["server"], one["ok"]) for one in result.trial] == [
         ("demo-0", True),
         ("demo-1", True),
     ]
-    assert result.canary[0]["got"]["text"] == answer_of(stubs.engines[0].digest)
-    assert [s for s in observer.stages if s in ("drain", "canary")] == ["drain", "canary"]
+    assert result.trial[0]["got"]["text"] == answer_of(stubs.engines[0].digest)
+    assert [s for s in observer.stages if s in ("drain", "trial")] == ["drain", "trial"]
 
 
-async def test_a_failed_canary_pushes_the_committed_checkpoint_back(stubs: Stubs) -> None:
+async def test_a_failed_trial_pushes_the_committed_checkpoint_back(stubs: Stubs) -> None:
     remember(stubs)
     rotation, observer = Rotation(stubs), Recorder()
-    error = await refused(stubs, canary(contains="Z"), rotation=rotation, observer=observer)
+    error = await refused(stubs, trial(contains="Z"), rotation=rotation, observer=observer)
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
     assert "step-1 was pushed back" in error.message
     assert "prompt one on demo-0: expected 'Z' in it" in error.message
-    assert [one["expected"] for one in error.details["canary"]] == [{"contains": "Z"}] * 2
+    assert [one["expected"] for one in error.details["trial"]] == [{"contains": "Z"}] * 2
     for engine in stubs.engines:
         assert engine.weight_version == "step-1"
         assert not engine.paused
-        # what it held when it was given back to users, and when it answered the canary
+        # what it held when it was given back to users, and when it answered the trial
         assert engine.served[-1] == engine.digest != engine.served[0]
     assert rotation.routed == {"demo-0", "demo-1"}
     assert observer.servers[-1][1] == "ready"
@@ -210,8 +210,8 @@ async def test_one_server_that_answers_wrongly_keeps_all_from_the_new_version(
 ) -> None:
     remember(stubs)
     stubs.engines[1].logprob = -50.0
-    error = await refused(stubs, canary(min_logprob=-10))
-    assert [one["ok"] for one in error.details["canary"]] == [True, False]
+    error = await refused(stubs, trial(min_logprob=-10))
+    assert [one["ok"] for one in error.details["trial"]] == [True, False]
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
 
 
@@ -223,7 +223,7 @@ async def test_without_the_version_before_the_servers_are_quarantined(
         remember(stubs)
         shutil.rmtree(stubs.base)
     observer = Recorder()
-    error = await refused(stubs, canary(contains="Z"), observer=observer)
+    error = await refused(stubs, trial(contains="Z"), observer=observer)
     assert states(error) == [("quarantined", None), ("quarantined", None)]
     assert all(engine.paused for engine in stubs.engines)
     assert [engine.weight_version for engine in stubs.engines] == ["default", "default"]
@@ -232,15 +232,15 @@ async def test_without_the_version_before_the_servers_are_quarantined(
 
 
 @pytest.mark.parametrize("kind", ["status", "reset", "hang"])
-async def test_a_server_that_cannot_answer_has_failed_its_canary(stubs: Stubs, kind: str) -> None:
+async def test_a_server_that_cannot_answer_has_failed_its_trial(stubs: Stubs, kind: str) -> None:
     remember(stubs)
     stubs.servers[1].asgi.faults["/v1/completions"] = Fault(kind)
-    error = await refused(stubs, {**canary(), "timeout_s": 0.3})
-    assert [one["ok"] for one in error.details["canary"]] == [True, False]
+    error = await refused(stubs, {**trial(), "timeout_s": 0.3})
+    assert [one["ok"] for one in error.details["trial"]] == [True, False]
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
 
 
-async def test_a_server_that_names_no_model_has_failed_its_canary(
+async def test_a_server_that_names_no_model_has_failed_its_trial(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def none(server: VLLMServer) -> list[str]:
@@ -248,18 +248,18 @@ async def test_a_server_that_names_no_model_has_failed_its_canary(
 
     remember(stubs)
     monkeypatch.setattr(VLLMServer, "models", none)
-    error = await refused(stubs, canary())
+    error = await refused(stubs, trial())
     assert "demo-0 names no model to ask" in error.message
-    assert [one["ok"] for one in error.details["canary"]] == [False, False]
+    assert [one["ok"] for one in error.details["trial"]] == [False, False]
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
 
 
 async def test_a_server_that_cannot_be_paused_again_is_not_left_with_them(stubs: Stubs) -> None:
     remember(stubs)
     stubs.servers[1].asgi.faults["/pause"] = Fault("status", calls=(2,))
-    error = await refused(stubs, canary())
-    assert [one["ok"] for one in error.details["canary"]] == [True, True, False]
-    assert error.details["canary"][2]["problem"].startswith("canary:")
+    error = await refused(stubs, trial())
+    assert [one["ok"] for one in error.details["trial"]] == [True, True, False]
+    assert error.details["trial"][2]["problem"].startswith("trial:")
     assert states(error) == [("ready", "step-1"), ("ready", "step-1")]
 
 
@@ -267,22 +267,22 @@ async def test_a_failure_while_the_weights_go_back_leaves_that_server_quarantine
     stubs: Stubs,
 ) -> None:
     remember(stubs)
-    plan = (await push_with(stubs, canary(), dry_run=True)).plan
+    plan = (await push_with(stubs, trial(), dry_run=True)).plan
     assert plan is not None
     stubs.fail_update(1, calls=range(plan["chunks"] + 1, 100))
-    error = await refused(stubs, canary(contains="Z"))
+    error = await refused(stubs, trial(contains="Z"))
     assert states(error) == [("ready", "step-1"), ("quarantined", None)]
     assert [engine.paused for engine in stubs.engines] == [False, True]
 
 
-async def test_keep_is_refused_with_a_canary_before_anything_is_touched(stubs: Stubs) -> None:
+async def test_keep_is_refused_with_a_trial_before_anything_is_touched(stubs: Stubs) -> None:
     with pytest.raises(PreflightError, match="cannot keep running requests frozen"):
-        await push_with(stubs, canary(), pause_mode="keep")
+        await push_with(stubs, trial(), pause_mode="keep")
     assert all(engine.log == [] for engine in stubs.engines)
 
 
 async def test_a_fleet_whose_router_is_not_ours_is_refused(stubs: Stubs) -> None:
-    request = PushRequest(str(stubs.new), canary=canary(), pause_mode="wait")
+    request = PushRequest(str(stubs.new), trial=trial(), pause_mode="wait")
     async with stubs.client() as client:
         with pytest.raises(PreflightError, match="needs a router that skyctl runs"):
             await push(request, stubs.fleet, client=client, observer=Recorder())
@@ -291,8 +291,8 @@ async def test_a_fleet_whose_router_is_not_ours_is_refused(stubs: Stubs) -> None
 
 async def test_a_server_that_somebody_paused_is_refused(stubs: Stubs) -> None:
     await stubs.engines[1].pause("keep")
-    with pytest.raises(PreflightError, match="demo-1 cannot answer canary prompts"):
-        await push_with(stubs, canary())
+    with pytest.raises(PreflightError, match="demo-1 cannot answer trial prompts"):
+        await push_with(stubs, trial())
     assert "init" not in stubs.engines[0].log
 
 
@@ -300,7 +300,7 @@ async def test_a_router_that_does_not_let_go_undoes_the_push(stubs: Stubs) -> No
     rotation = Rotation(stubs)
     rotation.problem = "the router is restarting"
     with pytest.raises(PushError, match="drain: the router is restarting") as caught:
-        await push_with(stubs, canary(), rotation=rotation)
+        await push_with(stubs, trial(), rotation=rotation)
     assert states(caught.value) == [("ready", "default")] * 2
     assert rotation.log[-1] == "rejoin demo-0 demo-1"
     assert all(engine.log == [] for engine in stubs.engines)
@@ -311,7 +311,7 @@ async def test_requests_that_do_not_end_undo_the_push(stubs: Stubs) -> None:
     stubs.fleet = replace(stubs.fleet, drain_timeout_s=0.0)
     rotation = Rotation(stubs)
     with pytest.raises(PushError, match="1 requests have not ended after 0 s"):
-        await push_with(stubs, canary(), rotation=rotation)
+        await push_with(stubs, trial(), rotation=rotation)
     assert rotation.routed == {"demo-0", "demo-1"}
     assert all("pause" not in " ".join(engine.log) for engine in stubs.engines)
 
@@ -323,16 +323,16 @@ async def test_requests_that_come_past_the_router_are_not_answered_by_new_weight
     observer = Recorder()
 
     def knock(stage: str) -> None:
-        if stage == "canary":
+        if stage == "trial":
             stubs.engines[1].queued = 1
 
     observer.on_stage = knock
-    error = await refused(stubs, canary(), observer=observer)
-    assert "requests arrive past the router" in error.details["canary"][1]["problem"]
+    error = await refused(stubs, trial(), observer=observer)
+    assert "requests arrive past the router" in error.details["trial"][1]["problem"]
     assert stubs.engines[1].served[0] == stubs.engines[1].digest
 
 
-async def test_an_error_of_ours_amid_a_canary_quarantines_before_anybody_rejoins(
+async def test_an_error_of_ours_amid_a_trial_quarantines_before_anybody_rejoins(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(results: object) -> None:
@@ -349,7 +349,7 @@ async def test_an_error_of_ours_amid_a_canary_quarantines_before_anybody_rejoins
 
     rotation.rejoin = watched  # type: ignore[method-assign]
     with pytest.raises(PushError, match="broke off: RuntimeError"):
-        await push_with(stubs, canary(), rotation=rotation, observer=observer)
+        await push_with(stubs, trial(), rotation=rotation, observer=observer)
     assert told == [{("demo-0", "quarantined"), ("demo-1", "quarantined")}]
     assert all(engine.paused for engine in stubs.engines)
 
@@ -359,15 +359,15 @@ async def test_a_way_back_that_fails_before_its_first_byte_does_not_serve_what_f
 ) -> None:
     remember(stubs)
     stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status", calls=(2,))
-    error = await refused(stubs, canary(contains="Z"))
+    error = await refused(stubs, trial(contains="Z"))
     assert [state for state, _ in states(error)] == ["quarantined", "quarantined"]
     assert all(engine.paused for engine in stubs.engines)
     assert "could not be pushed back" in error.message
     assert error.hint == "skyctl recover"
 
 
-async def test_servers_answer_nobody_else_while_their_canary_runs(stubs: Stubs) -> None:
+async def test_servers_answer_nobody_else_while_their_trial_runs(stubs: Stubs) -> None:
     """Asked directly, past the router, they would answer from weights that nobody accepted."""
     rotation = Rotation(stubs)
-    await push_with(stubs, canary(contains=""), rotation=rotation)
+    await push_with(stubs, trial(contains=""), rotation=rotation)
     assert rotation.closed

@@ -1,6 +1,6 @@
-"""Canary prompts: what new weights must answer before they serve users.
+"""Trial prompts: what new weights must answer before they serve users.
 
-A canary file (YAML or JSON) lists prompts and what is expected of each answer:
+A trial file (YAML or JSON) lists prompts and what is expected of each answer:
 
     prompts:
       - prompt: The capital of France is
@@ -73,7 +73,7 @@ class Expectation(_Strict):
         return self.model_dump(exclude_none=True)
 
 
-class CanaryPrompt(_Strict):
+class TrialPrompt(_Strict):
     """One prompt, as text, token ids or chat messages. `sampling` is passed to vLLM unchanged."""
 
     name: str = ""
@@ -85,7 +85,7 @@ class CanaryPrompt(_Strict):
     expect: Expectation = Expectation()
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> CanaryPrompt:
+    def _one_prompt(self) -> TrialPrompt:
         given = [self.prompt, self.prompt_token_ids, self.messages]
         if sum(value is not None for value in given) != 1:
             raise ValueError("give one of prompt, prompt_token_ids and messages")
@@ -104,10 +104,10 @@ class CanaryPrompt(_Strict):
         return {**body, "prompt": self.prompt or self.prompt_token_ids, "logprobs": 1}
 
 
-class Canary(_Strict):
+class Trial(_Strict):
     """All prompts of one push; `timeout_s` applies to each prompt on each server."""
 
-    prompts: list[CanaryPrompt] = Field(min_length=1, max_length=MAX_PROMPTS)
+    prompts: list[TrialPrompt] = Field(min_length=1, max_length=MAX_PROMPTS)
     timeout_s: float = Field(default=60.0, gt=0, le=600)
 
     def name_of(self, number: int) -> str:
@@ -131,7 +131,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class CanaryResult:
+class TrialResult:
     """One prompt on one server."""
 
     server: str
@@ -151,29 +151,29 @@ class CanaryResult:
         return asdict(self)
 
 
-def read_canary(path: Path) -> dict[str, Any]:
-    """Read a canary file as JSON that `parse_canary` accepts; a bare list is taken as its prompts.
+def read_trial(path: Path) -> dict[str, Any]:
+    """Read a trial file as JSON that `parse_trial` accepts; a bare list is taken as its prompts.
 
     Raises:
-        UsageError: it cannot be read, or is not a canary file; names the place.
+        UsageError: it cannot be read, or is not a trial file; names the place.
     """
     try:
         with path.open("rb") as file:
             if len(data := file.read(_LARGEST_BYTES + 1)) > _LARGEST_BYTES:
                 raise ValueError("larger than 16 MiB")
-        canary = yaml.safe_load(data.decode())
+        trial = yaml.safe_load(data.decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"--canary {path}: {' '.join(str(error).split())}") from error
-    prompts = {"prompts": canary} if isinstance(canary, list) else canary
-    return parse_canary(prompts, str(path)).model_dump(mode="json", exclude_none=True)
+        raise UsageError(f"--trial {path}: {' '.join(str(error).split())}") from error
+    prompts = {"prompts": trial} if isinstance(trial, list) else trial
+    return parse_trial(prompts, str(path)).model_dump(mode="json", exclude_none=True)
 
 
-def parse_canary(data: Any, where: str = "canary") -> Canary:
+def parse_trial(data: Any, where: str = "trial") -> Trial:
     """Raises UsageError unless `data` is a mapping as described at the top of this file."""
     try:
-        canary = Canary.model_validate(data)
-        json.dumps(canary.model_dump(), ensure_ascii=False, allow_nan=False, default=str).encode()
-        return canary
+        trial = Trial.model_validate(data)
+        json.dumps(trial.model_dump(), ensure_ascii=False, allow_nan=False, default=str).encode()
+        return trial
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -209,14 +209,14 @@ def _logprobs(logprobs: Mapping[str, Any], *, chat: bool) -> list[float | None]:
     return list(logprobs.get("token_logprobs") or ())
 
 
-def judge(server: str, name: str, expect: Expectation, answer: Answer) -> CanaryResult:
+def judge(server: str, name: str, expect: Expectation, answer: Answer) -> TrialResult:
     """Check an answer against what is expected. Pure."""
     lowest = min((value for value in answer.logprobs if value is not None), default=None)
     got: dict[str, Any] = {"text": answer.text, "token_ids": list(answer.token_ids)}
     if lowest is not None and math.isfinite(lowest):
         got["min_logprob"] = lowest
     problems = _problems(expect, answer, lowest)
-    return CanaryResult(server, name, not problems, expect.conditions(), got, "; ".join(problems))
+    return TrialResult(server, name, not problems, expect.conditions(), got, "; ".join(problems))
 
 
 def _problems(expect: Expectation, answer: Answer, lowest: float | None) -> list[str]:
@@ -254,7 +254,7 @@ def _pattern(regex: str) -> TypeAdapter[str]:
     return TypeAdapter(Annotated[str, StringConstraints(pattern=regex)])
 
 
-def failed(results: Sequence[CanaryResult]) -> list[CanaryResult]:
+def failed(results: Sequence[TrialResult]) -> list[TrialResult]:
     return [result for result in results if not result.ok]
 
 
@@ -263,12 +263,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
-def canary_content(
+def trial_content(
     given: Mapping[str, Any] | str | PathLike[str] | None,
 ) -> dict[str, Any] | None:
-    """The content of a canary that is given by its content or by the path of its file."""
+    """The content of a trial that is given by its content or by the path of its file."""
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return parse_canary(given).model_dump(mode="json", exclude_none=True)
-    return read_canary(Path(given))
+        return parse_trial(given).model_dump(mode="json", exclude_none=True)
+    return read_trial(Path(given))
