@@ -274,7 +274,7 @@ def _choose(files: Files, name: str | None) -> Sequence[Path] | str:
     if files:
         return files
     if default.exists():
-        return [default]
+        return [default, *_overrides(default)]
     fleets = known_fleets()
     running = [n for n in fleets if supervisor_running(fleet_paths(n))]
     for names in (running, fleets):
@@ -283,6 +283,17 @@ def _choose(files: Files, name: str | None) -> Sequence[Path] | str:
     if fleets:
         raise UsageError(f"there is no {DEFAULT_FILE} here and several fleets", hint=_advice())
     raise NotFoundError(f"there is no {DEFAULT_FILE} here and no fleet", hint=_advice())
+
+
+def _overrides(file: Path) -> list[Path]:
+    """The files that override this one in the fleet that is up from it: without them a command
+    would be about another fleet file than the one in force.
+    """
+    for name in known_fleets():
+        paths, origin = fleet_paths(name), origin_of(fleet_paths(name))
+        if origin.get("file") == str(file.absolute()) and supervisor_running(paths):
+            return [path for path in map(Path, origin.get("overrides", ())) if path.exists()]
+    return []
 
 
 def _advice() -> str:

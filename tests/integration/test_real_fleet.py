@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +21,14 @@ import pytest
 from tests.integration.endpoints import (
     LONG,
     PROMPT,
+    TOKENS,
     Endpoints,
     frozen_generation,
     replicas,
     wait_until,
 )
 from tests.integration.fleet_cli import FleetCli, greedy
+from tests.integration.reference import answered
 from tests.pids import abandoned
 
 pytestmark = pytest.mark.real
@@ -180,6 +185,53 @@ def test_a_rollback_brings_the_version_before_and_another_one_the_last_back(
     assert endpoints.one_answer() != answer_a
     first = real_fleet.data("sync-weights", "--rollback", "base")["job"]["result"]
     assert Path(first["checkpoint"]).name == "a"
+    assert endpoints.one_answer() == answer_a
+
+
+# each of the checkpoints in pieces, as a trainer writes it, once it is told to go on
+WRITER = """
+import sys, time
+from pathlib import Path
+runs, *sources = map(Path, sys.argv[1:])
+for step, source in enumerate(sources, start=1):
+    path = runs / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        data = file.read_bytes()
+        with (path / file.name).open("wb", buffering=0) as out:
+            for at in range(0, len(data), 1 + len(data) // 3):
+                out.write(data[at : at + 1 + len(data) // 3])
+                time.sleep(0.1)
+    sys.stdin.readline()
+"""
+
+
+def test_a_watch_pushes_each_checkpoint_once_its_writer_has_finished_it(
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+) -> None:
+    runs, sources = real_fleet.directory / "runs", real_fleet.directory / "checkpoints"
+    runs.mkdir()
+    writing = [sys.executable, "-c", WRITER, str(runs), str(sources / "b"), str(sources / "a")]
+    with (
+        real_fleet.start("sync-weights", "--watch", "runs", "--json") as watch,
+        subprocess.Popen(writing, stdin=subprocess.PIPE, text=True) as writer,
+    ):
+        try:
+            assert watch.stdout is not None and writer.stdin is not None
+            for step, name in ((1, "b"), (2, "a")):
+                envelope = json.loads(watch.stdout.readline())
+                version = envelope["data"]["job"]["result"]["version"]
+                assert version.partition("@")[0] == f"checkpoint-{step}"
+                expected = answered(sources / name, PROMPT, TOKENS)
+                assert list(endpoints.answers(TOKENS).values()) == [expected] * 3
+                writer.stdin.write("\n")
+                writer.stdin.flush()
+            watch.send_signal(signal.SIGINT)
+            assert watch.wait(60) == 0
+        except BaseException:
+            watch.kill()
+            writer.kill()
+            raise
     assert endpoints.one_answer() == answer_a
 
 

@@ -267,6 +267,21 @@ def test_several_files_are_remembered_merged_and_found_by_name(
     assert select(None, "known").files == (base,)
 
 
+def test_the_file_here_is_meant_with_those_that_override_it_while_its_fleet_is_up(
+    here: Path,
+) -> None:
+    (here / "fleet.yaml").write_text("name: lab\nmodel: x\n")
+    (here / "prod.yaml").write_text("replicas: 3\n")
+    keep(select([Path("fleet.yaml"), Path("prod.yaml")], None))
+    assert select(None, None).config.replicas == 1
+    with fleet_paths("lab").supervisor_lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert select(None, None).config.replicas == 3
+        assert select([Path("fleet.yaml")], None).config.replicas == 1
+        (here / "prod.yaml").unlink()
+        assert select(None, None).config.replicas == 1
+
+
 def test_what_comes_through_a_pipe_is_remembered_as_it_was_read(here: Path) -> None:
     reader, writer = os.pipe()
     os.write(writer, b"name: piped\nmodel: ./m\n")
