@@ -10,11 +10,18 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 
-from skyctl.checkpoints.checkpoint import index_problem, locate, mistaken_for
+from skyctl.checkpoints.checkpoint import (
+    index_problem,
+    locate,
+    mistaken_for,
+    read_checkpoint,
+)
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec
@@ -27,7 +34,7 @@ from skyctl.fleetfile.yaml_source import YamlSource
 from skyctl.launch import HOSTS
 from skyctl.launch.base import Gpu, Host
 from skyctl.launch.local.devices import discover_gpus, visible_gpus
-from skyctl.units import count_of
+from skyctl.units import count_of, format_bytes
 
 _IMPORT_TIMEOUT_S = 20.0
 _ROOM = "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`"
@@ -322,8 +329,16 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
     section = plan.config.tinker
     if section is None or not section.gpus:
         return
-    count = len(visible_gpus(discover(), os.environ))
+    visible = visible_gpus(discover(), os.environ)
+    count, needed = len(visible), _base_bytes(plan.base or plan.model_path, section.dtype)
     for device, gpu in zip(section.ranks, section.gpus, strict=True):
+        if gpu < count and visible[gpu].memory_bytes < needed:
+            yield Problem(
+                f"tinker.device {device}: the base takes {format_bytes(needed)} in "
+                f"{section.dtype}, the GPU has {format_bytes(visible[gpu].memory_bytes)}",
+                "every rank of the trainer holds the whole base: train a smaller one, or write "
+                "`tinker: {dtype: bfloat16}`",
+            )
         if gpu >= count:
             available = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
             yield Problem(
@@ -335,6 +350,14 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
             f"tinker.device {section.ranks[0]}: the installed torch {version('torch')} is for CPUs",
             _DEVICE,
         )
+
+
+def _base_bytes(base: str, dtype: str) -> int:
+    """What a rank of the trainer needs for the base's weights alone; 0 if that is not known."""
+    with suppress(SkyctlError, OSError):
+        elements = sum(prod(tensor.shape) for tensor in read_checkpoint(base).tensors)
+        return elements * (2 if dtype == "bfloat16" else 4)
+    return 0
 
 
 def _installed(module: str) -> bool:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +26,8 @@ import httpx
 
 from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import ServerError
-from skyctl.tinker.__main__ import serve
+from skyctl.tinker import __main__ as tinker
+from skyctl.tinker import housekeeping
 from skyctl.tinker.open_models import Limits
 from tests.forking import command
 
@@ -240,8 +242,16 @@ def main() -> None:
         served_model_name="served",
         key_source=None,
     )
-    servers, found = FixedServers(Path(directory)), Limits(**json.loads(limits))
-    asyncio.run(serve(settings, Path(directory), KEY, servers, found))
+    given = json.loads(limits)
+    haste = given.pop("haste", 1.0)  # how much sooner what is old goes
+    housekeeping.INTERVAL_S /= haste
+    tinker.Keep = partial(
+        housekeeping.Keep,
+        recent_s=housekeeping.RECENT_S / haste,
+        finished_s=housekeeping.FINISHED_S / haste,
+    )
+    servers, found = FixedServers(Path(directory)), Limits(**given)
+    asyncio.run(tinker.serve(settings, Path(directory), KEY, servers, found))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import socket
 import sys
@@ -13,13 +14,15 @@ from typing import Any
 import pytest
 import yaml
 
-from skyctl.checkpoints.checkpoint import INDEX_NAME
+from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.core import check
 from skyctl.core.check import check_plan, model_advice
 from skyctl.engines.vllm import arguments
 from skyctl.fleetfile.load import load_fleet
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
+from skyctl.units import format_bytes
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.core.plans import local_plan, problems, with_checkpoint
 
 
@@ -38,8 +41,8 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(script)
 
 
-def gpus(count: int) -> list[Gpu]:
-    return [Gpu(index, f"GPU-{index}", "H100", 1) for index in range(count)]
+def gpus(count: int, memory_bytes: int = 2**40) -> list[Gpu]:
+    return [Gpu(index, f"GPU-{index}", "H100", memory_bytes) for index in range(count)]
 
 
 def test_a_good_plan_has_no_problems(base_dir: Path, interpreter: str) -> None:
@@ -140,6 +143,29 @@ def test_a_gpu_that_the_trainer_does_not_find_is_named(
     found = problems(local_plan(base_dir, interpreter, device="cpu", **config), gpus(there))
     name = device if isinstance(device, str) else device[-1]
     assert found == ([f"tinker.device {name}: this machine has {said}"] if said else [])
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("float32", True), ("bfloat16", False)])
+def test_a_base_that_does_not_fit_a_gpu_of_the_trainer_is_refused(
+    tmp_path: Path, interpreter: str, monkeypatch: pytest.MonkeyPatch, dtype: str, refused: bool
+) -> None:
+    make_tiny_checkpoint(tmp_path / "checkpoints" / "a", seed=1)
+    needed = 4 * sum(
+        math.prod(tensor.shape)
+        for tensor in read_checkpoint(str(tmp_path / "checkpoints" / "a")).tensors
+    )
+    monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
+    monkeypatch.setattr("skyctl.core.check.version", lambda name: "2.11.0+cu130")
+    tinker = {"port": free_port("127.0.0.1"), "devices": ["cuda:0", "cuda:1"], "dtype": dtype}
+    config = {"tinker": tinker, "lora": {"max_rank": 32}, "args": {"max-model-len": 512}}
+    planned = local_plan(tmp_path, interpreter, device="cpu", **config)
+    large, small = Gpu(0, "GPU-0", "H100", needed), Gpu(1, "GPU-1", "H100", needed - 1)
+    found = problems(planned, [large, small])
+    assert [message.partition(",")[0] for message in found] == (
+        [f"tinker.device cuda:1: the base takes {format_bytes(needed)} in float32"]
+        if refused
+        else []
+    )
 
 
 @pytest.fixture
