@@ -129,9 +129,8 @@ async def end(worker: Worker, rank: int) -> None:
     pids = [entry["pid"] for entry in worker.report()["ranks"]]
     os.kill(pids[rank], signal.SIGKILL)
     async with asyncio.timeout(30):
-        while any(map(psutil.pid_exists, pids)):  # noqa: ASYNC110 - they are other processes
+        while worker.report()["ranks"] or any(map(psutil.pid_exists, pids)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert worker.report()["ranks"] == []
 
 
 @pytest.mark.parametrize(("ranks", "lives"), [(2, 2), (3, 1)])
