@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from skyctl.core.registry import FleetRef
-    from skyctl.doctor.finding import Finding
+    from skyctl.doctor.check_line import CheckLine
     from skyctl.errors import FleetFileError
 
 _TITLES = {"machine": "Machine", "fleet-file": "Fleet file", "running": "Running fleet"}
@@ -53,7 +53,7 @@ def doctor(
       skyctl doctor --json | jq -r '.data.findings[].fix'
     """
     from skyctl.core.findings import Severity
-    from skyctl.doctor.finding import count
+    from skyctl.doctor.check_line import count
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None
@@ -80,21 +80,23 @@ def doctor(
     output.emit(data, *_lines(shown), None if failed else verdict, error=failed)
 
 
-def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool) -> list[Finding]:
+def _findings(
+    ref: FleetRef | None, refusal: FleetFileError | None, verify: bool
+) -> list[CheckLine]:
     from skyctl.core.findings import Severity
     from skyctl.doctor import examine, examine_machine
-    from skyctl.doctor.finding import Finding
+    from skyctl.doctor.check_line import CheckLine
 
     if ref is not None:
         return in_loop(examine(ref, verify=verify))
     if refusal is None:
         output.note("there is no fleet file here: looking at the machine alone")
         return examine_machine()
-    wrong = Finding("fleet-file", "load", Severity.ERROR, refusal.message, refusal.hint)
+    wrong = CheckLine("fleet-file", "load", Severity.ERROR, refusal.message, refusal.hint)
     return [*examine_machine(), wrong]
 
 
-def _lines(findings: Sequence[Finding]) -> list[Text]:
+def _lines(findings: Sequence[CheckLine]) -> list[Text]:
     signs = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "error": ("✗ ", "bold red")}
     lines: list[Text] = []
     for section, title in _TITLES.items():

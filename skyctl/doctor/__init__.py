@@ -20,7 +20,7 @@ from skyctl.core.findings import Severity
 from skyctl.core.registry import supervisor_running
 from skyctl.core.status import Health
 from skyctl.core.urls import access, api_key, control_token
-from skyctl.doctor.finding import Finding
+from skyctl.doctor.check_line import CheckLine
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import MachineFacts, Needs, check_machine, gather
 from skyctl.doctor.running import RunningFacts, check_running
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 ASK_TIMEOUT_S = 5.0
 
 
-def examine_machine() -> list[Finding]:
+def examine_machine() -> list[CheckLine]:
     """The machine alone, if there is no fleet."""
     return check_machine(gather(None, state_root()), Needs())
 
 
-async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
+async def examine(ref: FleetRef, *, verify: bool = False) -> list[CheckLine]:
     """Machine, fleet file and running fleet. `verify` has every server digest its weights now."""
     if ref.config.attached:
         return await _examine_running(ref, None, verify)
@@ -56,11 +56,11 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
     async with SupervisedFleet(ref) as fleet:
         ports, pins = await fleet.kept()
     plan: FleetPlan | None = None
-    refused: list[Finding] = []
+    refused: list[CheckLine] = []
     try:
         plan = await asyncio.to_thread(planned, ref.config, ref.base_dir, ports, pins=pins)
     except SkyctlError as error:
-        refused = [Finding("fleet-file", "plan", Severity.ERROR, error.message, error.hint)]
+        refused = [CheckLine("fleet-file", "plan", Severity.ERROR, error.message, error.hint)]
     python = plan.python if plan is not None else ref.config.python
     facts = await asyncio.to_thread(gather, python, state_root())
     findings = check_machine(facts, _needs(ref, plan)) + refused
@@ -88,7 +88,7 @@ def _hosts(plan: FleetPlan) -> set[str]:
 
 def _examine_file(
     ref: FleetRef, plan: FleetPlan, facts: MachineFacts, ports: Mapping[str, int]
-) -> list[Finding]:
+) -> list[CheckLine]:
     running = bool(ports) or supervisor_running(ref.paths)
     problems = check_plan(plan, own_ports=ports.values(), source=ref.source)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.base), running), facts)
@@ -106,7 +106,7 @@ def _model(path: str) -> ModelFacts | None:
     return ModelFacts(checkpoint.total_bytes, largest.name, largest.nbytes)
 
 
-async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
+async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[CheckLine]:
     async with connect(ref) as fleet:
         status = await fleet.status()
         if status.health == Health.DOWN and not status.replicas:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from skyctl.core.check import Problem
 from skyctl.core.plan import FleetPlan
-from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
+from skyctl.doctor.check_line import CheckLine, Result, error, ok, run_checks, warning
 from skyctl.doctor.machine import MachineFacts
 from skyctl.engines import ENGINES
 from skyctl.fleetfile.sections import RouterSection
@@ -40,7 +40,7 @@ class FilePlan:
     running: bool
 
 
-def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
+def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[CheckLine]:
     """All checks of this section."""
     on_this_machine = all(server.node is None for server in given.plan.servers)
     checks = CHECKS | OF_THIS_MACHINE if on_this_machine else CHECKS

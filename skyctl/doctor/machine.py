@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from skyctl.children import entries_of, is_bypassed, proxies_of
-from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
+from skyctl.doctor.check_line import CheckLine, Result, error, ok, run_checks, warning
 from skyctl.launch.local.devices import available_memory, gpu_query, gpu_rows
 from skyctl.units import format_bytes
 
@@ -195,7 +195,7 @@ class Needs:
     """Where clients reach it."""
 
 
-def check_machine(facts: MachineFacts, needs: Needs) -> list[Finding]:
+def check_machine(facts: MachineFacts, needs: Needs) -> list[CheckLine]:
     """All checks of this section."""
     return run_checks("machine", CHECKS, facts, needs)
 

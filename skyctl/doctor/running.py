@@ -11,7 +11,7 @@ from skyctl.core import findings
 from skyctl.core.diagnosis import from_routing
 from skyctl.core.findings import Condition, Severity
 from skyctl.core.status import FleetStatus, Health
-from skyctl.doctor.finding import Finding, Result, error, ok, run_checks, warning
+from skyctl.doctor.check_line import CheckLine, Result, error, ok, run_checks, warning
 from skyctl.push.verify import comparable
 from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
@@ -48,11 +48,11 @@ class RunningFacts:
     """The engine of all servers."""
 
 
-def check_running(facts: RunningFacts) -> list[Finding]:
+def check_running(facts: RunningFacts) -> list[CheckLine]:
     """All checks of this section; one line for a fleet that is down."""
     if facts.status.health == Health.DOWN and not facts.status.replicas:
         message = f"fleet {facts.status.name} is not running"
-        return [Finding("running", "supervisor", Severity.OK, message)]
+        return [CheckLine("running", "supervisor", Severity.OK, message)]
     return run_checks("running", CHECKS, facts)
 
 

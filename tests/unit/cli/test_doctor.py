@@ -13,7 +13,7 @@ from skyctl.cli.doctor import _lines
 from skyctl.core import check
 from skyctl.core.findings import Severity
 from skyctl.doctor import machine
-from skyctl.doctor.finding import Finding
+from skyctl.doctor.check_line import CheckLine
 from tests.unit.cli.commands import run
 
 
@@ -85,7 +85,7 @@ def test_quiet_prints_only_what_is_wrong(
 def test_a_long_finding_is_cut_between_words_on_a_terminal_and_whole_in_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    finding = Finding("machine", "gpus", Severity.WARNING, "word " * 20 + "end", "the fix")
+    finding = CheckLine("machine", "gpus", Severity.WARNING, "word " * 20 + "end", "the fix")
     assert len(_lines([finding])) == 4  # title, finding, fix, blank
     monkeypatch.setattr(output, "out", Console(force_terminal=True, width=40))
     lines = [line.plain for line in _lines([finding])]

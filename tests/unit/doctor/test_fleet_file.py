@@ -9,7 +9,7 @@ import pytest
 
 from skyctl.core.check import Problem
 from skyctl.core.planner import plan_fleet
-from skyctl.doctor.finding import Finding
+from skyctl.doctor.check_line import CheckLine
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import GpuFacts, MachineFacts
 from skyctl.fleetfile.schema import FleetConfig
@@ -31,7 +31,7 @@ def findings(
     problems: tuple[Problem, ...] = (),
     running: bool = False,
     **config: Any,
-) -> list[Finding]:
+) -> list[CheckLine]:
     """What is found in a fleet file on a machine with two GPUs (none with `device: cpu`)."""
     fleet = FleetConfig.model_validate({"name": "f", "model": "m", "replicas": 2, **config})
     gpus = [] if config.get("device") == "cpu" else GPUS
@@ -43,7 +43,7 @@ def findings(
     return checked
 
 
-def wrong(given: list[Finding]) -> list[tuple[str, str]]:
+def wrong(given: list[CheckLine]) -> list[tuple[str, str]]:
     return [(f.severity.value, f.check) for f in given if f.severity != "ok"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from skyctl.core.diagnosis import assess, drift, from_intent, unsupervised
 from skyctl.core.findings import Severity
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
-from skyctl.doctor.finding import Finding, count
+from skyctl.doctor.check_line import CheckLine, count
 from skyctl.doctor.running import LONG_PAUSE_S, RunningFacts, check_running
 from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
@@ -40,7 +40,7 @@ def facts(*replicas: ReplicaStatus, supervised: bool | None = True, **more: Any)
     return RunningFacts(status, **{**defaults, **more})
 
 
-def wrong(given: RunningFacts) -> list[Finding]:
+def wrong(given: RunningFacts) -> list[CheckLine]:
     findings = [f for f in check_running(given) if f.severity is not Severity.OK]
     assert all(finding.section == "running" and finding.fix for finding in findings)
     return findings

@@ -1,4 +1,4 @@
-"""Findings, and how checks make them."""
+"""Lines of doctor, and how its checks make them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Section = Literal["machine", "fleet-file", "running"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckLine:
     """One line about one subject, and how to fix it."""
 
     section: Section
@@ -52,15 +52,15 @@ def run_checks(
     checks: Mapping[str, Callable[P, Iterator[Result]]],
     *facts: P.args,
     **named: P.kwargs,
-) -> list[Finding]:
+) -> list[CheckLine]:
     """The findings of checks, which are given by their stable names."""
     return [
-        Finding(section, name, *result)
+        CheckLine(section, name, *result)
         for name, check in checks.items()
         for result in check(*facts, **named)
     ]
 
 
-def count(findings: Iterable[Finding], severity: Severity) -> int:
+def count(findings: Iterable[CheckLine], severity: Severity) -> int:
     """How many findings are of this severity."""
     return sum(finding.severity is severity for finding in findings)
