@@ -174,12 +174,16 @@ def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Result]:
     for server in given.plan.servers:
         for index in server.gpus:
             users.setdefault(index, []).append(server.name)
+    group = given.plan.config.sleep_group
+    advice = "or lower gpu-memory-utilization under `args`"
+    if group is not None:
+        advice = f"`skyctl up` puts the fleet of sleep_group {group} that is awake to sleep"
     for gpu in facts.gpus:
         if gpu.index in users and gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes:
             yield warning(
                 f"GPU {gpu.index} ({', '.join(users[gpu.index])}) has "
                 f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} in use",
-                "see by whom: nvidia-smi; or lower gpu-memory-utilization under `args`",
+                f"see by whom: nvidia-smi; {advice}",
             )
 
 

@@ -110,6 +110,11 @@ class KeptRunning(ABC):
         """Hash of the spec that its process was started with; an adopted one's may differ."""
         return self._record.spec_hash if self.process else spec_hash(self.planned)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether a process of it may still have memory: it lives, or is being ended."""
+        return self.process is not None or self._ending is not None
+
     def start(self, adopted: ChildProcess | None = None) -> None:
         """Keep it running from now on, beginning with an adopted process if there is one."""
         if self._task is not None and not self._task.done():

@@ -24,7 +24,7 @@ from skyctl.store.sleep_groups import SleepGroup
 from skyctl.supervisor import rollout
 from skyctl.supervisor.fleet import RunningFleet
 
-_AT_REST = (Phase.UP, Phase.ASLEEP, Phase.RESTARTING)
+_WAITS = (Phase.ASLEEP, Phase.RESTARTING)
 """Phases of a server that loads nothing unless this fleet may be awake."""
 _WAKE = "skyctl wake"
 _Control = Callable[[Sleep | Wake], Awaitable[Outcomes]]
@@ -133,7 +133,7 @@ class Member:
         problems = [
             f"{outcome.server}: {outcome.detail}"
             for outcome in outcomes
-            if outcome.server not in asleep and running.replicas[outcome.server].phase is Phase.UP
+            if outcome.server not in asleep and running.replicas[outcome.server].has_memory
         ]
         if problems:
             name = running.paths.name
@@ -146,7 +146,8 @@ class Member:
         running = self._running
         name = running.paths.name
         for replica in running.replicas.values():
-            if replica.phase not in _AT_REST and not replica.phase.ended:
+            waits = replica.phase in _WAITS or replica.phase.ended
+            if replica.phase is not Phase.UP and (replica.has_memory or not waits):
                 raise ConflictError(
                     f"{replica.name} of fleet {name} is {replica.state}",
                     hint=f"wait for it: skyctl wait --fleet {name}; or: skyctl down --fleet {name}",

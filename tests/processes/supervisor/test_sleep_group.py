@@ -8,14 +8,16 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from skyctl.core.requests import Sleep, Wake
-from skyctl.errors import ConflictError, StateUnwritable
+from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
 from skyctl.states import Phase
 from skyctl.store.sleep_groups import SleepGroup
 from skyctl.supervisor import rollout
+from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.supervising import bring_up, supervising
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_server
@@ -68,6 +70,27 @@ async def test_one_that_dies_while_requests_end_waits_until_its_fleet_may_be_awa
         [outcome] = await supervisor.wake(Wake())
         assert outcome.detail.endswith("will be awake when it is ready")
         await eventually(lambda: replica.state == "ready")
+
+
+async def test_one_that_is_still_being_ended_keeps_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with awake(tmp_path) as (supervisor, group):
+        replica = supervisor.replicas["a"]
+
+        async def and_a_slow_death(*_: object) -> None:
+            monkeypatch.setattr(Replica, "_end_for_certain", AsyncMock(side_effect=endless.wait))
+            assert replica.process is not None
+            os.kill(replica.process.pid, signal.SIGKILL)
+            await eventually(lambda: replica.phase is Phase.RESTARTING)
+
+        endless = asyncio.Event()
+        monkeypatch.setattr(rollout, "drain_all", and_a_slow_death)
+        with pytest.raises(SkyctlError, match=r"stays awake, a server does not sleep: a: not run"):
+            await supervisor.sleep(HAND_OVER)
+        with pytest.raises(ConflictError, match="a of fleet stubs is restarting"):
+            await supervisor.sleep(HAND_OVER)
+        assert group.awake() == supervisor.paths.name
 
 
 async def test_what_still_starts_is_waited_for(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_gpus_that_somebody_else_uses_are_found_unless_it_is_this_fleet() -> Non
     assert wrong(checked) == [("warning", "gpus-in-use")]
     assert any("GPU 0 (f-0) has 60.0 GiB of 80.0 GiB in use" in f.message for f in checked)
     assert wrong(findings(busy, running=True)) == []
+    fixes = [finding.fix for finding in findings(busy, sleep_group="pair")]
+    assert any("`skyctl up` puts the fleet of sleep_group pair that" in fix for fix in fixes)
 
 
 def test_a_model_that_is_not_on_this_disk_is_not_judged() -> None:
