@@ -24,7 +24,6 @@ from skyctl.states import PushStage
 from skyctl.store.in_doubt import InDoubt, _save, in_doubt, put_in_doubt
 from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
-from skyctl.store.unrecorded import advice
 from tests.simulation import seams
 from tests.simulation.world import Schedule
 
@@ -100,7 +99,7 @@ def _refused(what: Any) -> Any:
 
     def write(self: FleetState, *arguments: Any, **options: Any) -> Any:
         if _unwell():
-            raise StateUnwritable(f"cannot write {self.path}", hint=advice(self.path, "full"))
+            raise StateUnwritable(f"cannot write {self.path}")
         return what(self, *arguments, **options)
 
     return write
