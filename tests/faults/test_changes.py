@@ -1,4 +1,6 @@
-"""A changed fleet file by the real command: `plan` and `up --dry-run` show what `up` then does."""
+"""A changed fleet file by the real command: `plan` and `up --dry-run` show what `up` then does.
+`SKYCTL_TEST_CHANGES=200` tries so many random changes.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,12 @@ def pids(fleet: StubFleet) -> dict[str, int]:
     return found | ({"router": status["router"]["pid"]} if status["router"] else {})
 
 
-def test_up_does_what_the_plan_shows_over_ten_random_changes(fleet: StubFleet) -> None:
+def test_up_does_what_the_plan_shows_over_random_changes(fleet: StubFleet) -> None:
     dice = random.Random(11)
     fleet.write(replicas=2)
     fleet.run("up")
     before = pids(fleet)
-    for _ in range(10):
+    for _ in range(int(os.environ.get("SKYCTL_TEST_CHANGES", "10"))):
         faults = dice.choice(["{}", "{ }"])
         length = dice.choice(["", "args: {max-model-len: 2048}\n"])
         router = dice.choice(["", "router: {policy: random}\n", "router: {enabled: false}\n"])
