@@ -195,7 +195,8 @@ class Arbiter:
                 pushes=act in (Act.PUSH, Act.RECOVER),
             )
             busy = partial(self._servers.taken_by_push, servers)
-            turn.add(await self._until_free(act, take, busy, wait_s))
+            refuse_stopped = partial(self._servers.refuse_stopped, servers)
+            turn.add(await self._until_free(act, take, busy, wait_s, refuse_stopped))
         await turn.after_late_requests()
 
     async def _until_free(
@@ -204,10 +205,10 @@ class Arbiter:
         take: Callable[[], T],
         busy: Callable[[], bool],
         wait_s: float | None,
-        end_stopped: Callable[[], None] = lambda: None,
+        meet_stopped: Callable[[], None],
     ) -> T:
         """Take a turn, or what it needs as well, as soon as it is free. `busy`: those who have it
-        exclude everybody.
+        exclude everybody. `meet_stopped` ends those that are stopped, or refuses to wait for them.
         """
         began = time.monotonic()
         deadline = began + (PATIENCE_S if wait_s is None else wait_s)
@@ -221,7 +222,7 @@ class Arbiter:
                 if refused or time.monotonic() >= deadline:
                     raise
                 if act is Act.RECOVER and time.monotonic() >= began + PATIENCE_S:
-                    end_stopped()
+                    meet_stopped()
             await asyncio.sleep(_POLL_S)
 
     def holders(self) -> list[Holder]:

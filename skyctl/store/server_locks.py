@@ -86,6 +86,15 @@ class ServerLocks(Locks):
         """Whether somebody has one of these exclusively."""
         return any(self.taken(self._name(url)) for url in servers.values())
 
+    def refuse_stopped(self, servers: Mapping[str, str]) -> None:
+        """Raise ConflictError if somebody who has one of these is stopped: another fleet's command,
+        which only its own recovery may end.
+        """
+        for url in servers.values():
+            name = self._name(url)
+            if any(holder.stopped for holder in self.holders(name)):
+                raise self.conflict(name)
+
     def conflict(self, name: str) -> ConflictError:
         holders = self.holders(name)
         if not holders:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.recovery import clear
 from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store import locks
@@ -85,6 +88,23 @@ sys.stdin.read()
 """
 
 
+@contextmanager
+def pushing(home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A push of fleet far to the server at URL; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PUSH, str(home), URL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def fleet_state(home: Path, name: str) -> FleetState:
     """The record of a fleet whose only server is at URL."""
     paths = FleetPaths(home, name)
@@ -99,27 +119,37 @@ def test_what_a_dead_push_has_touched_is_for_its_own_fleet_to_repair(
     touched: bool, tmp_path: Path
 ) -> None:
     near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
-    with fleet_state(tmp_path, "far") as state:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PUSH, str(tmp_path), URL],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
+    with fleet_state(tmp_path, "far") as state, pushing(tmp_path) as process:
         with pytest.raises(ConflictError, match="fleet far has it: push-1"):
             near.take_all({"near-0": URL}, "skyctl resume", shared=True)
         if touched:
             doubt = InDoubt("far-0", "push-1", "update", half_updated=True, thaw=True)
             put_in_doubt(state, {"far-0": doubt})
         process.kill()
-        process.communicate()
+        process.wait()
         for _ in range(2 if touched else 0):
             with pytest.raises(Unrepaired) as caught:
                 near.take_all({"near-0": f"{URL}/"}, "skyctl resume", shared=True)
             assert caught.value.hint == "first: skyctl recover --fleet far"
         clear(state, "far-0")
         near.take_all({"near-0": URL}, "skyctl resume", shared=True).release()
+
+
+async def test_a_recovery_does_not_wait_for_a_push_of_another_fleet_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.core.arbiter.PATIENCE_S", 0.1)
+    paths = FleetPaths(tmp_path, "near")
+    with (
+        fleet_state(tmp_path, "far"),
+        fleet_state(tmp_path, "near") as state,
+        pushing(tmp_path) as push,
+    ):
+        stop(push)
+        arbiter = Arbiter(state.locks, ServerLocks(paths, tuple))
+        with pytest.raises(ConflictError, match="fleet far has it: push-1") as caught:
+            await arbiter.turn(Act.RECOVER, "recover", servers={"near-0": URL}, wait_s=3600)
+        assert f"kill -CONT {push.pid}" in caught.value.hint
 
 
 def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path: Path) -> None:
