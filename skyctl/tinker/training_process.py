@@ -22,8 +22,12 @@ from skyctl.tinker import worker_messages
 
 START_TIMEOUT_S = 900.0
 HUNG_AFTER_S = 60.0
+ALONE_S = 5.0
+"""Seconds that a rank waits for one that has failed: by then all have failed, if all do."""
 _OF_RANK_0 = ("save", "prompt_logprobs")
 """Operations that change no model, and need no other rank."""
+_TOGETHER = ("forward_backward", "go_on", "optim_step")
+"""Operations in which ranks wait for each other."""
 _SHOWN = {"go_on": "forward_backward"}
 """What `status` calls an operation, where that is not its name."""
 
@@ -179,8 +183,7 @@ class Worker:
             ranks = self._ranks[:1] if header["do"] in _OF_RANK_0 else self._ranks
             try:
                 with self._noted(_SHOWN.get(header["do"], header["do"])):
-                    async with asyncio.timeout(self.settings.timeout_s):
-                        answers = await asyncio.gather(*[rank.ask(message) for rank in ranks])
+                    answers = await self._ask(ranks, message, header["do"] in _TOGETHER)
             except (OSError, EOFError, TimeoutError) as error:
                 await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
@@ -188,6 +191,32 @@ class Worker:
             if "error" in answer:
                 raise Refused(answer["error"], answer["category"])
         return answers[0]
+
+    async def _ask(
+        self, ranks: Sequence[_Rank], message: bytes, together: bool
+    ) -> list[tuple[dict[str, Any], bytes]]:
+        """The ranks' answers. If one fails, those that wait for it `together` do so in vain.
+
+        Raises:
+            OSError, EOFError, TimeoutError: one has ended, or does not answer.
+        """
+        failed = ""
+
+        async def ask(number: int) -> tuple[dict[str, Any], bytes]:
+            nonlocal failed
+            answer = await ranks[number].ask(message)
+            if together and not failed and answer[0].get("category") == "server":
+                device = self.settings.devices[number]
+                failed = f"rank {number} ({device}) failed by itself: {answer[0]['error']}"
+                soon = asyncio.get_running_loop().time() + ALONE_S
+                limit.reschedule(min(soon, limit.when() or soon))
+            return answer
+
+        try:
+            async with asyncio.timeout(self.settings.timeout_s) as limit:
+                return await asyncio.gather(*map(ask, range(len(ranks))))
+        except TimeoutError as error:
+            raise TimeoutError(failed or f"no answer in {self.settings.timeout_s:g} s") from error
 
     @contextlib.contextmanager
     def _noted(self, operation: str) -> Iterator[None]:

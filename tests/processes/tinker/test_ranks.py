@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,18 @@ WHOLE = {**LORA, "rank": 0}
 LENGTHS = (6, 30, 2, 17, 9, 30, 4)
 ADAM = {"learning_rate": 3e-3, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 RANKS = [2, 3]
+FULL = """
+import json, sys
+from skyctl.tinker import trainer, worker
+
+def full(run, device):
+    raise RuntimeError("out of memory")
+
+if json.loads(sys.argv[2])["rank"] == 1:
+    trainer._move = full
+sys.exit(worker.main())
+"""
+spawn = asyncio.create_subprocess_exec
 
 
 def body(loss: str, lengths: tuple[int, ...], **options: Any) -> bytes:
@@ -211,3 +224,23 @@ async def test_a_row_that_one_rank_refuses_is_refused_by_all_and_a_dead_one_ends
         await end(worker, rank=1)  # which rank 0 waits for
         with pytest.raises(WorkerDied):
             await many
+
+
+@pytest.mark.parametrize("operation", ["forward_backward", "optim_step"])
+async def test_a_rank_that_fails_while_another_waits_for_it_is_named_and_ends_all(
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    def filled(*words: str, **options: Any) -> Any:
+        return spawn(sys.executable, "-c", FULL, *words[3:], **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", filled)
+    async with running(tiny_base / "org" / "tiny", 2) as worker:
+        with pytest.raises(Refused, match="KeyError"):  # by both
+            await passes(worker, "unknown", [[body("ppo", LENGTHS)]])
+        await worker.call({"do": "create", "model": "m", "config": LORA})
+        with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) .*out of memory"):
+            async with asyncio.timeout(60):
+                if operation == "optim_step":
+                    await worker.call({"do": "optim_step", "model": "m", "params": ADAM})
+                await passes(worker, "m", [[body("ppo", LENGTHS)]])
+        assert worker.report()["ranks"] == []
