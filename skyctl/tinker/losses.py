@@ -151,11 +151,13 @@ def elementwise(name: str, logprobs: Tensor, inputs: Inputs, config: Config) -> 
 
 
 def counted(inputs: Inputs) -> Tensor:
-    """Which tokens of a datum are a response: not those of weight 0, nor a prompt's in
+    """Which tokens (N,) of a datum are a response: not those of weight 0, nor a prompt's in
     reinforcement learning, which have neither a probability nor an advantage.
     """
     if "weights" in inputs:
-        return inputs["weights"] != 0
-    if "advantages" in inputs:
-        return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
-    return torch.ones_like(inputs["target_tokens"], dtype=torch.bool)
+        counts = inputs["weights"] != 0
+    elif "advantages" in inputs:
+        counts = (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+    else:
+        counts = torch.ones_like(inputs["target_tokens"], dtype=torch.bool)
+    return counts if counts.dim() == 1 else counts.any(-1)

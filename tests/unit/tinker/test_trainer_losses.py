@@ -81,7 +81,7 @@ def test_several_targets_of_a_token_are_summed_with_their_weights(
     trainer: Trainer, sparse: bool
 ) -> None:
     targets = torch.tensor([[4, 9], [0, 7], [3, 0]])
-    weights = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.25, 0.0]])
+    weights = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.0, 0.25]])
     tokens = [5, 6, 7]
     body = request(
         "cross_entropy", [(tokens, {"target_tokens": targets, "weights": weights})], sparse=sparse
@@ -94,3 +94,7 @@ def test_several_targets_of_a_token_are_summed_with_their_weights(
     expected = -(rows.gather(1, targets) * weights).sum()
     assert answer.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
     assert list(answer.loss_fn_outputs[0].fields["logprobs"].trailing_shape) == [2]
+    assert answer.metrics["response_length:mean"] == 2
+    rewarded = request("ppo", [(tokens, inputs_for("ppo", 3, torch.Generator().manual_seed(3)))])
+    [answers], _ = trainer.forward_backward("m", [[body, rewarded]])  # in one pass
+    assert [type(answer) for answer in answers] == [bytes] * 2
