@@ -315,9 +315,9 @@ class _Freeze:
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._switches = routes.pauses | routes.thaws
-        self._holder = ""
-        self._if_it_fails = ""  # the holder then, of the pause that arrived last
-        self._pauses = 0  # that have arrived
+        self._arrived = 0  # requests that were passed on
+        self._pausing: dict[int, str] = {}  # pauses under way by their number, with their fleets
+        self._settled = 0, ""  # number of the last switch that succeeded, and the holder since then
 
     async def passing(
         self, application: Application, scope: Scope, receive: Receive, send: Send
@@ -331,26 +331,32 @@ class _Freeze:
         if order != "take-over" and self._is_other(requester):
             await _refuse_frozen(scope, send, self._holder.partition(" ")[2] or "another fleet")
             return
+        self._arrived += 1
+        number, status = self._arrived, 0
         if path in routes.pauses:  # before the engine acts: it may act and not answer
-            self._pauses += 1
-            self._if_it_fails, self._holder = self._holder, requester or self._holder
-        arrived, status = self._pauses, 0
+            self._pausing[number] = requester or self._holder
 
         async def sending(message: Mapping[str, Any]) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
-        await application(scope, receive, sending)
-        is_latest, succeeded = arrived == self._pauses, status < 400
-        if path in routes.pauses and is_latest and not succeeded:
-            self._holder = self._if_it_fails
-        elif path in routes.pauses and is_latest and order == "release":
-            self._holder = ""
-        elif status and succeeded and path in routes.thaws and not _query(scope).get("tags"):
-            self._if_it_fails = ""
-            if is_latest:  # the engine takes a pause that has arrived since after this thaw
-                self._holder = ""
+        try:
+            await application(scope, receive, sending)
+        finally:
+            holder = self._pausing.pop(number, "")
+            thaws = path in routes.thaws and status and not _query(scope).get("tags")
+            switched = (path in routes.pauses or thaws) and status < 400
+            if switched and number > self._settled[0]:
+                self._settled = number, "" if order == "release" else holder
+
+    @property
+    def _holder(self) -> str:
+        """The fleet of the last pause, if it has not failed: the engine takes switches in the order
+        in which they arrive, whenever it answers them.
+        """
+        since, holder = self._settled
+        return next((self._pausing[n] for n in reversed(self._pausing) if n > since), holder)
 
     def _acts(self, path: str) -> bool:
         """Whether a request to this path may change the engine."""
