@@ -125,13 +125,16 @@ class _Overtaken(Exception):
 
 class _Outbox:
     """Sends messages in their order without making the engine wait for a client that reads slowly:
-    its tokens would be counted when they are sent, and not when they are made.
+    its tokens would be counted when they are sent, and not when they are made. What a client does
+    not read stays in this process's memory.
     """
 
     def __init__(self, send: Send) -> None:
         self._client = send
         self._messages: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._sending = asyncio.ensure_future(self._send_all())
+        # a client that is gone is no news once nobody waits for it
+        self._sending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def send(self, message: Mapping[str, Any]) -> None:
         """In place of the client's `send`. The last message is sent when this returns."""

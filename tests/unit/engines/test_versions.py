@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -272,3 +273,34 @@ async def test_an_older_server_without_labels_has_them_here() -> None:
         assert label.status_code == 404
         answer = await client.post("/v1/completions", json=BODY, headers=exact("b"))
         assert (answer.status_code, versions_of(answer)) == (200, ("b", "b"))
+
+
+async def test_a_client_that_breaks_when_its_answer_is_given_up_is_not_logged() -> None:
+    """Nobody waits for it any more: an engine that fails sends no last message."""
+    logged: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: logged.append(context))
+    sending, broke = asyncio.Event(), asyncio.Event()
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await send({"type": "http.response.body", "body": TOKEN, "more_body": True})
+        await sending.wait()
+        raise RuntimeError("the engine is dead")
+
+    async def stalled(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            try:
+                await loop.create_future()
+            finally:
+                broke.set()
+                raise OSError("the client is gone")
+
+    fields = [(b"x-weight-version-fields", b"true")]
+    async with asyncio.timeout(10):
+        with pytest.raises(RuntimeError, match="the engine is dead"):
+            await post(Versioned(engine), "/v1/completions", BODY_SENT, fields, stalled)
+        await broke.wait()
+    gc.collect()
+    assert logged == []
