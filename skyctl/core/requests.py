@@ -70,12 +70,13 @@ class Resume(Control):
 @dataclass(frozen=True, kw_only=True)
 class Sleep(Control):
     """Free memory. Level 1 keeps the weights in host memory, 2 discards them. `hands_to`: the fleet
-    of the same `sleep_group` that may wake then; running requests have `drain_timeout_s` to end.
+    of this `sleep_group` that may wake then; running requests have `drain_timeout_s` to end.
     """
 
     verb = "sleep"
     level: int = 1
     hands_to: str = ""
+    sleep_group: str = ""
     drain_timeout_s: float = 0.0
 
     def describe(self) -> str:

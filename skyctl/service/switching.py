@@ -17,6 +17,7 @@ from skyctl.core.requests import Outcomes, Sleep, StatusQuery, Wake
 from skyctl.core.service import FleetService
 from skyctl.core.status import FleetStatus, ReplicaStatus
 from skyctl.errors import (
+    ConflictError,
     DeadlineExceeded,
     FleetDownError,
     NotFoundError,
@@ -30,8 +31,10 @@ from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.unsupervised import left_alone
 from skyctl.states import ReplicaState
 from skyctl.store.locks import Locks
-from skyctl.store.paths import fleet_paths
+from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.sleep_groups import SleepGroup
+from skyctl.store.state import FleetState
+from skyctl.supervisor.rollout import host_of
 from skyctl.units import format_seconds
 
 _POLL_S = 0.25
@@ -112,14 +115,14 @@ async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
         if awake == name:
             return ""
         if awake and not _took_of_one_that_is_down(awake, name, group):
-            await _put_to_sleep(awake, name, note)
-            return awake
+            return awake if await _put_to_sleep(awake, name, group, note) else ""
         if not awake:
             group.give(name)
         return ""
 
 
 def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
+    """Raises ConflictError if the fleet is down, and yet something of it lives."""
     paths = fleet_paths(awake)
     if not paths.directory.is_dir():
         group.give(name)
@@ -128,24 +131,47 @@ def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
     with Locks(paths.directory).hold(UP_LOCK, f"skyctl switch {name}", wait_s=UP_LOCK_WAIT_S):
         if supervisor_running(paths) or left_alone(paths):
             return False
+        if living := ", ".join(_living(paths)):
+            raise ConflictError(
+                f"fleet {awake} is not wholly down, and may use the GPUs: {living}",
+                hint=f"skyctl down --fleet {awake}",
+            )
         group.give(name)
         return True
 
 
-async def _put_to_sleep(awake: str, name: str, note: _Note) -> None:
+def _living(paths: FleetPaths) -> list[str]:
+    """What of a fleet without a supervisor has a process, if only one that its leader has left."""
+    if not paths.database.exists():
+        return []
+    with FleetState(paths.database) as state:
+        host, rows = host_of(state), [*state.processes(), *state.unrecorded_processes()]
+    trees = ((row.name, host.adopt(row.identity, row.token, row.descendants)) for row in rows)
+    return [f"{name} (pid {members[0].pid})" for name, tree in trees if (members := tree.members())]
+
+
+async def _put_to_sleep(awake: str, name: str, group: SleepGroup, note: _Note) -> bool:
+    """False: it is awake still, and in this group no more."""
     try:
         leaving = select(None, awake)
     except NotFoundError as error:  # its servers run, and its file is gone
         raise SkyctlError(error.message, hint=f"skyctl down --fleet {awake}") from error
     drain_s = leaving.config.drain_timeout_s
-    note(f"putting {awake} to sleep (draining for at most {format_seconds(drain_s)})")
     request = Sleep(
         hands_to=name,
+        sleep_group=group.name,
         drain_timeout_s=drain_s,
         timeout_s=leaving.config.weight_transfer.update_timeout_s,
     )
     async with connect(leaving) as fleet:
+        status = await fleet.status(StatusQuery(fresh=False))
+        now_in = status.sleep_group.name if status.sleep_group else None
+        if status.supervised and now_in != group.name:
+            group.give(name)
+            return False
+        note(f"putting {awake} to sleep (draining for at most {format_seconds(drain_s)})")
         await fleet.control(request)
+        return True
 
 
 async def _started(fleet: FleetService, timeout_s: float | None) -> FleetStatus:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from skyctl.errors import ConflictError
+from skyctl.errors import ConflictError, SkyctlError
 from skyctl.store.locks import Locks
 from skyctl.store.paths import place_private_file, private_directory, sync_directory
 
@@ -27,11 +27,26 @@ class SleepGroup:
         self._file = self._directory / "awake"
 
     def awake(self) -> str:
-        """The fleet that may be awake; "" if there is none, or the disk does not say."""
+        """The fleet that may be awake; "" if there is none yet.
+
+        Raises:
+            SkyctlError: the disk does not say.
+        """
         try:
-            return self._file.read_text().strip()
-        except OSError:
+            name = self._file.read_text().strip()
+        except FileNotFoundError:
             return ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._unknown(str(error)) from error
+        if not name:
+            raise self._unknown(f"{self._file} is empty")
+        return name
+
+    def _unknown(self, problem: str) -> SkyctlError:
+        return SkyctlError(
+            f"which fleet of sleep_group {self.name} may be awake is not known: {problem}",
+            hint=f"once its fleets are down: rm {self._file}",
+        )
 
     def give(self, fleet: str) -> None:
         """Let this fleet be awake, durably. No server of another may be.

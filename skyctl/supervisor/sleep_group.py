@@ -11,6 +11,7 @@ waits, without a process, until this fleet is named again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -50,7 +51,10 @@ class Member:
             return ""
         if self._handing_over:
             return f"it hands its GPUs over in sleep_group {group.name}"
-        awake = group.awake()
+        try:
+            awake = group.awake()
+        except SkyctlError as error:
+            return error.message
         if awake == self._running.paths.name:
             return ""
         return f"{awake or 'no fleet'} is awake in sleep_group {group.name}"
@@ -73,7 +77,10 @@ class Member:
             else finding
             for finding in status.reasons
         )
-        sleep_group = GroupStatus(group.name, group.awake() or None)
+        awake = None
+        with contextlib.suppress(SkyctlError):  # the reasons say so
+            awake = group.awake() or None
+        sleep_group = GroupStatus(group.name, awake)
         return replace(status, sleep_group=sleep_group, reasons=reasons)
 
     async def hand_over(self, request: Sleep, control: _Control) -> Outcomes:
@@ -81,13 +88,17 @@ class Member:
         fleet's turn.
 
         Raises:
-            ConflictError: this fleet may not be awake itself, or is not at rest.
+            ConflictError: this fleet is not in that group, may not be awake itself, is not at rest,
+                or goes down.
             SkyctlError: a server did not sleep; those that did are awake again.
         """
-        running = self._running
+        running, group = self._running, self._group
+        if group is None or group.name != request.sleep_group:
+            raise ConflictError(
+                f"fleet {running.paths.name} is not in sleep_group {request.sleep_group}",
+                hint=f"look: skyctl ls; then: skyctl switch {request.hands_to}",
+            )
         self.require_awake()
-        group = self._group
-        assert group is not None  # a fleet of no group is not asked to hand over
         self._refuse_unrest()
         self._handing_over = True  # what is restarted now waits
         up = [replica for replica in running.replicas.values() if replica.phase is Phase.UP]
@@ -110,18 +121,18 @@ class Member:
         request: Sleep,
         control: _Control,
     ) -> Outcomes:
-        replicas = self._running.replicas
+        running, replicas = self._running, self._running.replicas
         awake = tuple(name for name, replica in replicas.items() if not replica.row.sleep_level)
-        outcomes = await control(request)
         try:
+            outcomes = await control(request)
             self._require_asleep(outcomes)
-            for name in awake:  # one that has died comes back as the others do
-                if not replicas[name].row.sleep_level:
+            with running.state.durable():  # no supervisor after this one may route them
+                for name in awake:  # one that has died comes back as the others do
                     replicas[name].update_row(sleep_level=request.level)
             reached("switch.asleep")
             group.give(request.hands_to)
         except SkyctlError:
-            if awake:
+            if awake and not running.draining:
                 await control(Wake(servers=awake, timeout_s=request.timeout_s))
             raise
         reached("switch.given")
@@ -129,6 +140,11 @@ class Member:
 
     def _require_asleep(self, outcomes: Outcomes) -> None:
         running = self._running
+        if running.draining:
+            name = running.paths.name
+            raise ConflictError(
+                f"fleet {name} is going down", hint=f"wait for it: skyctl down --fleet {name}"
+            )
         asleep = {outcome.server for outcome in outcomes if outcome.ok}
         problems = [
             f"{outcome.server}: {outcome.detail}"

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from skyctl.kill_points import SWITCH, VARIABLE
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 from tests.stub.gpus import COLLISIONS, DIRECTORY
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -207,6 +208,34 @@ def test_a_fleet_that_is_down_gives_its_gpus_to_the_next(pair: Pair) -> None:
     assert "skyctl up -f" in pair.refused("switch", JUDGE)
     pair.run("switch", POLICY)
     assert pair.states(POLICY) == ["ready"] * 2
+
+
+def test_a_fleet_whose_down_died_midway_keeps_the_gpus_until_it_is_down(pair: Pair) -> None:
+    pair.up(POLICY)
+    os.kill(pair.status(POLICY)["supervisor_pid"], signal.SIGKILL)
+    with FleetState(pair.fleet.directory / "home/fleets/policy/state.sqlite") as state:
+        state.set("going_down", "1")
+    refusal = pair.refused("up", "-f", "judge.yaml")
+    assert "fleet policy is not wholly down, and may use the GPUs: policy-0 (pid " in refusal
+    assert refusal.endswith("→ skyctl down --fleet policy")
+    pair.run("down", "--fleet", POLICY)
+    pair.up(JUDGE)
+    assert pair.states(JUDGE) == ["ready"] * 2 and pair.collisions == ""
+
+
+@pytest.mark.parametrize("line", ["", "sleep_group: other"])
+def test_a_fleet_that_has_left_the_group_is_not_put_to_sleep_for_it(pair: Pair, line: str) -> None:
+    pair.up(POLICY)
+    pair.run("down", "--fleet", POLICY)
+    file = pair.fleet.directory / f"{POLICY}.yaml"
+    moved = file.read_text().replace("sleep_group: pair", line)
+    file.write_text(moved.replace("env: {", f"env: {{{DIRECTORY}: '', "))  # on GPUs of its own
+    pair.up(POLICY)
+    pair.up(JUDGE)
+    assert pair.states(POLICY) == pair.states(JUDGE) == ["ready"] * 2
+    assert pair.status(JUDGE)["sleep_group"] == {"name": "pair", "awake": JUDGE}
+    group = {"name": "other", "awake": POLICY} if line else None
+    assert pair.status(POLICY)["sleep_group"] == group
 
 
 @pytest.mark.parametrize("point", SWITCH)

@@ -21,6 +21,11 @@ class SharedMemory:
 
     def take(self) -> None:
         fcntl.flock(self._own, fcntl.LOCK_SH)
+        with (self._directory / "looking").open("a") as looking:
+            fcntl.flock(looking, fcntl.LOCK_EX)  # two that look at once would see each other's look
+            self._look()
+
+    def _look(self) -> None:
         for path in self._directory.glob("*.memory"):
             if path.stem == self._model:
                 continue
