@@ -102,7 +102,7 @@ def test_what_an_engine_lacks_is_refused_with_a_sentence(fleet: ToyFleet) -> Non
     file.write_text(FLEET.replace("router: {enabled: false}\n", ""))
     assert "no router for toy servers" in fleet.run("plan", expect=2)["error"]["message"]
     file.write_text(FLEET.replace("launcher: nice\n", ""))
-    assert "started by launcher 'nice'" in fleet.run("up", expect=1)["error"]["message"]
+    assert "started with launcher 'nice'" in fleet.run("up", expect=1)["error"]["message"]
     assert fleet.replica()["pid"] == before
     file.write_text(FLEET.replace("engine: toy", "engine: toi"))
     problem = fleet.run("validate", expect=2)["error"]["message"]

@@ -22,6 +22,18 @@ from tests.simulation.sender import Memory
 _POLL_S = 0.02
 
 
+class _Heard:
+    """A reply that always arrives."""
+
+    heard = True
+
+    def __init__(self, answered: asyncio.Future[Answer]) -> None:
+        self._answered = answered
+
+    def __call__(self, status: int, body: bytes) -> None:
+        self._answered.set_result(Answer(status, "", {}, body))
+
+
 class _RealTime:
     """As much of a simulated loop as an engine uses."""
 
@@ -79,11 +91,7 @@ class Alone:
                     while not self.engine.serving:  # noqa: ASYNC110 - it tells nobody
                         await asyncio.sleep(_POLL_S)
                     return Answer(200, "", {}, b"{}")
-                self.engine.receive(
-                    request,
-                    None,
-                    lambda status, body: answered.set_result(Answer(status, "", {}, body)),
-                )
+                self.engine.receive(request, None, _Heard(answered))
                 return await answered
         except TimeoutError:
             raise NoAnswer("no answer") from None

@@ -276,7 +276,7 @@ def test_samplers_ask_the_fleet_with_their_adapter(
     base = client.create_sampling_client(base_model=BASE).result()
     many = [base.sample(prompt, 1, types.SamplingParams(max_tokens=1)) for _ in range(40)]
     assert all(one.result().sequences[0].tokens == [65] for one in many)
-    sessions = [asked["session"] for asked in serving.asked()[-40:]]
+    sessions = [asked["session"] for asked in serving.asked() if "session" in asked][-40:]
     assert len({*sessions}) == 40  # each its own: a sticky router spreads them
     assert len({session.rpartition(":")[0] for session in sessions}) == 1
     assert serving.asked()[-1]["complete"]["model"] == "served"
