@@ -25,11 +25,11 @@ from skyctl.core.requests import (
 )
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
-from skyctl.errors import UsageError
+from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError
 from skyctl.service import bring_up
 from skyctl.service.bring_down import take_down
 from skyctl.service.ended import operation_error
-from skyctl.service.switching import Switched, switch
+from skyctl.service.switching import Switched, asleep_for, switch
 from skyctl.states import PauseMode
 
 
@@ -97,8 +97,15 @@ class Fleet(WeightsFleet, GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._local_ref("up"), router=router)
-        return await self._ended(begun.operation, timeout_s, on_status)
+        ref, fresh = self._local_ref("up"), True
+        try:
+            begun = await bring_up.begin_up(ref, router=router)
+            fresh = begun.fresh
+            return await self._ended(begun.operation, timeout_s, on_status)
+        except SkyctlError as error:
+            if fresh and not isinstance(error, DeadlineExceeded):
+                error.hint = "; ".join(filter(None, (error.hint, asleep_for(ref))))
+            raise
 
     async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
         """Drain the fleet and stop all of it. May be repeated.

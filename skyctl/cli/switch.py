@@ -37,7 +37,8 @@ def switch(
     """Of the fleets that share their GPUs, put the one that is awake to sleep, and wake this one.
 
     They have the same `sleep_group:` in their files. Running requests end first, for at most the
-    fleet file's drain_timeout_s. The fleet wakes with the weights that it had.
+    fleet file's drain_timeout_s. All servers of the fleet wake with the weights that they had,
+    those too that `skyctl sleep` put to sleep.
 
     \b
     Examples:

@@ -160,6 +160,7 @@ def bring_up(
     """The status once everything is ready, and one line that says what was done."""
     from skyctl.service import connect
     from skyctl.service.bring_up import begin_up, undo
+    from skyctl.service.switching import asleep_for
 
     mine, fresh = True, True
 
@@ -186,6 +187,8 @@ def bring_up(
         await undo(ref.paths)
         if not fresh:
             output.note("what was changed before that stays so; go on with it: skyctl up")
+        elif others := asleep_for(ref):
+            output.note(others)
 
     try:
         return in_loop(work())
@@ -201,6 +204,8 @@ def bring_up(
         if rollback and mine and "status" in error.details:
             in_loop(undo(ref.paths))
             error.hint = "everything this call started was stopped again (--rollback)"
+        if fresh:
+            error.hint = "; ".join(filter(None, (error.hint, asleep_for(ref))))
         raise
 
 

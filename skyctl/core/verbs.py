@@ -57,7 +57,7 @@ async def run(
         state.require_read()
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
     if isinstance(request, Wake):
-        _refuse_discarded(rows.values(), request.tags, device)
+        refuse_discarded(rows.values(), request.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
     if isinstance(request, Sleep) and device != "cpu":
         _refuse_empty([rows[name] for name in partly])
@@ -314,7 +314,8 @@ def _with_context(request: Control, outcome: Outcome[Any], before: ServerRow) ->
     return outcome.noting(more)
 
 
-def _refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: str) -> None:
+def refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: str) -> None:
+    """Raise ConflictError if waking these `tags`, all if empty, would serve discarded weights."""
     discarded = [row.name for row in rows if row.sleep_level == 2]
     if not discarded or device == "cpu" or list(tags) == ["weights"]:
         return

@@ -125,6 +125,7 @@ async def begin_up(
         if not goes_down(error):
             raise
         await after_down(ref)
+        await _take_gpus(ref, router, note)
         return await _hand_over(ref, router, parallel, undo)
 
 

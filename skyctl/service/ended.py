@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from skyctl.core.requests import LogQuery
 from skyctl.core.service import FleetService
-from skyctl.errors import SkyctlError
+from skyctl.errors import ConflictError, SkyctlError
 from skyctl.states import ReplicaState
 from skyctl.units import count_of
 
@@ -17,14 +17,24 @@ LOG_LINES = 20
 
 
 async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlError | None:
-    """The error of an operation that failed; None if it succeeded.
+    """The error of an operation that failed, or whose fleet has to sleep by now; None if it
+    succeeded.
 
     `details` has the status, and under `logs` the last lines of each server that failed.
     """
     from skyctl.core.status import ENDED_BY_OTHERS, ended_by_others
     from skyctl.engines.logs import this_run
 
-    if status.operation is None or not status.operation.error:
+    if status.operation is None:
+        return None
+    group = status.sleep_group
+    if not status.operation.error and group is not None and group.awake != status.name:
+        return ConflictError(
+            f"fleet {status.name} has started, and sleeps: {group.awake or 'no fleet'} is awake in "
+            f"sleep_group {group.name}",
+            hint=f"skyctl switch {status.name}",
+        )
+    if not status.operation.error:
         return None
     if status.operation.error in ENDED_BY_OTHERS:
         return ended_by_others(status.operation.kind, status.operation.error)

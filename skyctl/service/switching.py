@@ -8,14 +8,16 @@ Each step is repeated by the next `switch` if this process dies in between: at m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skyctl.core.registry import FleetRef, select, supervisor_running
+from skyctl.core.registry import FleetRef, known_fleets, select, supervisor_running
 from skyctl.core.requests import Outcomes, Sleep, StatusQuery, Wake
 from skyctl.core.service import FleetService
-from skyctl.core.status import FleetStatus, ReplicaStatus
+from skyctl.core.status import FleetStatus, OperationKind, ReplicaStatus
+from skyctl.core.verbs import refuse_discarded
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -27,6 +29,7 @@ from skyctl.errors import (
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.service import connect
+from skyctl.service.bring_down import after_down, goes_down
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.unsupervised import left_alone
 from skyctl.states import ReplicaState
@@ -76,7 +79,9 @@ async def switch(
     async with connect(ref) as fleet:
         status = await fleet.status(StatusQuery(fresh=False))
         group = SleepGroup(ref.paths.root, _group_of(ref, status))
-        slept = group.awake() if dry_run else await take_gpus(name, group, note)
+        if group.awake() != name:
+            _refuse_unable(ref, status)
+        slept = await (would_sleep(name, group) if dry_run else take_gpus(name, group, note))
         if not dry_run:
             reached("switch.taken")
             note(f"waking {name}")
@@ -104,6 +109,39 @@ def _group_of(ref: FleetRef, status: FleetStatus) -> str:
     )
 
 
+def _refuse_unable(ref: FleetRef, status: FleetStatus) -> None:
+    """Raise SkyctlError if no fleet is to sleep for one that could not serve then."""
+    name, operation = status.name, status.operation
+    down = operation is not None and operation.under_way(OperationKind.DOWN)
+    if down or status.job:
+        raise ConflictError(
+            f"fleet {name} is busy: {status.job or 'down'}",
+            hint=f"look: skyctl status --fleet {name}",
+        )
+    with FleetState(ref.paths.database) as state:
+        rows = state.servers()
+    hint = f"start it again: skyctl down --fleet {name}; then: skyctl up --fleet {name}"
+    try:
+        refuse_discarded(rows, (), status.device or "")
+    except ConflictError as error:
+        raise ConflictError(error.message, hint=hint) from error
+    if all(replica.state.stuck for replica in status.replicas):
+        problems = (f"{replica.name} is {replica.state}" for replica in status.replicas)
+        raise SkyctlError(
+            f"no server of fleet {name} could serve: {', '.join(problems)}", hint=hint
+        )
+
+
+async def would_sleep(name: str, group: SleepGroup) -> str:
+    """The fleet that `take_gpus` would put to sleep for this one; "" if none. Raises as it does."""
+    awake = group.awake()
+    if awake in ("", name) or not _runs(awake):
+        return ""
+    async with connect(_leaving(awake)) as fleet:
+        status = await fleet.status(StatusQuery(fresh=False))
+    return awake if _has(group, status) else ""
+
+
 async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
     """Make this fleet the one that may be awake; returns the one that was put to sleep for it, ""
     if none was awake.
@@ -114,30 +152,46 @@ async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
         awake = group.awake()
         if awake == name:
             return ""
-        if awake and not _took_of_one_that_is_down(awake, name, group):
-            return awake if await _put_to_sleep(awake, name, group, note) else ""
         if not awake:
             group.give(name)
-        return ""
+            return ""
+        if _took_of_one_that_is_down(awake, name, group):
+            return ""
+        try:
+            return awake if await _put_to_sleep(awake, name, group, note) else ""
+        except (ConflictError, FleetDownError) as error:
+            if not goes_down(error):
+                raise
+            await after_down(_leaving(awake))
+            if not _took_of_one_that_is_down(awake, name, group):
+                raise
+            return ""
 
 
 def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
-    """Raises ConflictError if the fleet is down, and yet something of it lives."""
     paths = fleet_paths(awake)
     if not paths.directory.is_dir():
         group.give(name)
         return True
     # whoever starts its supervisor holds this
     with Locks(paths.directory).hold(UP_LOCK, f"skyctl switch {name}", wait_s=UP_LOCK_WAIT_S):
-        if supervisor_running(paths) or left_alone(paths):
+        if _runs(awake):
             return False
-        if living := ", ".join(_living(paths)):
-            raise ConflictError(
-                f"fleet {awake} is not wholly down, and may use the GPUs: {living}",
-                hint=f"skyctl down --fleet {awake}",
-            )
         group.give(name)
         return True
+
+
+def _runs(awake: str) -> bool:
+    """Raises ConflictError if the fleet is down, and yet something of it lives."""
+    paths = fleet_paths(awake)
+    if supervisor_running(paths) or left_alone(paths):
+        return True
+    if living := ", ".join(_living(paths)):
+        raise ConflictError(
+            f"fleet {awake} is not wholly down, and may use the GPUs: {living}",
+            hint=f"skyctl down --fleet {awake}",
+        )
+    return False
 
 
 def _living(paths: FleetPaths) -> list[str]:
@@ -152,10 +206,7 @@ def _living(paths: FleetPaths) -> list[str]:
 
 async def _put_to_sleep(awake: str, name: str, group: SleepGroup, note: _Note) -> bool:
     """False: it is awake still, and in this group no more."""
-    try:
-        leaving = select(None, awake)
-    except NotFoundError as error:  # its servers run, and its file is gone
-        raise SkyctlError(error.message, hint=f"skyctl down --fleet {awake}") from error
+    leaving = _leaving(awake)
     drain_s = leaving.config.drain_timeout_s
     request = Sleep(
         hands_to=name,
@@ -165,13 +216,43 @@ async def _put_to_sleep(awake: str, name: str, group: SleepGroup, note: _Note) -
     )
     async with connect(leaving) as fleet:
         status = await fleet.status(StatusQuery(fresh=False))
-        now_in = status.sleep_group.name if status.sleep_group else None
-        if status.supervised and now_in != group.name:
+        if not _has(group, status):
             group.give(name)
             return False
         note(f"putting {awake} to sleep (draining for at most {format_seconds(drain_s)})")
         await fleet.control(request)
         return True
+
+
+def _leaving(awake: str) -> FleetRef:
+    try:
+        return select(None, awake)
+    except NotFoundError as error:  # its servers run, and its file is gone
+        raise SkyctlError(error.message, hint=f"skyctl down --fleet {awake}") from error
+
+
+def _has(group: SleepGroup, status: FleetStatus) -> bool:
+    """Whether the fleet is in the group still, or cannot say."""
+    now_in = status.sleep_group.name if status.sleep_group else None
+    return now_in == group.name or not status.supervised
+
+
+def asleep_for(ref: FleetRef) -> str:
+    """What wakes the fleets that sleep while this one has the GPUs of its group; "" if none do."""
+    group = ref.config.sleep_group
+    with contextlib.suppress(SkyctlError):
+        if group and SleepGroup(ref.paths.root, group).awake() == ref.name:
+            others = (n for n in known_fleets() if n != ref.name and _lives_in(group, n))
+            return "; ".join(f"{other} sleeps: skyctl switch {other}" for other in others)
+    return ""
+
+
+def _lives_in(group: str, name: str) -> bool:
+    paths = fleet_paths(name)
+    if not paths.database.exists():
+        return False
+    with FleetState(paths.database) as state:
+        return state.get("sleep_group") == group and any(r.alive() for r in state.processes())
 
 
 async def _started(fleet: FleetService, timeout_s: float | None) -> FleetStatus:

@@ -143,7 +143,9 @@ class Member:
         if running.draining:
             name = running.paths.name
             raise ConflictError(
-                f"fleet {name} is going down", hint=f"wait for it: skyctl down --fleet {name}"
+                f"fleet {name} is going down",
+                hint=f"wait for it: skyctl down --fleet {name}",
+                details={"operation": "down"},
             )
         asleep = {outcome.server for outcome in outcomes if outcome.ok}
         problems = [

@@ -15,7 +15,7 @@ import pytest
 
 from skyctl.kill_points import SWITCH, VARIABLE
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.stub_fleet import StubFleet, until_said
 from tests.stub.gpus import COLLISIONS, DIRECTORY
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -43,6 +43,11 @@ class Pair:
             text = text.replace("drain_timeout_s: 1", "drain_timeout_s: 20")
             (directory / "fleet.yaml").rename(directory / f"{name}.yaml")
             (directory / f"{name}.yaml").write_text(text)
+
+    def set_faults_at_start(self, name: str, fault: str, value: int) -> None:
+        file = self.fleet.directory / f"{name}.yaml"
+        faults = json.dumps({fault: value})
+        file.write_text(file.read_text().replace("STUB_FAULTS: '{}'", f"STUB_FAULTS: '{faults}'"))
 
     def up(self, name: str) -> str:
         return self.run("up", "-f", f"{name}.yaml")
@@ -206,6 +211,33 @@ def test_a_fleet_that_is_down_gives_its_gpus_to_the_next(pair: Pair) -> None:
     pair.up(JUDGE)
     pair.run("down", "--fleet", JUDGE)
     assert "skyctl up -f" in pair.refused("switch", JUDGE)
+    assert pair.fleet.json("switch", POLICY, "--dry-run")["data"]["slept"] is None
+    pair.run("switch", POLICY)
+    assert pair.states(POLICY) == ["ready"] * 2
+
+
+def test_an_up_that_fails_says_what_sleeps_and_nothing_sleeps_for_its_fleet_again(
+    pair: Pair,
+) -> None:
+    pair.up(POLICY)
+    pair.set_faults_at_start(JUDGE, "exit_at_start", 3)
+    assert pair.refused("up", "-f", "judge.yaml").endswith("; policy sleeps: skyctl switch policy")
+    pair.run("switch", POLICY)
+    for more in ([], ["--dry-run"]):
+        assert "no server of fleet judge could serve" in pair.refused("switch", JUDGE, *more)
+    assert pair.states(POLICY) == ["ready"] * 2
+
+
+def test_ctrl_c_in_an_up_says_what_sleeps(pair: Pair) -> None:
+    pair.up(POLICY)
+    pair.set_faults_at_start(JUDGE, "startup_delay_s", 30)
+    up = pair.fleet.start("up", "-f", "judge.yaml")
+    while pair.status(POLICY)["sleep_group"]["awake"] != JUDGE:
+        pass
+    until_said(up, "starting")
+    up.send_signal(signal.SIGINT)
+    _, said = up.communicate(timeout=60)
+    assert up.returncode == 130 and "policy sleeps: skyctl switch policy" in said
     pair.run("switch", POLICY)
     assert pair.states(POLICY) == ["ready"] * 2
 

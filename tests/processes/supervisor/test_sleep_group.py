@@ -17,6 +17,7 @@ import pytest
 from skyctl.core.requests import Down, Outcomes, Sleep, Wake
 from skyctl.core.status import GroupStatus
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.service.ended import operation_error
 from skyctl.states import Phase
 from skyctl.store.sleep_groups import SleepGroup
 from skyctl.store.state import FleetState
@@ -71,6 +72,18 @@ async def test_a_full_disk_leaves_it_awake(
             await supervisor.sleep(HAND_OVER)
         assert supervisor.replicas["a"].state == "ready"
         assert group.awake() == supervisor.paths.name
+
+
+async def test_one_that_loses_the_gpus_before_it_starts_is_not_called_ready(
+    tmp_path: Path,
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        SleepGroup(supervisor.paths.root, "pair").give("judge")
+        await bring_up(supervisor, fleet_plan([stub_server("a")], sleep_group="pair"))
+        error = await operation_error(supervisor, await supervisor.status())
+        assert (
+            str(error) == "fleet stubs has started, and sleeps: judge is awake in sleep_group pair"
+        )
 
 
 async def test_a_fleet_hands_over_its_own_group_alone(tmp_path: Path) -> None:
