@@ -124,18 +124,21 @@ def _confirmed(ref: FleetRef, router: bool, *, dry_run: bool) -> bool:
     Raises:
         typer.Abort: the answer was no.
     """
-    from skyctl.service.bring_up import preview_up
+    from skyctl.service.bring_up import preview_up, sleeps_first
 
-    return confirmed(ref, in_loop(preview_up(ref, router=router)), dry_run=dry_run)
+    changes = in_loop(preview_up(ref, router=router))
+    sleeps = in_loop(sleeps_first(ref)) if dry_run else ""
+    return confirmed(ref, changes, dry_run=dry_run, sleeps=sleeps)
 
 
-def confirmed(ref: FleetRef, changes: Preview, *, dry_run: bool = False) -> bool:
-    """The same for changes that are known. Raises typer.Abort."""
+def confirmed(ref: FleetRef, changes: Preview, *, dry_run: bool = False, sleeps: str = "") -> bool:
+    """The same for changes that are known, and what `sleeps` first. Raises typer.Abort."""
     from skyctl.cli.change_view import change_lines
 
     if dry_run:
         data = {"name": ref.name, "dry_run": True, "changes": changes.to_json()}
-        output.emit(data, *change_lines(ref.name, changes))
+        first = [f"would put {sleeps} to sleep first"] if sleeps else []
+        output.emit({**data, "sleeps": sleeps or None}, *first, *change_lines(ref.name, changes))
         return False
     if changes.disturbs:
         for line in change_lines(ref.name, changes):

@@ -40,7 +40,7 @@ from skyctl.kill_points import reached
 from skyctl.service.bring_down import after_down, attached_error, goes_down
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.supervised import SupervisedFleet
-from skyctl.service.switching import take_gpus
+from skyctl.service.switching import take_gpus, would_sleep
 from skyctl.service.unsupervised import left_alone
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.locks import Locks
@@ -133,11 +133,22 @@ async def _take_gpus(ref: FleetRef, router: bool, note: Callable[[str], None]) -
     """Before a fleet starts whose group shares its GPUs, the one that is awake sleeps. One that
     runs has to be switched to.
     """
+    if (group := _needed_from(ref)) is not None:
+        usable(*await _planned(ref, router), ref.source)  # nobody sleeps for what cannot start
+        await take_gpus(ref.name, group, note)
+
+
+def _needed_from(ref: FleetRef) -> SleepGroup | None:
     group = ref.config.sleep_group
     if group is None or supervisor_running(ref.paths) or left_alone(ref.paths):
-        return
-    usable(*await _planned(ref, router), ref.source)  # nobody sleeps for what cannot start
-    await take_gpus(ref.name, SleepGroup(ref.paths.root, group), note)
+        return None
+    return SleepGroup(ref.paths.root, group)
+
+
+async def sleeps_first(ref: FleetRef) -> str:
+    """The fleet that `begin_up` would put to sleep; "" if none."""
+    group = _needed_from(ref)
+    return await would_sleep(ref.name, group) if group is not None else ""
 
 
 async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:

@@ -220,6 +220,8 @@ def test_an_up_that_fails_says_what_sleeps_and_nothing_sleeps_for_its_fleet_agai
     pair: Pair,
 ) -> None:
     pair.up(POLICY)
+    would = pair.fleet.json("up", "-f", "judge.yaml", "--dry-run")["data"]
+    assert would["sleeps"] == POLICY and pair.states(POLICY) == ["ready"] * 2
     pair.set_faults_at_start(JUDGE, "exit_at_start", 3)
     assert pair.refused("up", "-f", "judge.yaml").endswith("; policy sleeps: skyctl switch policy")
     pair.run("switch", POLICY)
