@@ -113,7 +113,10 @@ _skyctl() {
             esac
             _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help -q --quiet --no-color --debug" ;;
         "ls")
-            _skyctl_words "--json -h --help -q --quiet --no-color --debug" ;;
+            case "$prev" in
+                --fleet) true; return ;;
+            esac
+            _skyctl_words "--fleet --json -h --help -q --quiet --no-color --debug" ;;
         "top")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -143,6 +143,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from status' -s h -l help -d 'Show
 complete -c skyctl -n '__fish_seen_subcommand_from status' -s q -l quiet -d 'Print results only, no progress (with any command).'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -l no-color -d 'No colours (with any command).'
 complete -c skyctl -n '__fish_seen_subcommand_from status' -l debug -d 'Show a traceback with an error.'
+complete -c skyctl -n '__fish_seen_subcommand_from ls' -l fleet -x -d 'List a fleet of another machine as well (default: $SKYCTL_FLEET, if it is a URL).'
 complete -c skyctl -n '__fish_seen_subcommand_from ls' -l json -d 'Print one JSON envelope, also on failure.'
 complete -c skyctl -n '__fish_seen_subcommand_from ls' -s h -l help -d 'Show help and exit.'
 complete -c skyctl -n '__fish_seen_subcommand_from ls' -s q -l quiet -d 'Print results only, no progress (with any command).'

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from skyctl.core.registry import known_fleets, origin_of, supervisor_running, was_attached
+from skyctl.core.registry import (
+    RemoteRef,
+    known_fleets,
+    origin_of,
+    supervisor_running,
+    was_attached,
+)
 from skyctl.core.requests import StatusQuery
+from skyctl.core.service import FleetService
 from skyctl.core.status import Health
 from skyctl.errors import SkyctlError, VersionMismatch
+from skyctl.service import connect
 from skyctl.service.unsupervised import left_alone
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.supervisor.interface import SupervisorClient
@@ -48,11 +57,20 @@ class FleetLine:
     """Of its supervisor."""
     sleep_group: str | None = None
     """Of the fleets that share its GPUs, if its supervisor answers."""
+    url: str | None = None
+    """At which its supervisor listens, if that is on another machine."""
+    reason: str | None = None
+    """Why its supervisor does not answer."""
 
 
-async def list_fleets() -> list[FleetLine]:
-    """Every fleet that this user has started or attached to; only supervisors here are asked."""
-    return list(await asyncio.gather(*(_line(fleet_paths(name)) for name in known_fleets())))
+async def list_fleets(elsewhere: RemoteRef | None = None) -> list[FleetLine]:
+    """Every fleet that this user has started or attached to here, and one of another machine; only
+    supervisors are asked.
+    """
+    lines = [_line(fleet_paths(name)) for name in known_fleets()]
+    if elsewhere is not None:
+        lines.append(_line_elsewhere(elsewhere))
+    return list(await asyncio.gather(*lines))
 
 
 async def _line(paths: FleetPaths) -> FleetLine:
@@ -62,19 +80,30 @@ async def _line(paths: FleetPaths) -> FleetLine:
     if not supervisor_running(paths):
         alone = await asyncio.to_thread(left_alone, paths)
         return FleetLine(paths.name, Listed.ALONE if alone else Health.DOWN, file)
+    fleet = SupervisorClient.on_this_machine(paths)
+    return replace(await _answered(paths.name, fleet), file=file)
+
+
+async def _line_elsewhere(ref: RemoteRef) -> FleetLine:
+    return replace(await _answered(ref.name, connect(ref)), url=ref.url)
+
+
+async def _answered(name: str, fleet: AbstractAsyncContextManager[FleetService]) -> FleetLine:
+    """The line of a fleet whose supervisor is asked; without an answer, under this name."""
     try:
-        async with asyncio.timeout(_ANSWER_S), SupervisorClient.on_this_machine(paths) as client:
-            status = await client.status(StatusQuery(fresh=False))
-    except VersionMismatch:
-        return FleetLine(paths.name, Listed.OTHER_VERSION, file)
-    except (SkyctlError, TimeoutError):
-        return FleetLine(paths.name, Listed.SILENT, file)
+        async with asyncio.timeout(_ANSWER_S), fleet as connected:
+            status = await connected.status(StatusQuery(fresh=False))
+    except VersionMismatch as error:
+        return FleetLine(name, Listed.OTHER_VERSION, reason=error.message)
+    except SkyctlError as error:
+        return FleetLine(name, Listed.SILENT, reason=error.message)
+    except TimeoutError:
+        return FleetLine(name, Listed.SILENT, reason=f"no answer in {_ANSWER_S:g} s")
     return FleetLine(
-        paths.name,
+        status.name,
         status.health,
-        file,
-        len(status.replicas),
-        status.weight_version,
-        status.supervisor_pid,
-        status.sleep_group.name if status.sleep_group else None,
+        servers=len(status.replicas),
+        weight_version=status.weight_version,
+        supervisor_pid=status.supervisor_pid,
+        sleep_group=status.sleep_group.name if status.sleep_group else None,
     )

@@ -24,6 +24,7 @@ from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous
 from skyctl.service import connect
+from skyctl.service.listing import list_fleets
 from skyctl.supervisor.client import NetworkFleet
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.listening import (
@@ -78,6 +79,15 @@ async def test_a_fleet_is_driven_from_another_machine(there: There) -> None:
         assert (await fleet.jobs(), (await fleet.urls()).name) == ((), "stubs")
         with pytest.raises(NotFoundError, match="no server 'z'"):
             await fleet.pause(Pause(servers=("z",)))
+
+
+async def test_it_is_listed_there_with_why_it_does_not_answer(there: There) -> None:
+    *_, line = await list_fleets(there.ref)
+    assert (line.name, line.state, line.servers) == ("stubs", "healthy", 1)
+    assert (line.url, line.file, line.reason) == (there.ref.url, None, None)
+    *_, line = await list_fleets(replace(there.ref, token_file=None))
+    assert (line.name, line.state) == (there.ref.url, "not answering")
+    assert "asks for a token" in (line.reason or "")
 
 
 @pytest.mark.parametrize(
