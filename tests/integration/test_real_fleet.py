@@ -207,13 +207,13 @@ for step, source in enumerate(sources, start=1):
 
 
 def test_a_watch_pushes_each_checkpoint_once_its_writer_has_finished_it(
-    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int], tmp_path: Path
 ) -> None:
-    runs, sources = real_fleet.directory / "runs", real_fleet.directory / "checkpoints"
+    runs, sources = tmp_path / "runs", real_fleet.directory / "checkpoints"
     runs.mkdir()
     writing = [sys.executable, "-c", WRITER, str(runs), str(sources / "b"), str(sources / "a")]
     with (
-        real_fleet.start("sync-weights", "--watch", "runs", "--json") as watch,
+        real_fleet.start("sync-weights", "--watch", str(runs), "--json") as watch,
         subprocess.Popen(writing, stdin=subprocess.PIPE, text=True) as writer,
     ):
         try:
