@@ -14,7 +14,7 @@ from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.fleet_calls import call_chosen_fleet
 from skyctl.cli.options import LINES, FileOption, FleetOption, JsonOption, SinceOption, moment
-from skyctl.core.registry import Files, select, select_paths
+from skyctl.core.registry import Files, is_url, select, select_paths
 from skyctl.core.requests import ALL_LINES, LogQuery
 from skyctl.errors import NotFoundError, UsageError
 
@@ -85,7 +85,7 @@ def logs(
         )
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
-    remote = fleet is not None and "://" in fleet
+    remote = is_url(fleet)
     if remote and follow:
         raise UsageError("--follow works on the fleet's own machine")
     if follow and until:

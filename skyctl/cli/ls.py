@@ -34,12 +34,10 @@ def ls(fleet: ElsewhereOption = None, as_json: JsonOption = False) -> None:
       skyctl --token-file demo.token --ca demo.pem ls --fleet https://gpu7:7420
       skyctl ls --json | jq -r '.data.fleets[] | select(.state != "down") | .name'
     """
-    from skyctl.core.registry import RemoteRef, find
+    from skyctl.core.registry import elsewhere, is_url
     from skyctl.service.listing import list_fleets
 
-    elsewhere = find(None, fleet) if fleet and "://" in fleet else None
-    assert elsewhere is None or isinstance(elsewhere, RemoteRef)
-    fleets = in_loop(list_fleets(elsewhere))
+    fleets = in_loop(list_fleets(elsewhere(fleet) if is_url(fleet) else None))
     grouped = any(line.sleep_group for line in fleets)
     columns = ["FLEET", "STATE", *["GROUP"] * grouped, ">SERVERS", "WEIGHTS", ">PID", "~FROM"]
     rows = [

@@ -13,6 +13,7 @@ from skyctl.cli.fleet_file import FileArgument, chosen_fleet
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import (
     Files,
+    is_url,
     refuse_another_file,
     select,
     select_paths,
@@ -260,7 +261,7 @@ def down(
     """
     from skyctl.core.requests import Down
 
-    if fleet is not None and "://" in fleet:  # on another machine
+    if is_url(fleet):
         done = call_chosen_fleet(None, fleet, lambda running: running.down(Down(drain_timeout)))
         message = f"fleet {fleet} is down: stopped {', '.join(done.stopped) or 'nothing'}"
         output.emit({"name": fleet, "stopped": list(done.stopped)}, message)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import urlsplit
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
@@ -100,28 +100,36 @@ def find(files: Files, name: str | None) -> FleetRef | RemoteRef:
     Raises:
         As `select`. UsageError: the URL is invalid.
     """
-    if name is None or "://" not in name:
-        return select(files, name)
+    return elsewhere(name) if is_url(name) else select(files, name)
+
+
+def is_url(name: str | None) -> TypeGuard[str]:
+    """Whether this is the URL of a fleet on another machine, and not the name of one here."""
+    return name is not None and "://" in name
+
+
+def elsewhere(url: str) -> RemoteRef:
+    """The fleet whose supervisor listens at this URL. Raises UsageError: the URL is invalid."""
     from skyctl.fleetfile.values import is_loopback
 
     try:
-        parts = urlsplit(name)
+        parts = urlsplit(url)
     except ValueError as error:
-        raise UsageError(f"--fleet {name} is not a URL: {error}", hint=_URL_HINT) from error
+        raise UsageError(f"--fleet {url} is not a URL: {error}", hint=_URL_HINT) from error
     if "@" in parts.netloc:
         raise UsageError(
             "--fleet takes no user or password", hint="give the token in a file: --token-file"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise UsageError(f"--fleet {name} is not the URL of a supervisor", hint=_URL_HINT)
+        raise UsageError(f"--fleet {url} is not the URL of a supervisor", hint=_URL_HINT)
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise UsageError(
-            f"--fleet {name}: the token would cross the network unencrypted",
+            f"--fleet {url}: the token would cross the network unencrypted",
             hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
         )
     copies = (os.environ.get(variable) for variable in (TOKEN_FILE_VARIABLE, CA_VARIABLE))
     token, ca = (expanded(path) if path else None for path in copies)
-    return RemoteRef(name.rstrip("/"), token, ca)
+    return RemoteRef(url.rstrip("/"), token, ca)
 
 
 def known_fleets() -> list[str]:
@@ -150,7 +158,7 @@ def select(files: Files, name: str | None) -> FleetRef:
         UsageError: several fleets could be meant; the hint lists them.
         FleetFileError: the fleet file is wrong.
     """
-    if name is not None and "://" in name:
+    if is_url(name):
         raise UsageError(
             f"this command works on the fleet's own machine, and not on {name}",
             hint="log in there; what works from here is in docs/how-to/remote.md",

@@ -63,7 +63,7 @@ class Result:
     loss: float
     """Their sum."""
     entropy: float
-    """Mean of the distribution's entropy at the tokens of the response; 0 unless it was computed"""
+    """Mean of the distribution's entropy at the tokens of the response; 0 if not computed."""
 
     def pack(self) -> bytes:
         """As bytes; the shape of its targets says how many."""
@@ -197,7 +197,7 @@ class Pass:
     def _exchanged(
         self, unit: Unit, failure: Exception | None, *, late: bool
     ) -> list[dict[str, Any]]:
-        """What every rank reports of its share. The unit gets the results of those that are done"""
+        """What every rank reports of its share. The unit gets results that are done."""
         own = unit.shares[self._ranks.rank]
         done = failure is None and all(index in unit.results for index in own)
         report: dict[str, Any] = {"done": done, "late": late}
