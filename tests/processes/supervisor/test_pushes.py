@@ -68,6 +68,13 @@ class FakePush:
         return pushed(request, names)
 
 
+async def push_ended(supervisor: Supervisor, version: str = "v1") -> str:
+    """A push of /ckpt that has ended; its job."""
+    job = await supervisor.start_push(PushRequest("/ckpt", weight_version=version))
+    await eventually(lambda: supervisor.push_job is None)
+    return job
+
+
 @pytest.fixture
 def push(monkeypatch: pytest.MonkeyPatch) -> FakePush:
     fake = FakePush()
@@ -84,6 +91,12 @@ class FakeCheckpoint:
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
     monkeypatch.setattr("skyctl.core.repeated.read_checkpoint", lambda path: FakeCheckpoint)
     return FakeCheckpoint
+
+
+def overwrite(checkpoint: type[FakeCheckpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let /ckpt hold other weights from now on."""
+    monkeypatch.setattr(checkpoint, "identity_digest", "other")
+    monkeypatch.setattr(checkpoint, "layout_digest", "other")
 
 
 async def test_a_push_waits_until_its_fleet_is_taken_over_and_for_nothing_else(
@@ -167,8 +180,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
             await supervisor.restart()
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
+        await push_ended(supervisor)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
 
@@ -178,8 +190,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
+        await push_ended(supervisor)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: len(push.calls) == 2)
@@ -199,8 +210,7 @@ async def test_a_replica_is_not_pushed_to_by_its_start_and_by_a_recovery_at_once
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
+        await push_ended(supervisor)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: len(push.calls) == 2)
@@ -217,10 +227,8 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
-        monkeypatch.setattr(checkpoint, "identity_digest", "other")
-        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        await push_ended(supervisor)
+        overwrite(checkpoint, monkeypatch)
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
@@ -239,8 +247,7 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
             ServerPush("b", False, "quarantined", None, detail="half updated"),
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
-        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
+        job = await push_ended(supervisor)
         assert supervisor.state.journal.job(job).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
         assert supervisor.replicas["b"].row.quarantine == "half updated"
@@ -400,8 +407,7 @@ async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
-        await eventually(lambda: supervisor.push_job is None)
+        await push_ended(supervisor, "latest")
         replica = supervisor.replicas["a"]
         assert admission.is_current(supervisor.state, replica)
         replica.update_row(checkpoint_digest="of the latest before")
@@ -414,10 +420,8 @@ async def test_a_server_that_waits_for_weights_takes_the_next_push(
     """A directory that is overwritten at every step: who restarted between two has none to take."""
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.push_job is None)
-        monkeypatch.setattr(checkpoint, "identity_digest", "other")
-        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        await push_ended(supervisor)
+        overwrite(checkpoint, monkeypatch)
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         await eventually(lambda: supervisor.replicas["a"].phase == "up")
