@@ -87,7 +87,8 @@ class FilesTrainer(TrainerWeightTransferEngine[FilesTrainerInit]):
 
     def send(self, version: str | None, checkpoint: Path) -> None:
         """All weights of a checkpoint, under this label."""
-        tensors = load_file(checkpoint / "model.safetensors")
+        files = [load_file(shard) for shard in checkpoint.glob("*.safetensors")]
+        tensors = {name: tensor for file in files for name, tensor in file.items()}
         names = sorted(tensors)
         self.client.start_weight_update()
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
