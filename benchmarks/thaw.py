@@ -2,13 +2,14 @@
 refused, and how long servers have no traffic after the thaw.
 
     python -m benchmarks.thaw [--real] [--in-flight 200] [--rounds 5] [--write]
+    python -m benchmarks.thaw --jobs 7 --seconds 200 --write    each mode on a fleet of its own
 
 Clients send one completion after the other. Each mode is that of pushes, and of pauses of five
 seconds. `refused` counts answers other than 200, and broken connections. A server has traffic when
 its counters of tokens, prompts' and generated, have grown; they are read every 20 ms. `idle_s` is
 the longest time without traffic of any server in the 10 s from its thaw on: a router whose circuit
 breaker is open sends it nothing for a minute. `no freeze` is the same without one: what the
-machine's load adds. `--real`: two vLLM CPU servers.
+machine's load adds. `--real`: two vLLM CPU servers. Needs vllm-router.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.side_by_side import side_by_side
 from tests.faults.stub_fleet import routed_fleet
 from tests.integration.conftest import TWO_PROCESSES
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy_body
@@ -185,28 +188,43 @@ def real(root: Path) -> Iterator[tuple[Any, str, list[str]]]:
         fleet.run("down", expect=None)
 
 
-async def measure(fleet: Any, token: str, checkpoints: list[str], options: Any) -> dict[str, Any]:
+async def measured(
+    fleet: Any, token: str, checkpoints: list[str], case: tuple[str, str], options: Any
+) -> dict[str, Any]:
+    """What came of all rounds of one case."""
+    mode, how = case
     load = Load(fleet.json("urls")["data"], token, options.in_flight)
     freezes = Freezes(fleet, load, checkpoints)
-    results: dict[str, Any] = {}
     async with asyncio.TaskGroup() as tasks:
         with load.begun(tasks):
-            cases = itertools.product(options.modes, ("push", "pause"))
-            for mode, how in (("", "no freeze"), *cases):
-                name = f"{how} --mode {mode}" if mode else how
-                rounds = [await freezes.measured(how, mode) for _ in range(options.rounds)]
-                answers: Counter[str] = Counter()
-                for each in rounds:
-                    answers.update(each["answers"])
-                results[name] = {
-                    "refused": sum(each["refused"] for each in rounds),
-                    "idle_s": sorted(each["idle_s"] for each in rounds),
-                    "answers": dict(answers),
-                }
-                print(f"{name}: {results[name]}", flush=True)
+            rounds = [await freezes.measured(how, mode) for _ in range(options.rounds)]
+    answers: Counter[str] = Counter()
+    for each in rounds:
+        answers.update(each["answers"])
     router = fleet.json("top")["data"]["router"]
-    results["router"] = {key: router[key] for key in ("requests", "errors", "retries")}
-    return results
+    return {
+        "case": f"{how} --mode {mode}" if mode else how,
+        "refused": sum(each["refused"] for each in rounds),
+        "idle_s": sorted(each["idle_s"] for each in rounds),
+        "answers": dict(answers),
+        "router": {key: router[key] for key in ("requests", "errors", "retries")},
+    }
+
+
+def measure(
+    options: argparse.Namespace, cases: list[tuple[str, str]], deadline: float
+) -> Iterator[dict[str, Any]]:
+    """These cases, on a fleet of their own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="thaw-") as root,
+        (real if options.real else stubs)(Path(root)) as (fleet, token, checkpoints),
+    ):
+        for case in cases:
+            if time.monotonic() > deadline:
+                return
+            line = asyncio.run(measured(fleet, token, checkpoints, case, options))
+            print(line, flush=True)
+            yield line
 
 
 def main() -> int:
@@ -216,14 +234,17 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES)
+    parser.add_argument("--jobs", type=int, default=1, help="fleets side by side")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mode after this")
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     options = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="thaw-") as root,
-        (real if options.real else stubs)(Path(root)) as (fleet, token, checkpoints),
-    ):
-        results = asyncio.run(measure(fleet, token, checkpoints, options))
-    print(results["router"])
+    cases = [("", "no freeze"), *itertools.product(options.modes, ("push", "pause"))]
+    lines = side_by_side(partial(measure, options), cases, options.jobs, options.seconds)
+    errors = [line["error"] for line in lines if "error" in line]
+    results = {line.pop("case"): line for line in lines if "case" in line}
+    for name, case in results.items():
+        print(f"{name:<20}{case['refused']:>6} refused {max(case['idle_s']):>8.3f} s idle at most")
+    print(f"{len(results)} of {len(cases)} cases;", *errors)
     if options.write:
         recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         recorded["real servers" if options.real else "stubs"] = {
@@ -231,11 +252,12 @@ def main() -> int:
             "cpus": len(os.sched_getaffinity(0)),
             "in_flight": options.in_flight,
             "rounds": options.rounds,
+            "jobs": options.jobs,
             **results,
         }
         RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
-    cases = [case for name, case in results.items() if name != "router"]
-    return int(any(case["refused"] or max(case["idle_s"]) > 1.0 for case in cases))
+    failed = any(case["refused"] or max(case["idle_s"]) > 1.0 for case in results.values())
+    return int(failed or bool(errors) or len(results) < len(cases))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Deaths during an update through the fleet URL: of the trainer or of a server, at each call.
 
     python -m benchmarks.trainer_deaths [--rounds 20] [--only trainer server] [--write]
+    python -m benchmarks.trainer_deaths --jobs 16 --seconds 240 --write    160 deaths, 16 fleets
 
 Two stub servers with their supervisor, and four clients that generate on them throughout. The
 trainer dies once a call is answered, or while it is under way (two rounds of four); a server dies
@@ -28,7 +29,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +36,7 @@ from unittest import mock
 import httpx
 
 import skyctl
+from benchmarks.side_by_side import side_by_side
 from skyctl.launch.local.host import free_port
 from tests.faults.trainer_fleet import Fleet, trainer_fleet
 from tests.stub.generation import expected
@@ -111,38 +112,38 @@ class Rounds:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._model: str = fleet.json("urls")["data"]["model"]
-        self.committed = {state["digest"] for state in fleet.states()}
-        self.counts: dict[str, Counter[str]] = {}
-        self.violations: list[str] = []
-        self._number = 0
+        self._committed = {state["digest"] for state in fleet.states()}
+        self._label = 0
         self._checkpoints = [
             write_checkpoint(fleet.directory / name, tiny_tensors(seed))
             for name, seed in (("a", 50_000), ("b", 60_000))
         ]
 
-    def round(self, victim: str, call: str, dice: random.Random) -> None:
-        self._number += 1
-        counts = self.counts.setdefault(f"{victim} at {call}", Counter())
+    def round(self, number: int, victim: str, call: str, dice: random.Random) -> dict[str, Any]:
+        """One death: what was counted, and the violations."""
+        self._label += 1
+        counts = Counter(rounds=1)
         urls = [row["url"] for row in self.fleet.replicas().values()]
         with Clients(urls, self._model) as clients:
-            found = list(self._death(victim, call, dice, counts))
-        answered, wrong = clients.wrong(self.committed)
-        counts["rounds"] += 1
-        counts["answers"] += answered
+            violations = list(self._death(number, victim, call, dice, counts))
+        answered, wrong = clients.wrong(self._committed)
+        counts["answers"] = answered
         if wrong or not answered:
-            found.append(f"{wrong} of {answered} answers are of no committed weights")
-        counts["violations"] += len(found)
-        self.violations += [f"{victim} at {call}, round {self._number}: {what}" for what in found]
+            violations.append(f"{wrong} of {answered} answers are of no committed weights")
+        counts["violations"] = len(violations)
+        death = f"{victim} at {call}"
+        texts = [f"{death}, round {number}: {violation}" for violation in violations]
+        return {"death": death, "counts": counts, "violations": texts}
 
     def _death(
-        self, victim: str, call: str, dice: random.Random, counts: Counter[str]
+        self, number: int, victim: str, call: str, dice: random.Random, counts: Counter[str]
     ) -> Iterator[str]:
-        version = f"step-{self._number}"
-        if victim == "trainer" and counts["rounds"] // 2 % 2:
+        version = f"step-{self._label}"
+        if victim == "trainer" and number // 2 % 2:
             with self.fleet.delayed(call, 1.0):
                 self._dies_within(call, version)
         elif victim == "trainer":
-            code, errors = self.fleet.trainer("--dies-at", call, seed=self._number, version=version)
+            code, errors = self.fleet.trainer("--dies-at", call, seed=self._label, version=version)
             if code != -signal.SIGKILL:
                 yield f"the trainer ended with {code}: {errors}"
         else:
@@ -152,11 +153,11 @@ class Rounds:
         self.fleet.run("recover", "--yes", expect=None)
         overwritten = call == "update_weights"
         yield from self._whole("after recover", counts, may_wait=overwritten)
-        code, errors = self.fleet.trainer(seed=10_000 + self._number, version=f"{version}-next")
+        code, errors = self.fleet.trainer(seed=10_000 + self._label, version=f"{version}-next")
         if code:
             yield f"the next update failed: {errors}"
         yield from self._whole("after the next update", counts)
-        if counts["rounds"] % 2 == 0:  # the next death is over weights that a file has
+        if number % 2 == 0:  # the next death is over weights that a file has
             self._checkpoints.reverse()
             self.fleet.run("sync-weights", str(self._checkpoints[0]))
             yield from self._whole("after the push", counts)
@@ -165,7 +166,7 @@ class Rounds:
         """Kill the trainer, or this server, once servers carry the call out."""
         rows = self.fleet.replicas()
         row = rows[server or next(iter(rows))]
-        process = self.fleet.train_begun(seed=self._number, version=version)
+        process = self.fleet.train_begun(seed=self._label, version=version)
         self.fleet.until_called(row["url"], call)
         time.sleep(after_s)
         os.kill(row["pid"] if server else process.pid, signal.SIGKILL)
@@ -187,13 +188,13 @@ class Rounds:
         ]
         if len(ready) < len(states):
             counts["waited"] += 1
-        self.committed |= {state["digest"] for state in ready if state["weight_version"]}
+        self._committed |= {state["digest"] for state in ready if state["weight_version"]}
         if not ready and not may_wait:
             yield f"{when}: no server serves: {[row['reason'] for row in rows.values()]}"
         if len({state["digest"] for state in ready}) > 1:
             yield f"{when}: servers hold different weights"
         for state in states:
-            if not set(state["served"]) <= self.committed:
+            if not set(state["served"]) <= self._committed:
                 yield f"{when}: served {state['served'][-1]}"
             if state in ready and (state["paused"] or state["update_open"] or state["half_loaded"]):
                 yield f"{when}: left paused, open or half loaded"
@@ -205,17 +206,9 @@ class Rounds:
         return len(ready) + len(waits) == len(rows)
 
 
-def main() -> int:
-    """Exit status 1 when there was a violation."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_deaths")
-    parser.add_argument("--rounds", type=int, default=20, help="of each death")
-    parser.add_argument("--only", choices=("trainer", "server"), nargs="+")
-    parser.add_argument("--calls", choices=CALLS, nargs="+", default=CALLS)
-    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    victims = options.only or ("trainer", "server")
-    began, dice = time.monotonic(), random.Random(1)
+def deaths(order: list[tuple[int, str, str]], deadline: float) -> Iterator[dict[str, Any]]:
+    """These rounds on a fleet of their own."""
+    dice = random.Random(str(order))
     with (
         tempfile.TemporaryDirectory(prefix="trainer-deaths-") as directory,
         mock.patch.dict(os.environ, SKYCTL_HOME=f"{directory}/home"),
@@ -223,25 +216,53 @@ def main() -> int:
     ):
         fleet.bound_s = BOUND_S
         rounds = Rounds(fleet)
-        with suppress(KeyboardInterrupt):  # what was done until then is the result
-            for _, victim, call in itertools.product(range(options.rounds), victims, options.calls):
-                seen = len(rounds.violations)
-                rounds.round(victim, call, dice)
-                for violation in rounds.violations[seen:]:
-                    print(violation, flush=True)
-    for name, counts in rounds.counts.items():
-        print(f"{name:<45}", *(f"{counts[key]:>6} {key}" for key in sorted(counts)))
+        for number, victim, call in order:
+            if time.monotonic() > deadline:
+                return
+            line = rounds.round(number, victim, call, dice)
+            for violation in line["violations"]:
+                print(violation, flush=True)
+            yield line
+
+
+def main() -> int:
+    """Exit status 1 when there was a violation."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_deaths")
+    parser.add_argument("--rounds", type=int, default=20, help="of each death")
+    parser.add_argument("--only", choices=("trainer", "server"), nargs="+")
+    parser.add_argument("--calls", choices=CALLS, nargs="+", default=CALLS)
+    parser.add_argument("--jobs", type=int, default=1, help="fleets side by side")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="begin no round after this")
+    parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
+    options = parser.parse_args()
+    victims = options.only or ("trainer", "server")
+    began = time.monotonic()
+    order = list(itertools.product(range(options.rounds), victims, options.calls))
+    random.Random(1).shuffle(order)  # each fleet has all kinds of deaths after each other
+    lines = side_by_side(deaths, order, options.jobs, options.seconds)
+    violations = [line["error"] for line in lines if "error" in line]
+    counts: dict[str, Counter[str]] = {}
+    for line in lines:
+        if "error" not in line:
+            counts.setdefault(line["death"], Counter()).update(line["counts"])
+            violations += line["violations"]
+    for name in sorted(counts):
+        row = counts[name]
+        print(f"{name:<45}", *(f"{row[key]:>6} {key}" for key in sorted(row)))
+    total = sum(row["rounds"] for row in counts.values())
+    print(f"{total} of {len(order)} deaths, {len(violations)} violations")
     if options.write:
         recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         recorded[" and ".join(victims)] = {
             "python": platform.python_version(),
             "cpus": len(os.sched_getaffinity(0)),
+            "jobs": options.jobs,
             "seconds": round(time.monotonic() - began),
-            "deaths": {name: dict(counts) for name, counts in rounds.counts.items()},
-            "violations": rounds.violations,
+            "deaths": {name: dict(counts[name]) for name in sorted(counts)},
+            "violations": violations,
         }
         RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
-    return int(bool(rounds.violations))
+    return int(bool(violations))
 
 
 if __name__ == "__main__":

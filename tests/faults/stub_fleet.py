@@ -83,7 +83,7 @@ class StubFleet:
         """One command; modules in `path` come before others."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         home = self.home or self.directory / "home"
-        modules = f"{path}:{ROOT}" if path else str(ROOT)
+        modules = ":".join(str(each) for each in (path, ROOT, environ.get("PYTHONPATH")) if each)
         # what is imported is decided already where commands are forked
         start = subprocess.Popen[str] if self.within or path else command
         return start(

@@ -102,7 +102,7 @@ class Fleet(Supervised):
         return command(
             [sys.executable, *run, *options],
             cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
             text=True,
             stdin=DEVNULL,
             stdout=DEVNULL,
