@@ -228,6 +228,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
                 --weight-version) true; return ;;
+                --draft) true; return ;;
                 --watch) _skyctl_files; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
                 --rolling) true; return ;;
@@ -241,7 +242,7 @@ _skyctl() {
                 --layout) _skyctl_words "auto runtime checkpoint"; return ;;
                 --chunk-size) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --watch --mode --rolling --trial --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --chunk-size -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --dry-run --detach --timeout --json --weight-version --rollback --keep --draft --watch --mode --rolling --trial --colocated --sleep-after --verify --no-verify --scan-nan --no-scan --allow-unproven-reload --allow-config --transport --stage --stage-rate --layout --chunk-size -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "canary")

@@ -278,6 +278,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l json -d 'Pri
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l weight-version -x -d 'Label (default: the checkpoint\'s name and digest).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l rollback -d 'Push the previous version, or the one in CKPT\'s place (base: as started).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l keep -d 'Push a copy of the fleet\'s own, which stays when the directory goes.'
+complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l draft -x -d 'The draft model of servers that speculate (default: the checkpoint\'s MTP head).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l watch -r -F -d 'Push each finished checkpoint below DIR, until Ctrl-C.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l mode -x -a 'abort wait keep' -d 'Running requests (default: keep; wait with --trial and --rolling).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l rolling -x -d 'N servers at a time, while the others serve.'

@@ -150,6 +150,7 @@ def _table(status: FleetStatus) -> RenderableType:
     every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
     blank = [""] * len(status.fronts)
     extra: dict[str, list[Any]] = {
+        ">ACCEPTED": [_accepted(replica) for replica in status.replicas] + blank,
         ">RESTARTS": [process.restarts for process in every],
         "GPUS": [",".join(map(str, replica.gpus)) for replica in status.replicas] + blank,
         "ROLE": [replica.role for replica in status.replicas] + blank,
@@ -160,6 +161,13 @@ def _table(status: FleetStatus) -> RenderableType:
             columns.append(column)
             rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
     return output.table(columns, rows, spare=_SPARE)
+
+
+def _accepted(replica: ReplicaStatus) -> str:
+    """The share of the tokens that its draft model or head proposed; "" without one."""
+    if not replica.draft_tokens:
+        return ""
+    return f"{(replica.accepted_tokens or 0) / replica.draft_tokens:.0%}"
 
 
 def _replica_cells(replica: ReplicaStatus) -> list[object]:

@@ -70,6 +70,14 @@ BackOption = Annotated[
         rich_help_panel=VERSION,
     ),
 ]
+DraftOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="The draft model of servers that speculate (default: the checkpoint's MTP head).",
+        rich_help_panel=VERSION,
+    ),
+]
 KeepOption = Annotated[
     bool,
     typer.Option(
@@ -217,6 +225,7 @@ def sync_weights(
     weight_version: WeightVersionOption = None,
     back: BackOption = False,
     keep: KeepOption = False,
+    draft: DraftOption = None,
     watch: WatchOption = None,
     mode: ModeOption = None,
     rolling: RollingOption = None,
@@ -281,6 +290,7 @@ def sync_weights(
         allow_config=tuple(allow_config or ()),
         trial=_prompts(trial),
         keep=keep,
+        draft=checkpoint_path(ref, draft) if draft else "",
         rolling=rolling or 0,
         colocated=colocated,
         sleep_after=sleep_after or 0,

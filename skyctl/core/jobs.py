@@ -134,6 +134,8 @@ def resolved(request: PushRequest) -> PushRequest:
     """The request for the directory that its checkpoint means now: a link or a branch of a hub
     repository may mean another one later, when a replica restarts or recovery pushes again.
     """
+    if request.draft and (draft := locate(request.draft)) is not None:
+        request = replace(request, draft=without_links(str(draft)))
     located = locate(request.checkpoint) if request.checkpoint else None
     if located is None:  # the push says what is wrong
         return request

@@ -56,6 +56,7 @@ class Keeping:
             content_digest=content_digest,
             bytes=self.copy.total_bytes,
             at=time.time(),
+            draft=self.request.draft,
         )
         remember(self.state, kept)
         mark_recorded(self.copy.path)

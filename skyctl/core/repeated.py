@@ -70,6 +70,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         weight_version=weights.version,
         expected_digest=weights.checkpoint_digest,
         expected_content=weights.content_digest,
+        draft=weights.draft,
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
         allow_config=(ALL_KEYS,),

@@ -78,6 +78,10 @@ class ReplicaStatus:
     """Counted since it started."""
     prefix_cache_hits: int | None = None
     """Counted since it started."""
+    draft_tokens: int | None = None
+    """Counted since it started."""
+    accepted_tokens: int | None = None
+    """Of the draft tokens; counted since it started."""
     weight_version: str | None = None
     """What this fleet gave it."""
     reported_version: str | None = None

@@ -99,6 +99,10 @@ class ServerMetrics:
     """Counter of tokens looked up in the prefix cache."""
     prefix_cache_hits: int = 0
     """Counter of tokens that it had."""
+    draft_tokens: int = 0
+    """Counter of tokens that speculative decoding proposed."""
+    accepted_tokens: int = 0
+    """Counter of those that the model accepted."""
     sleep_level: int | None = None
     """0 awake, 1 or 2 asleep, None if the server does not say."""
     measured: bool = True
@@ -142,6 +146,10 @@ class StartedWith:
     the answer to a pause; 0 for all others."""
     update_problem: str = ""
     """Why an update would leave parts of it wrong (`update_problem`)."""
+    drafts: str = ""
+    """How it drafts tokens by weights of its own that a push can reach; "" if it does not."""
+    draft_model: str = ""
+    """The path or name of the model that these weights were loaded from."""
     lora_targets: tuple[str, ...] = ()
     """The modules that it takes LoRA for, () for all that it can."""
 

@@ -175,9 +175,9 @@ class Sizes:
     copies: int = 1
 
 
-def update_problem(*, moves_experts: bool, drafts: str) -> str:
+def update_problem(*, moves_experts: bool, drafts: str = "") -> str:
     """Why an update would leave parts of a server wrong, by its settings; "" if it would not.
-    `drafts` is how it drafts tokens by weights of their own, "" if it does not.
+    `drafts` is how it drafts tokens by weights that no push reaches, "" if it does not.
     """
     if moves_experts:
         return (
@@ -185,11 +185,16 @@ def update_problem(*, moves_experts: bool, drafts: str) -> str:
             "were at its start"
         )
     if drafts:
-        return (
-            f"it drafts tokens with other weights (speculative decoding by {drafts}), which a push "
-            "would leave as they are"
-        )
+        return draft_problem(drafts)
     return ""
+
+
+def draft_problem(drafts: str) -> str:
+    """Why a push of the model alone would not update all weights of a server that `drafts`."""
+    return (
+        f"it drafts tokens with other weights (speculative decoding by {drafts}), which a push "
+        "would leave as they are"
+    )
 
 
 def push_warnings(problems: Iterable[str]) -> Iterator[tuple[str, str]]:

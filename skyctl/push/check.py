@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
 from skyctl.checkpoints.finite import refuse_not_finite
@@ -34,6 +34,9 @@ from skyctl.push.way import Plan, Question, Way
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports import choose
 
+if TYPE_CHECKING:
+    from skyctl.push.draft import Draft
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -53,6 +56,8 @@ class Checked:
     """The record of each server; what it holds changes from here on."""
     notes: tuple[str, ...]
     """Lines the operator should read."""
+    draft: Draft | None = None
+    """What servers are to draft tokens with; None if none of them has weights for that."""
 
     @property
     def engine(self) -> str:
@@ -111,13 +116,19 @@ async def check(
     servers = _records(fleet, facts, client, colocated=colocated)
     if source.checkpoint is not None:
         notes += await check_fit(request, source.checkpoint, fleet, facts, servers)
+    draft = None
+    if request.draft or any(fact.drafts for fact in facts):
+        from skyctl.push.draft import check_draft
+
+        draft, draft_notes = await check_draft(request, fleet, source, facts, servers)
+        notes += draft_notes
     way, plan = await way.plan(question, servers)
     notes += plan.notes
     if request.verify and not request.dry_run:
         notes += await digest_before(servers, facts, timeout_s=fleet.update_timeout_s)
     if way.layout_only_by_loader:
         await asyncio.to_thread(lambda: source.rows)
-    return Checked(request, source, way, plan, facts, servers, tuple(notes))
+    return Checked(request, source, way, plan, facts, servers, tuple(notes), draft)
 
 
 async def _read(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skyctl.errors import ServerError
 from skyctl.kill_points import reached
@@ -80,6 +80,8 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
         )
     if source.checkpoint is not None or source.live is not None:
         _require_comparison(server)
+    if run.request.verify and checked.draft is not None:
+        await checked.draft.compare(server, timeout_s=timeout_s)
 
 
 def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_digest: str) -> None:
@@ -89,7 +91,8 @@ def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_d
     source = checked.source
     names = () if source.checkpoint is None else names_of(source.checkpoint, content_digest)
     _enforce(run, checked, alive(loaded), names)
-    _outvote(alive(loaded))
+    _outvote(alive(loaded), "its weights differ", lambda server: server.proof.digest)
+    _outvote(alive(loaded), "its draft weights differ", lambda server: server.proof.draft_digest)
     trainer = source.trainer if source.checkpoint is None else None
     if trainer is not None and not (run.request.weights_digest or trainer.passed_on):
         _require_change(alive(loaded))
@@ -155,17 +158,17 @@ def _enforce(
             run.learned.broken = BrokenReload(files.layout_digest, checked.engine, files.name)
 
 
-def _outvote(servers: Sequence[PushedServer]) -> None:
+def _outvote(
+    servers: Sequence[PushedServer], problem: str, digest_of: Callable[[PushedServer], str]
+) -> None:
     """Fail servers whose digest differs from that of the majority in the same arrangement."""
-    for group in comparable(servers, lambda server: server.proof.digest):
-        digests = [server.proof.digest for server in group]
+    for group in comparable(servers, digest_of):
+        digests = [digest_of(server) for server in group]
         most = max(set(digests), key=digests.count)
         sure = digests.count(most) * 2 > len(digests)
         for server in group:
-            if not (sure and server.proof.digest == most):
-                server.failure = (
-                    f"verify: its weights differ from the others' (digest {server.proof.digest})"
-                )
+            if not (sure and digest_of(server) == most):
+                server.failure = f"verify: {problem} from the others' (digest {digest_of(server)})"
 
 
 async def publish(run: Run, verified: Verified) -> PushResult:
@@ -200,6 +203,7 @@ def _record_verified(run: Run, verified: Verified) -> None:
             "checkpoint_digest": checked.source.identity,
             "content_digest": verified.content_digest,
             "transport": checked.way.name,
+            "draft": run.request.draft,
             "whole": not run.request.rolling,
             "servers": {server.name: server.proof.digest for server in loaded},
         },

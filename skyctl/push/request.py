@@ -97,6 +97,8 @@ class PushRequest:
     not."""
     servers: tuple[str, ...] = ()
     """Those of a canary, which alone get it; () for all servers."""
+    draft: str = ""
+    """The directory of the model that servers are to draft tokens with; "" if none was given."""
 
     @property
     def leaves_router(self) -> bool:
@@ -350,6 +352,8 @@ class PushResult:
     loader took the others."""
     ranks: int = 0
     """How many ranks of a trainer the weights came from; 0 if they were a checkpoint."""
+    draft: str = ""
+    """The directory of the model that servers draft tokens with; "" if none was given."""
     learned: dict[str, Any] | None = None
     """What was found out for later pushes; not part of the JSON."""
     plan: dict[str, Any] | None = None

@@ -46,6 +46,10 @@ class ProcessFacts:
     """NCCL's variables in its workers; None if it does not report them."""
     update_problem: str = ""
     """Why its model must not be updated."""
+    drafts: str = ""
+    """See `StartedWith`."""
+    draft_model: str = ""
+    """See `StartedWith`."""
     kv_lease_s: float = 0.0
     """See `StartedWith`."""
 
@@ -150,6 +154,8 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
         nccl_problem=problem,
         nccl_settings=settings,
         update_problem=update_problem or started.update_problem,
+        drafts=started.drafts,
+        draft_model=started.draft_model,
         kv_lease_s=started.kv_lease_s,
     )
     if pushed.instance:

@@ -132,6 +132,8 @@ class Proof:
     """The digest after it."""
     compared: Compared | None = None
     """How much of the checkpoint it was seen to hold afterwards."""
+    draft_digest: str = ""
+    """The digest of what it drafts tokens with, after the push; "" if it was not computed."""
     copied: bool = False
     """It copied the weights in the runtime layout; the engine's loader did not fill them."""
     expected: list[tuple[Program, dict[str, int]]] = field(default_factory=list)

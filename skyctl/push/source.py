@@ -107,6 +107,7 @@ def rollback(
             weight_version=before.version,
             expected_digest=before.checkpoint_digest,
             expected_content=before.content_digest,
+            draft=request.draft or before.draft,
         )
     first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
     if base and (version == BASE or (version is None and first)):

@@ -233,6 +233,9 @@ async def deliver(run: Run, frozen: Frozen) -> Delivered:
         await delivery.close()
     if failed and delivery.can_retry:
         delivery = await _push_again(run, checked, delivery)
+    if checked.draft is not None:
+        with run.stage(PushStage.FINISH, announced=True):
+            await checked.draft.load(servers, timeout_s=run.fleet.update_timeout_s)
     return Delivered(checked, delivery, label_of(run, checked, delivery))
 
 

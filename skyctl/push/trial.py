@@ -155,6 +155,7 @@ async def _push_back(
         chunk_size=run.request.chunk_size,
         weight_version=committed.version or loaded[0].before.version or "default",
         pause_mode="abort",
+        draft=committed.draft,
         verify=run.request.verify,
         scan_nan=False,  # they were accepted when they were pushed
         allow_unproven_reload=run.request.allow_unproven_reload,

@@ -178,10 +178,12 @@ async def weights_digest(
     rows: Sequence[KnownRows] = (),
     numbered: Sequence[Sequence[str]] = (),
     finite: bool = False,
+    draft: bool = False,
 ) -> WeightsDigest:
     """Digest a server's weights by skyctl's own method, or by its engine's checksums if its workers
     say that they lack that method. `rows` are the checkpoint rows they must hold; `numbered` are
     the parameters, by rank, whose numbers are wanted. `finite`: refuse NaN and infinity.
+    `draft`: of the weights that it drafts tokens with.
 
     Raises:
         CannotDigest: the server has no way to digest its weights.
@@ -193,6 +195,8 @@ async def weights_digest(
         arguments["numbered"] = [list(names) for names in numbered]
     if finite:
         arguments["finite"] = True
+    if draft:
+        arguments["draft"] = True
     try:
         answers = await server.ask_workers(WorkerMethod.DIGEST, arguments, timeout_s=timeout_s)
     except ServerError as error:

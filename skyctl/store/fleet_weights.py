@@ -25,6 +25,8 @@ class FleetWeights:
     """How a server that restarts gets them."""
     content_digest: str = ""
     """Covers every byte that was pushed; "" if it was not computed."""
+    draft: str = ""
+    """The directory of the model that servers draft tokens with; "" if none was given."""
 
     @classmethod
     def pushed(cls, push: Mapping[str, Any]) -> FleetWeights:
@@ -38,6 +40,7 @@ class FleetWeights:
             push["checkpoint_digest"],
             again,
             push.get("content_digest") or "",
+            push.get("draft") or "",
         )
 
 

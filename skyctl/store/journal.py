@@ -159,6 +159,11 @@ class PushRecord:
         """Covers every byte that was pushed; "" if it was not computed."""
         return str(self.result.get("content_digest") or "")
 
+    @property
+    def draft(self) -> str:
+        """The directory of the model that servers drafted tokens with; "" if none was given."""
+        return str(self.result.get("draft") or "")
+
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 

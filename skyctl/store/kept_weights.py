@@ -32,6 +32,8 @@ class KeptWeights:
     """The size of the copy."""
     at: float
     """When it was kept, in epoch seconds."""
+    draft: str = ""
+    """The directory of the model that servers drafted tokens with, which is not copied."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

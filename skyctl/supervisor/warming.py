@@ -82,7 +82,9 @@ class Warming:
             return
         from skyctl.push.rehearsal import rehearse
 
-        request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
+        request = PushRequest(
+            weights.checkpoint, verify=plan.config.weight_transfer.verify, draft=weights.draft
+        )
         fleet = admission.push_fleet(plan, replicas, state, plan.base)
         try:
             sites = await rehearse(

@@ -16,6 +16,8 @@ class WorkerMethod(StrEnum):
     FIT = "skyctl_fit"
     ADAPTER_FIT = "skyctl_adapter_fit"
     DIGEST = "skyctl_weight_digest"
+    DRAFT_USES = "skyctl_draft_uses"
+    LOAD_DRAFT = "skyctl_load_draft"
     TENSOR_PARTS = "skyctl_tensor_parts"
     WRITE_TENSORS = "skyctl_write_tensors"
     REPACK_TIED = "skyctl_repack_tied"

@@ -261,13 +261,21 @@ class StubServer:
             return JSONResponse({"results": [None] * workers})
         if not self.engine.extension:
             raise EngineRefused(f"Call to collective_rpc method failed: {_missing(method)}")
+        if method == "skyctl_draft_uses":
+            uses = fit.draft_uses(self.engine, body["kwargs"]["tensors"])
+            return JSONResponse({"results": [uses] * workers})
+        if method == "skyctl_load_draft":
+            self.engine.load_draft(body["kwargs"]["path"])
+            return JSONResponse({"results": [None] * workers})
         if method == "skyctl_weight_digest":
             asked = body["kwargs"].get("rows", [])
+            drafts = body["kwargs"].get("draft", False)
+            held = self.engine.draft_contents if drafts else self.engine.contents
             answer: dict[str, Any] = {
-                "digest": self.engine.digest,
+                "digest": self.engine.draft_digest if drafts else self.engine.digest,
                 "arrangement": self.engine.arrangement,
                 "not_finite": self.engine.not_finite,
-                "rows": answers(self.engine.contents, asked),
+                "rows": answers(held, asked),
             }
             return JSONResponse({"results": [answer] * workers})
         if method == "skyctl_tensor_parts":

@@ -30,3 +30,9 @@ def answer(
     spelled = {name: usual_spelling({**one, **engine.hf_overrides}) for name, one in both.items()}
     uses = ["ignored" if name in engine.ignored else "loaded" for name, *_ in tensors]
     return {**spelled, "uses": uses, "ties_output": engine.ties_output}
+
+
+def draft_uses(engine: StubEngine, tensors: Sequence[Sequence[Any]]) -> list[str]:
+    """What its draft model takes."""
+    taken = [str(name).startswith(engine.draft_takes) for name, *_ in tensors]
+    return ["loaded" if takes else "ignored" for takes in taken]

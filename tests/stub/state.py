@@ -117,6 +117,8 @@ class StubEngine:
     served: list[str] = field(default_factory=list)  # what it held at each resume
     memory: SharedMemory | None = None  # of GPUs that other models' servers use as well
     contents: rows.Contents = field(default_factory=dict)
+    draft_contents: rows.Contents = field(default_factory=dict)  # of the model it drafts with
+    draft_takes: str = ""  # begins the names of the tensors that one is made of
 
     def __post_init__(self) -> None:
         loads = os.environ.get("STUB_LOADS", self.model)  # a directory of the same name elsewhere
@@ -132,6 +134,18 @@ class StubEngine:
         """Tensors of an adapter that would reach no layer, as its configuration has it."""
         targets = self.settings.get("lora_config", {}).get("target_modules")
         return [name for name in names if targets and not any(f".{t}." in name for t in targets)]
+
+    @property
+    def draft_digest(self) -> str:
+        """Of what it drafts with."""
+        return hashlib.sha256(repr(sorted(self.draft_contents.items())).encode()).hexdigest()
+
+    def load_draft(self, path: str) -> None:
+        """What its draft model takes of a checkpoint."""
+        self.log.append(f"draft {path}" if self.paused else "draft while it serves")
+        held = rows.of_checkpoint(path)
+        taken = {name: value for name, value in held.items() if name.startswith(self.draft_takes)}
+        self.draft_contents = taken
 
     @property
     def since(self) -> tuple[int, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from skyctl.engines.guarding import guard_environment
@@ -302,7 +301,9 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
             "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first request",
             "args: {enforce-eager: false} for these servers",
         )
-    yield from push_warnings(_update_problem(launch.args) for launch in launches)
+    yield from push_warnings(
+        update_problem(moves_experts=bool(launch.args.get("enable-eplb"))) for launch in launches
+    )
     bounds = ("gpu-memory-utilization", "kv-cache-memory-bytes")
     if not on_cpu and share_gpus and not all(set(bounds) & set(x.args) for x in launches):
         yield (
@@ -310,21 +311,6 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
             "nine tenths of its GPU's memory",
             "args: {gpu-memory-utilization: 0.4}, or less",
         )
-
-
-def _update_problem(arguments: Mapping[str, Any]) -> str:
-    """Why servers with these arguments could not be pushed to; "" if they could."""
-    config = arguments.get("speculative-config")
-    if isinstance(config, str):
-        with suppress(ValueError):
-            config = json.loads(config)
-    given = dict(config) if isinstance(config, dict) else {}
-    for name in ("method", "model"):
-        # both `spec-method` and `speculative-config.method` are spelled that way
-        for key in (f"spec-{name}", f"speculative-config.{name}"):
-            if arguments.get(key):
-                given[name] = arguments[key]
-    return update_problem(moves_experts=bool(arguments.get("enable-eplb")), drafts=drafting(given))
 
 
 def drafting(config: Mapping[str, Any]) -> str:

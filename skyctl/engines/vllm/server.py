@@ -37,6 +37,8 @@ _COUNTS = {
     "generation_tokens": "vllm:generation_tokens_total",
     "prefix_cache_queries": "vllm:prefix_cache_queries_total",
     "prefix_cache_hits": "vllm:prefix_cache_hits_total",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
 }
 _USAGE, _SLEEP = "vllm:kv_cache_usage_perc", "vllm:engine_sleep_state"
 METRICS = (*_COUNTS.values(), _USAGE, _SLEEP)
@@ -378,10 +380,9 @@ def read_start(config: Any) -> StartedWith:
         str(section("load_config").get("load_format", "")),
         str(section("weight_transfer_config").get("backend", "")) if described else None,
         _kv_lease_s(section("kv_transfer_config")),
-        update_problem(
-            moves_experts=bool(section("parallel_config").get("enable_eplb")),
-            drafts=drafting(section("speculative_config")),
-        ),
+        update_problem(moves_experts=bool(section("parallel_config").get("enable_eplb"))),
+        drafting(section("speculative_config")),
+        str(section("speculative_config").get("model") or ""),
         tuple(map(str, section("lora_config").get("target_modules") or ())),
     )
 

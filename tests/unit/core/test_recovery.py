@@ -352,8 +352,9 @@ async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(actions
 def test_the_fleets_weights_are_asked_for_by_the_files_that_were_looked_at(tmp_path: Path) -> None:
     """A trainer may overwrite them before the push reads them."""
     checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "step")))
-    weights = FleetWeights("v1", str(checkpoint.path), checkpoint.identity_digest)
-    assert published(weights, verify=True).expected_digest == checkpoint.identity_digest
+    weights = FleetWeights("v1", str(checkpoint.path), checkpoint.identity_digest, draft="/draft")
+    again = published(weights, verify=True)
+    assert (again.expected_digest, again.draft) == (checkpoint.identity_digest, "/draft")
     os.utime(checkpoint.shards[0].path, ns=(1, 1))
     with pytest.raises(WeightsGone, match="was overwritten"):
         published(weights, verify=True)

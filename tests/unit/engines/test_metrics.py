@@ -17,6 +17,9 @@ vllm:prompt_tokens_total{engine="0",model_name="tiny"} 1.5e+03
 vllm:generation_tokens_total{engine="0",model_name="tiny"} 17.0
 vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 200.0
 vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 50.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tiny"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="tiny"} 24.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 10.0
 vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="awake"} 0.0
 vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="weights_offloaded"} 0.0
 vllm:engine_sleep_state{engine="0",model_name="tiny",sleep_state="discard_all"} 1.0
@@ -31,6 +34,7 @@ def test_requests_and_tokens_are_summed_and_kv_use_averaged_over_engines() -> No
     assert metrics.kv_usage == 0.5
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (1500, 17)
     assert (metrics.prefix_cache_hits, metrics.prefix_cache_queries) == (50, 200)
+    assert (metrics.accepted_tokens, metrics.draft_tokens) == (24, 30)
     assert metrics.sleep_level == 2
 
 

@@ -18,7 +18,15 @@ from tests.unit.push.fleets import Stubs
 
 
 def pushed(version: str, *, ok: bool = True) -> PushRecord:
-    return PushRecord("push-1", 0.0, ok, version, f"runs/{version}", f"digest {version}", {})
+    return PushRecord(
+        "push-1",
+        0.0,
+        ok,
+        version,
+        f"runs/{version}",
+        f"digest {version}",
+        {"draft": f"drafts/{version}"},
+    )
 
 
 def test_the_version_before_the_current_one_is_taken_and_failed_pushes_are_passed_over() -> None:
@@ -26,6 +34,8 @@ def test_the_version_before_the_current_one_is_taken_and_failed_pushes_are_passe
     request = rollback(PushRequest("", pause_mode="wait"), pushes)
     assert (request.checkpoint, request.weight_version) == ("runs/1", "1")
     assert (request.expected_digest, request.pause_mode) == ("digest 1", "wait")
+    assert request.draft == "drafts/1"
+    assert rollback(PushRequest("", draft="d"), pushes).draft == "d"
 
 
 def test_a_push_that_some_servers_have_made_its_version_the_current_one() -> None:

@@ -152,7 +152,7 @@ class Tracer:
         ]
 
     def _load(self, named: list[tuple[str, Any]]) -> None:
-        with _partial_loads():
+        with partial_loads():
             self._model.load_weights(named)
 
     def placements(self, question: RowQuestion, trace: Trace) -> list[Placement]:
@@ -199,7 +199,7 @@ def tracing(model: Any) -> Iterator[Tracer]:
                 parameter.weight_loader = loader
 
 
-def _partial_loads() -> AbstractContextManager[Any]:
+def partial_loads() -> AbstractContextManager[Any]:
     """A context in which draft models do not require all their tensors, as they do since 0.27."""
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.inside.ended import when_ended
 from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
+from skyctl.engines.vllm.inside.draft import draft_model, load_draft
 from skyctl.engines.vllm.inside.experts import (
     pack_after_updates,
     repack_tied_layers,
@@ -31,7 +32,7 @@ _READ = {
     "weight_transfer_config": ("backend",),
     "kv_transfer_config": ("kv_role", "kv_connector_extra_config"),
     "parallel_config": ("enable_eplb",),
-    "speculative_config": ("method",),
+    "speculative_config": ("method", "model"),
 }
 
 
@@ -51,8 +52,10 @@ class SkyctlWorkerExtension:
         rows: Sequence[dict[str, Any]] = (),
         numbered: Sequence[Sequence[str]] = (),
         finite: bool = False,
+        draft: bool = False,
     ) -> dict[str, Any]:
-        """Digest of the weights this worker computes with; see `digest.py`.
+        """Digest of the weights this worker computes with; see `digest.py`. With `draft`, of those
+        that it drafts tokens with.
 
         `arrangement` says with which servers' it can be compared (`arrangement`), if they have
         the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order.
@@ -68,7 +71,7 @@ class SkyctlWorkerExtension:
             not_finite,
         )
 
-        model = self.model_runner.get_model()
+        model = draft_model(self) if draft else self.model_runner.get_model()
         parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
         names = numbered[loader.rank] if numbered else ()
         digests = digest_model(model, loader.running_names(names))
@@ -160,6 +163,20 @@ class SkyctlWorkerExtension:
             "uses": uses(model, tensors),
             "ties_output": ties_output(model),
         }
+
+    def skyctl_draft_uses(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> list[str]:
+        """What the draft model's loader does with each tensor (name, torch dtype, shape).
+
+        Raises:
+            RuntimeError: this worker has no draft model that could be loaded again.
+        """
+        from skyctl.engines.vllm.inside.fit import uses
+
+        return list(uses(draft_model(self), tensors))
+
+    def skyctl_load_draft(self, path: str) -> None:
+        """Load the draft model again, from a checkpoint's directory; see `draft.py`."""
+        load_draft(self, path)
 
     def skyctl_adapter_fit(
         self, config: Mapping[str, Any], names: Sequence[str]

@@ -1,0 +1,73 @@
+"""The weights that a worker drafts tokens with (speculative decoding): loaded again from a
+checkpoint, as vLLM loads them when it starts.
+
+An EAGLE or MTP head may compute with layers of the model itself. Those get nothing here that they
+do not have already: the model is digested before and after.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+_SHOWN = 3
+
+
+def draft_model(worker: Any) -> Any:
+    """The model that a worker drafts with. Raises RuntimeError: it has none, or this vLLM does not
+    show it (before 0.32).
+    """
+    get = getattr(worker.model_runner, "get_draft_model", None)
+    model = get() if callable(get) else None
+    if model is None:
+        raise RuntimeError("this vLLM has no draft model whose weights could be loaded again")
+    return model
+
+
+def load_draft(worker: Any, path: str) -> None:
+    """Load the draft model of a worker from a checkpoint's directory.
+
+    Raises:
+        RuntimeError: layers got no weights, or layers of the model itself got other ones.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    from skyctl.engines.vllm.inside.completeness import missing_parameters
+    from skyctl.engines.vllm.inside.digest import digest_model
+    from skyctl.engines.vllm.inside.experts import repack_tied_layers, tied_layers
+    from skyctl.engines.vllm.inside.placement import partial_loads
+
+    model, target = draft_model(worker), worker.model_runner.get_model()
+    before = digest_model(target)["digest"]
+    of_target = {id(layer) for layer in target.modules()}
+    shared = {name for name, layer in model.named_modules() if id(layer) in of_target}
+    shared |= {name for name, _ in tied_layers(model)}
+    config = copy.copy(worker.vllm_config.speculative_config.draft_model_config)
+    config.model, config.revision = path, None
+    if getattr(config, "model_weights", ""):
+        config.model_weights = ""
+    tensors = get_model_loader(LoadConfig()).get_all_weights(config, model)
+    with set_current_vllm_config(worker.vllm_config), partial_loads():
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(tensors)
+            missing = missing_parameters(model, shared)
+        finally:
+            finalize_layerwise_reload(model, config)
+    repack_tied_layers(model)
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} layers of the draft model got no complete weights: "
+            f"{', '.join(missing[:_SHOWN])}"
+        )
+    if digest_model(target)["digest"] != before:
+        raise RuntimeError(
+            "the draft model shares layers with the model, and its checkpoint has other weights "
+            "for them"
+        )
