@@ -1,7 +1,7 @@
 """Load adapters into all servers of a fleet, or into none.
 
     read, check, copy ─► intend ─► load NAME@4 ─► name ─► commit
-    └─ nothing is sent ─┘ └ durable   │ unseen      │ seen by users from here
+    └ nothing is loaded ┘ └ durable   │ unseen      │ seen by users from here
                                       └──── fails ──┴─► every server back at what is committed,
                                                         else quarantined; withdraw
 
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.committed import undo
 from skyctl.adapters.fleet import AdapterChange, AdapterFleet
+from skyctl.adapters.given import give, release
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.staging import in_use, staged
@@ -73,6 +74,8 @@ async def load(fleet: AdapterFleet, request: LoadAdapter) -> AdapterChange:
         new = _version(fleet, request.name, adapter, copy)
         targets, skipped = _taking_part(fleet)
         await _refuse_unapplied(fleet, adapter, targets, request.timeout_s)
+        if request.sent is not None:
+            await give(fleet, adapter, request.sent, copy, targets, request.timeout_s)
         store.intend_version(fleet.state, new, [target.name for target in targets])
 
         async def load_version(target: ServerTarget) -> None:
@@ -83,6 +86,8 @@ async def load(fleet: AdapterFleet, request: LoadAdapter) -> AdapterChange:
 
         steps = [Step("adapters.load.call", load_version), Step("adapters.name.call", name)]
         outcomes, elapsed_ms = await _carry_out(fleet, new.name, targets, steps, request.timeout_s)
+        if request.sent is not None and not request.sent.export:
+            await release(fleet, targets, [new.path])
     message = (
         f"{new.served_as} served by {count_of(len(outcomes), 'server')} (digest {new.digest[:12]})"
     )
@@ -282,7 +287,7 @@ async def _checked(fleet: AdapterFleet, request: LoadAdapter) -> tuple[Adapter, 
         raise UsageError(
             f"{request.name!r} is the name of the model itself", hint="take another name"
         )
-    adapter = await asyncio.to_thread(read_adapter, request.directory)
+    adapter = await asyncio.to_thread(read_adapter, request.directory, request.sent)
     notes = await asyncio.to_thread(
         check_fits,
         adapter,

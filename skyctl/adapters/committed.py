@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from skyctl import engines
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.fleet import AdapterFleet
-from skyctl.adapters.peft import read_parts
+from skyctl.adapters.peft import UNWRITTEN, read_parts
 from skyctl.checkpoints.staging import sweep
 from skyctl.engines.base import Server
 from skyctl.errors import ServerError
@@ -72,6 +73,11 @@ async def serve_exactly(
         if loaded.get(name) == version.path:
             continue
         if loaded.get(version.served_as) != version.path:
+            if (Path(version.path) / UNWRITTEN).exists():
+                raise ServerError(
+                    f"{server.target.name}: {version.served_as} was only in the memory of servers, "
+                    "and none that has it wrote it: sync it again"
+                )
             adapter = await asyncio.to_thread(read_parts, version.path)
             if problem := await adapter_problem(server, *adapter):
                 raise ServerError(f"{server.target.name}: {version.served_as}: {problem}")

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,27 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.adapters.forms import not_lora, refuse_config, same_name
+from skyctl.adapters.requests import SentTensors
 from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import in_short
 from skyctl.checkpoints.configs import Difference, compare_configs
 from skyctl.checkpoints.finite import first_not_finite
-from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json, safetensors_name
-from skyctl.checkpoints.live import (
-    NamedTensors,
-    RunningModel,
-    each_tensor,
-    memory_of,
-    running_model,
-)
+from skyctl.checkpoints.header import FileIdentity, Tensor, read_header, read_json
+from skyctl.checkpoints.live import RunningModel, running_model
 from skyctl.checkpoints.staging import without_links
-from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
+from skyctl.errors import NotFoundError, PreflightError, SkyctlError
 from skyctl.store.paths import expanded
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+UNWRITTEN = "adapter_model.unwritten"
+"""Its size and its header, while only servers have the tensors: they are written into it, and then
+it is renamed.
+"""
 
 _PREFIX = "base_model.model."
-_PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.weight)?$")
+PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.weight)?$")
 _HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
 
 
@@ -67,8 +65,9 @@ class Adapter:
     """Whether all of one side of each module is zero, so that it changes nothing."""
 
 
-def read_adapter(path: str) -> Adapter:
-    """Read and check a PEFT directory, every byte of it.
+def read_adapter(path: str, sent: SentTensors | None = None) -> Adapter:
+    """Read and check a PEFT directory, every byte of it that is there: of tensors that are `sent`
+    out of a GPU's memory, the process that has them has checked the content.
 
     Raises:
         NotFoundError: there is no such directory.
@@ -82,6 +81,8 @@ def read_adapter(path: str) -> Adapter:
             hint=f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}",
         )
     config = _read_config(directory)
+    if sent is not None and sent.export:
+        return _sent_adapter(directory, config, sent)
     if not (directory / WEIGHTS).exists():
         other = next(directory.glob("adapter_model.*"), None)
         raise PreflightError(
@@ -102,7 +103,7 @@ def read_adapter(path: str) -> Adapter:
     digest.update(json.dumps(config, sort_keys=True).encode())
     total = len(data) + (directory / CONFIG).stat().st_size
     zero = [t for t in tensors if data.count(0, t.begin, t.begin + t.nbytes) == t.nbytes]
-    modules = {_module(tensor) for tensor in tensors}
+    modules = {module_of(tensor.name) for tensor in tensors}
     return Adapter(
         directory,
         config,
@@ -110,7 +111,25 @@ def read_adapter(path: str) -> Adapter:
         max(ranks),
         digest.hexdigest(),
         total,
-        is_zero={_module(tensor) for tensor in zero} == modules,
+        is_zero={module_of(tensor.name) for tensor in zero} == modules,
+    )
+
+
+def _sent_adapter(directory: Path, config: Mapping[str, Any], sent: SentTensors) -> Adapter:
+    """Its digest covers every byte by the numbers of its tensors."""
+    shard, tensors = read_header(directory / UNWRITTEN)
+    ranks = _ranks(directory, config, tensors)
+    if len(sent.numbers) != len(tensors):
+        raise PreflightError(f"{len(sent.numbers)} numbers were sent for {len(tensors)} tensors")
+    content = json.dumps([shard.header_digest, config, sent.numbers], sort_keys=True)
+    return Adapter(
+        directory,
+        config,
+        tuple(tensors),
+        max(ranks),
+        hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        shard.identity.size + (directory / CONFIG).stat().st_size,
+        sent.is_zero,
     )
 
 
@@ -122,8 +141,9 @@ def read_parts(path: str) -> tuple[dict[str, Any], list[Tensor]]:
     return _read_config(directory), read_header(directory / WEIGHTS)[1]
 
 
-def _module(tensor: Tensor) -> str:
-    return tensor.name.partition(".lora_")[0]
+def module_of(tensor: str) -> str:
+    """The module that a tensor of this name belongs to."""
+    return tensor.partition(".lora_")[0]
 
 
 def check_fits(
@@ -185,60 +205,6 @@ def copy_adapter(adapter: Adapter, directory: Path) -> None:
         )
 
 
-async def write_adapter(
-    tensors: NamedTensors, config: Mapping[str, Any] | None, directory: Path
-) -> None:
-    """Write tensors of a trainer's memory, under PEFT's names, into an empty directory.
-
-    `config` has PEFT's keys; `r` and `lora_alpha` are required. `target_modules` default to those
-    of the tensors.
-
-    Raises:
-        UsageError: something that is not a tensor was given, or `config` lacks a key.
-        SkyctlError: it cannot be written.
-    """
-    plain_tensors = [_plain(name, tensor) async for name, tensor in each_tensor(tensors)]
-    missing = [key for key in ("r", "lora_alpha") if key not in (config or {})]
-    if missing:
-        raise UsageError(
-            f"tensors need a configuration with {' and '.join(missing)}",
-            hint='give config={"r": 8, "lora_alpha": 32}, or what adapter_config.json would have',
-        )
-    modules = {
-        m["module"].rpartition(".")[2] for name, *_ in plain_tensors if (m := _PART.match(name))
-    }
-    whole = {"peft_type": "LORA", "bias": "none", "target_modules": sorted(modules)}
-    header: dict[str, Any] = {}
-    end = 0
-    for name, dtype, shape, data in plain_tensors:
-        offsets = [end, end := end + data.nbytes]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    raw = json.dumps(header).encode()
-    raw = raw.ljust(-(-len(raw) // 8) * 8)  # so that tensors begin aligned
-    try:
-        with (directory / WEIGHTS).open("xb") as file:
-            file.write(struct.pack("<Q", len(raw)) + raw)
-            for *_, data in plain_tensors:
-                file.write(data)
-        (directory / CONFIG).write_text(json.dumps({**whole, **(config or {})}))
-    except (OSError, TypeError, ValueError) as error:
-        raise SkyctlError(f"the adapter cannot be written to {directory}: {error}") from error
-
-
-def _plain(name: str, tensor: Any) -> tuple[str, str, list[int], memoryview]:
-    """Name, safetensors dtype, shape and bytes of a tensor."""
-    import torch
-
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise UsageError(
-            "an adapter is pairs of a name and a torch.Tensor",
-            hint="give peft.get_peft_model_state_dict(model)",
-        )
-    plain = tensor.detach().to("cpu").contiguous()
-    dtype = safetensors_name(str(plain.dtype).removeprefix("torch."), name)
-    return name, dtype, list(plain.shape), memory_of(plain)
-
-
 def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config = read_json(directory / CONFIG)
@@ -278,7 +244,7 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
             raise PreflightError(f"{directory / CONFIG}: the scale {name} is {scale!r}")
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
-        match = _PART.match(tensor.name)
+        match = PART.match(tensor.name)
         if match is None or len(tensor.shape) != 2:
             raise not_lora(directory, tensor.name)
         parts.setdefault(match["module"], {})[match["part"][-1]] = tensor
@@ -353,7 +319,7 @@ def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:
     """Parts of an adapter that the running model lacks or has in another shape, one line each."""
     problems = []
     for tensor in adapter.tensors:
-        match = _PART.match(tensor.name)
+        match = PART.match(tensor.name)
         assert match is not None  # read_adapter checked it
         module, part = match["module"].removeprefix(_PREFIX), match["part"]
         weight = base.get(f"{module}.weight")

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.adapters.fleet import AdapterChange
-from skyctl.adapters.peft import write_adapter
-from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
+from skyctl.adapters.given import CANNOT_TAKE
+from skyctl.adapters.requests import LoadAdapter, SentTensors, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
 from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
@@ -22,6 +22,7 @@ from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
 from skyctl.core.urls import control_token
 from skyctl.engines.inside.guard import HOLDER_HEADER
+from skyctl.errors import PreflightError
 from skyctl.live.file import write_tensors
 from skyctl.live.model import dtype_name
 from skyctl.push.request import PushRequest, PushResult
@@ -223,21 +224,38 @@ class Adapters:
         any_base: bool,
         timeout_s: float | None,
     ) -> AdapterChange:
-        def request(directory: Path) -> LoadAdapter:
+        def request(directory: Path, sent: SentTensors | None = None) -> LoadAdapter:
             return LoadAdapter(
                 name=name,
                 directory=str(expanded(directory).absolute()),
                 new=new,
                 any_base=any_base,
+                sent=sent,
                 timeout_s=timeout_s,
             )
 
         async with self._fleet._connected() as fleet:
             if isinstance(source, str | PathLike):
                 return await fleet.load_adapter(request(Path(fspath(source))))
+            from skyctl.adapters.tensors import gather, on_one_gpu, write_adapter
+
             named_tensors = [pair async for pair in each_tensor(source)]
             total = sum(tensor.nbytes for _, tensor in named_tensors if hasattr(tensor, "nbytes"))
             place = await fleet.staging()
-            with staged(place.adapters, needed_bytes=total, in_memory=place.in_memory) as directory:
-                await write_adapter(named_tensors, config, directory)
-                return await fleet.load_adapter(request(directory))
+
+            def room() -> AbstractContextManager[Path]:
+                return staged(place.adapters, needed_bytes=total, in_memory=place.in_memory)
+
+            if on_one_gpu(named_tensors):
+                with room() as directory:
+                    sent, memory = await asyncio.to_thread(gather, named_tensors, config, directory)
+                    try:
+                        return await fleet.load_adapter(request(directory, sent))
+                    except PreflightError as error:
+                        if CANNOT_TAKE not in error.message:
+                            raise
+                    finally:
+                        del memory  # servers have copied it
+            with room() as directory:
+                sent = await asyncio.to_thread(write_adapter, named_tensors, config, directory)
+                return await fleet.load_adapter(request(directory, sent))

@@ -293,10 +293,12 @@ class AttachedFleet(RecordedFleet):
     async def change_adapter(self, request: LoadAdapter | UnloadAdapter) -> AdapterChange:
         from skyctl.adapters.change import change_all
         from skyctl.adapters.committed import retire
+        from skyctl.adapters.given import keep
 
         with await self._turn(Act.VERB, f"skyctl adapters, {request.name}"):
             fleet = await self._adapter_fleet()
             change = await change_all(fleet, request)
+            await keep(fleet)  # no process does it later
             await retire(fleet)
         return change
 

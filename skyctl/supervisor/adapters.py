@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.adapters import change, committed
+from skyctl.adapters import change, committed, given
 from skyctl.adapters.fleet import AdapterChange, AdapterFleet
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import Act
@@ -66,6 +66,7 @@ async def admit(running: RunningFleet, replica: Replica) -> None:
         return
     fleet = _fleet(running, plan)
     try:
+        await given.keep(fleet)  # this server may need what only others hold
         async with change.changing(fleet):
             outcomes = await committed.catch_up(
                 running.state, running.client, [replica.target], fleet.timeout_s
@@ -84,10 +85,12 @@ def is_current(running: RunningFleet, replica: Replica) -> bool:
     return store.is_current(state, replica.name) and not store.unfinished(state)
 
 
-async def retire(running: RunningFleet) -> None:
-    """Remove the files of versions that no server uses any more."""
+async def keep_house(running: RunningFleet) -> None:
+    """Write versions that only servers hold, and remove the files of those that none uses."""
     if running.plan is not None and running.plan.config.lora is not None:
-        await committed.retire(_fleet(running, running.plan))
+        fleet = _fleet(running, running.plan)
+        await given.keep(fleet)
+        await committed.retire(fleet)
 
 
 def _able(running: RunningFleet) -> list[Replica]:

@@ -286,7 +286,7 @@ async def keep_house(supervisor: Supervisor) -> None:
                 await look_after_logs(supervisor.paths, supervisor.plan.config)
             supervisor.state.complete()
             host_of(supervisor.state).reap()
-            await adapters.retire(supervisor)
+            await adapters.keep_house(supervisor)
             await supervisor.canaries.tend()
             if time.monotonic() - pruned_at > _PRUNE_INTERVAL_S:
                 supervisor.state.prune()

@@ -9,17 +9,24 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from shutil import copytree, rmtree
 from typing import Any
 
 import httpx
 import pytest
 
 import skyctl
+from skyctl.adapters.peft import WEIGHTS
+from skyctl.adapters.requests import LoadAdapter
+from skyctl.checkpoints.staging import staged
+from skyctl.core.registry import find
 from skyctl.engines.base import Refusal
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import ServerError
+from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.service import connect
 from tests.integration.fleet_cli import (
     UP_TIMEOUT_S,
     FleetCli,
@@ -30,6 +37,10 @@ from tests.integration.fleet_cli import (
 from tests.integration.reference import PROMPTS, TOKENS, Reference
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.unit.adapters.files import leave_in_memory
+
+load_file = pytest.importorskip("safetensors.torch").load_file
+digest_on_device = pytest.importorskip("skyctl.wire.device_digest").digest_on_device
 
 pytestmark = [pytest.mark.beside, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -132,6 +143,46 @@ def test_adapters_through_syncs_restarts_and_pushes(
         assert answer.status_code == 404
     [left] = fleet.data("adapters")["adapters"]
     assert (left["name"], left["servers"]) == ("first", ["lora-0", "lora-1"])
+
+
+@pytest.mark.real
+def test_adapters_out_of_memory_are_compared_and_outlive_their_sender(
+    fleet: FleetCli, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands for a trainer's GPU: it is all that a CPU server can map."""
+    monkeypatch.setenv("SKYCTL_HOME", str(fleet.home))
+    url, root = fleet.data("urls")["router"], reference.root
+    trainer = root / "trainer"
+    copytree(root / "x2", trainer)
+    numbers = digest_on_device(list(load_file(trainer / WEIGHTS).values()))
+    model = asyncio.run(skyctl.Fleet.named("lora").model_path())
+    wanted = reference.tokens(Path(str(model)).name, "x2")
+
+    async def send(numbers: list[int]) -> str:
+        async with connect(find(None, "lora")) as service:
+            place = await service.staging()
+            with staged(place.adapters, needed_bytes=1) as directory:
+                sent = leave_in_memory(trainer, directory, numbers)
+                request = LoadAdapter(name="m", directory=str(directory), new=None, sent=sent)
+                change = await service.load_adapter(request)
+        assert change.adapter is not None
+        return change.adapter.path
+
+    def answers() -> list[list[int]]:
+        return [greedy(url, "m", p, TOKENS, key=fleet.key) for p in (*PROMPTS, *PROMPTS)]
+
+    with pytest.raises(SkyctlError) as caught:
+        asyncio.run(send([number + 1 for number in numbers]))
+    assert "is not what was sent" in str(caught.value.details)
+    assert "m" not in {adapter["name"] for adapter in fleet.data("adapters")["adapters"]}
+
+    path = asyncio.run(send(numbers))
+    rmtree(trainer)
+    assert answers() == [*wanted, *wanted]
+    fleet.run("restart", "lora-0", timeout_s=UP_TIMEOUT_S)  # of its sibling's file
+    assert answers() == [*wanted, *wanted]
+    assert digest_on_device(list(load_file(Path(path) / WEIGHTS).values())) == numbers
+    fleet.run("adapters", "unload", "m")
 
 
 @pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.real)])

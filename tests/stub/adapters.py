@@ -42,6 +42,33 @@ class StubAdapters:
     max_rank: int = 16
     served: dict[str, Loaded] = field(default_factory=dict)
     running: Counter[Loaded] = field(default_factory=Counter)
+    given: dict[str, bytes] = field(default_factory=dict)
+    """What its worker was given out of another process's memory, by path."""
+    cannot_take: str = ""
+    """Why its worker takes none."""
+
+    def rpc(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """What the worker extension does with memory; `source` is a file and an offset."""
+        path = kwargs.get("path", "")
+        match method:
+            case "skyctl_adapter_take" if self.cannot_take:
+                return self.cannot_take
+            case "skyctl_adapter_take":
+                file, offset = kwargs["source"]
+                kept = {key: self.given[key] for key in kwargs["needed"] if key in self.given}
+                self.given = {**kept, path: Path(file).read_bytes()[offset:]}
+                return ""
+            case "skyctl_adapter_write" if path not in self.given:
+                return "absent"
+            case "skyctl_adapter_write":
+                with Path(kwargs["file"]).open("r+b") as file:
+                    file.seek(kwargs["offset"])
+                    file.write(self.given[path])
+                return "written"
+            case "skyctl_adapter_release":
+                self.given = {k: v for k, v in self.given.items() if k not in kwargs["paths"]}
+                return None
+        raise LookupError(method)
 
     def load(self, body: dict[str, Any]) -> str:
         """POST /v1/load_lora_adapter."""
@@ -90,7 +117,10 @@ class StubAdapters:
         directory = Path(path)
         try:
             config = json.loads((directory / "adapter_config.json").read_text())
-            weights = (directory / "adapter_model.safetensors").read_bytes()
+            weights = self.given.get(path)
+            if weights is None:
+                file = (directory / "adapter_model.safetensors").read_bytes()
+                weights = file[8 + int.from_bytes(file[:8], "little") :]
         except FileNotFoundError:
             raise AdapterRefused(
                 404, f"Loading lora {name} failed: No adapter found for {path}"

@@ -296,6 +296,9 @@ class StubServer:
         if method == "skyctl_adapter_fit":
             answer = {"unapplied": self.engine.unwrapped(body["kwargs"]["names"]), "unread": []}
             return JSONResponse({"results": [answer] * workers})
+        if method.startswith("skyctl_adapter_"):
+            answer = self.adapters.rpc(method, body["kwargs"])
+            return JSONResponse({"results": [answer] * workers})
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from skyctl.adapters.peft import CONFIG, UNWRITTEN, WEIGHTS
+from skyctl.adapters.requests import SentTensors
+from skyctl.checkpoints.header import read_header
 
 HIDDEN, WIDE, VOCABULARY = 8, 16, 32
 BASE = {
@@ -68,3 +73,14 @@ def make_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(settings))
     write_safetensors(directory / "adapter_model.safetensors", tensors or lora(UP), value)
     return directory
+
+
+def leave_in_memory(trainer: Path, directory: Path, numbers: Sequence[int]) -> SentTensors:
+    """Make an adapter in `directory` whose tensors only a trainer has: a file stands for it."""
+    source = trainer / WEIGHTS
+    begins = min(tensor.begin for tensor in read_header(source)[1])
+    shutil.copyfile(trainer / CONFIG, directory / CONFIG)
+    with (directory / UNWRITTEN).open("wb") as file:
+        file.write(source.read_bytes()[:begins])
+        file.truncate(source.stat().st_size)
+    return SentTensors(numbers=tuple(numbers), export=(str(source), begins))

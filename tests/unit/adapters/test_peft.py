@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from skyctl.adapters.peft import WEIGHTS, check_fits, read_adapter, write_adapter
+from skyctl.adapters.peft import WEIGHTS, check_fits, read_adapter
+from skyctl.adapters.tensors import write_adapter
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
 from tests.unit.adapters.files import UP, lora, make_adapter, make_model
 
@@ -294,11 +295,11 @@ def test_a_model_that_is_not_here_is_left_to_the_servers(tmp_path: Path) -> None
     assert "shapes were not compared" in fits(adapter, None, bases=[])[0]
 
 
-async def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
+def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tensors = {name: torch.randn(shape) for name, shape in lora(UP).items()}
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    await write_adapter(tensors, {"r": 4, "lora_alpha": 8}, tmp_path)
+    write_adapter([*tensors.items()], {"r": 4, "lora_alpha": 8}, tmp_path)
     written = read_adapter(str(tmp_path))
     assert written.config["target_modules"] == ["up_proj"]
     safetensors = pytest.importorskip("safetensors.torch")
@@ -306,12 +307,12 @@ async def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
-async def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(UsageError, match="lora_alpha"):
-        await write_adapter({"x": torch.zeros(1)}, {"r": 4}, tmp_path)
+        write_adapter([("x", torch.zeros(1))], {"r": 4}, tmp_path)
     with pytest.raises(UsageError, match="pairs of a name"):
-        await write_adapter({"x": [1.0]}, {"r": 4, "lora_alpha": 8}, tmp_path)
+        write_adapter([("x", [1.0])], {"r": 4, "lora_alpha": 8}, tmp_path)
 
 
 def test_a_path_that_is_too_long_does_not_exist() -> None:

@@ -20,6 +20,7 @@ from skyctl.wire.messages import DIGEST_VERSION, ReadTensor, RowQuestion
 from skyctl.wire.nccl import leave_group, nccl_problem, nccl_settings
 
 if TYPE_CHECKING:
+    from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
     from skyctl.engines.vllm.inside.layout_load import LayoutLoader
 
 _STARTED_AT = time.time()
@@ -189,6 +190,28 @@ class SkyctlWorkerExtension:
         model = self.model_runner.get_model()
         return {"unapplied": unapplied(model, names), "unread": unread(config)}
 
+    def skyctl_adapter_take(
+        self,
+        path: str,
+        tensors: Sequence[Any],
+        numbers: Sequence[int],
+        source: Sequence[Any],
+        needed: Sequence[str],
+    ) -> str:
+        """Copy an adapter's tensors out of another process's memory; see `adapter_memory.py`."""
+        return self._skyctl_adapters().take(path, tensors, numbers, source, needed)
+
+    def skyctl_adapter_write(self, path: str, file: str, offset: int) -> str:
+        """Have the first worker write an adapter that it was given; see `adapter_memory.py`."""
+        parallel = self.vllm_config.parallel_config
+        if parallel.rank or parallel.data_parallel_index:
+            return "absent"
+        return self._skyctl_adapters().write(path, file, offset)
+
+    def skyctl_adapter_release(self, paths: Sequence[str]) -> None:
+        """Drop the memory of adapters that files have by now; vLLM keeps them loaded."""
+        self._skyctl_adapters().release(paths)
+
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `wire/nccl.py`."""
         return {"problem": nccl_problem(), "settings": nccl_settings()}
@@ -280,6 +303,14 @@ class SkyctlWorkerExtension:
             if loader.key == key:
                 torch.cuda.synchronize(self.device)
                 loader.close()
+
+    def _skyctl_adapters(self) -> GivenAdapters:
+        from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
+
+        given: GivenAdapters | None = getattr(self, "_skyctl_given_adapters", None)
+        if given is None:
+            given = self._skyctl_given_adapters = GivenAdapters(self)
+        return given
 
     def _skyctl_loader(self) -> LayoutLoader:
         from skyctl.engines.vllm.inside.layout_load import LayoutLoader

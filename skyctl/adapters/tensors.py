@@ -1,0 +1,145 @@
+"""LoRA tensors in a trainer's memory, under PEFT's names: written as a PEFT directory, or left on
+their GPU, in one piece of memory that servers copy.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyctl.adapters.peft import CONFIG, PART, UNWRITTEN, WEIGHTS, module_of
+from skyctl.adapters.requests import SentTensors
+from skyctl.checkpoints.header import safetensors_name
+from skyctl.checkpoints.live import memory_of
+from skyctl.errors import PreflightError, SkyctlError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Named = Sequence[tuple[str, Any]]
+
+
+def on_one_gpu(tensors: Named) -> bool:
+    """Whether all of them lie on the same GPU."""
+    devices = {getattr(tensor, "device", None) for _, tensor in tensors}
+    return len(devices) == 1 and all(getattr(tensor, "is_cuda", False) for _, tensor in tensors)
+
+
+def write_adapter(tensors: Named, config: Mapping[str, Any] | None, directory: Path) -> SentTensors:
+    """Write tensors into an empty directory; returns what they are, as they were in memory.
+
+    `config` has PEFT's keys; `r` and `lora_alpha` are required. `target_modules` default to those
+    of the tensors.
+
+    Raises:
+        UsageError: something that is not a tensor was given, or `config` lacks a key.
+        SkyctlError: it cannot be written.
+    """
+    from skyctl.wire.device_digest import digest_on_device
+
+    plain = [(name, t.detach().to("cpu").contiguous()) for name, t in _in_file_order(tensors)]
+    header = _header(plain)
+    _write_config(config, plain, directory)
+    try:
+        with (directory / WEIGHTS).open("xb") as file:
+            file.write(header)
+            for _, tensor in plain:
+                file.write(memory_of(tensor))
+    except OSError as error:
+        raise _unwritten(directory, error) from error
+    return SentTensors(numbers=tuple(digest_on_device([tensor for _, tensor in plain])))
+
+
+def gather(
+    tensors: Named, config: Mapping[str, Any] | None, directory: Path
+) -> tuple[SentTensors, Tensor]:
+    """Copy tensors of one GPU into one piece of its memory, and write all else of the adapter into
+    an empty directory. The memory must be kept until servers have copied it.
+
+    Raises:
+        PreflightError: a tensor holds NaN or infinity.
+        UsageError, SkyctlError: as `write_adapter`.
+    """
+    import torch
+
+    from skyctl.wire.device_digest import digest_on_device
+    from skyctl.wire.exports import Exporter
+    from skyctl.wire.finite import all_finite
+
+    ordered = _in_file_order(tensors)
+    header = _header(ordered)
+    _write_config(config, ordered, directory)
+    total = sum(tensor.nbytes for _, tensor in ordered)
+    with torch.no_grad(), torch.cuda.device(ordered[0][1].device):
+        memory = torch.empty(total, dtype=torch.uint8, device=ordered[0][1].device)
+        views, begin = [], 0
+        for _, tensor in ordered:
+            view = memory[begin : (begin := begin + tensor.nbytes)].view(tensor.dtype)
+            views.append(view.view(tensor.shape).copy_(tensor))
+        finite = torch.stack([all_finite(view) for view in views]).tolist()
+        zero = torch.stack([~view.any() for view in views]).tolist()
+        numbers = tuple(digest_on_device(views))
+        [export], _ = Exporter().export([memory])
+        torch.cuda.synchronize()
+    names = [name for name, _ in ordered]
+    if not all(finite):
+        name = names[finite.index(False)]
+        raise PreflightError(
+            f"{name} holds NaN or infinity", hint="load an earlier version of the adapter"
+        )
+    try:
+        with (directory / UNWRITTEN).open("xb") as file:
+            file.write(header)
+            file.truncate(len(header) + total)
+    except OSError as error:
+        raise _unwritten(directory, error) from error
+    zeros = [name for name, is_zero in zip(names, zero, strict=True) if is_zero]
+    is_zero = {module_of(name) for name in zeros} == {module_of(name) for name in names}
+    return SentTensors(numbers=numbers, export=tuple(export.to_wire()), is_zero=is_zero), memory
+
+
+def _in_file_order(tensors: Named) -> list[tuple[str, Tensor]]:
+    """Wider elements first, so that each tensor begins at a multiple of its element's size."""
+    import torch
+
+    for name, tensor in tensors:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UsageError(
+                "an adapter is pairs of a name and a torch.Tensor",
+                hint="give peft.get_peft_model_state_dict(model)",
+            )
+    return sorted(tensors, key=lambda pair: -pair[1].element_size())
+
+
+def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors:
+        dtype = safetensors_name(str(tensor.dtype).removeprefix("torch."), name)
+        offsets = [end, end := end + tensor.nbytes]
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+    raw = json.dumps(entries).encode()
+    raw = raw.ljust(-(-len(raw) // 8) * 8)  # so that tensors begin aligned
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _write_config(config: Mapping[str, Any] | None, tensors: Named, directory: Path) -> None:
+    missing = [key for key in ("r", "lora_alpha") if key not in (config or {})]
+    if missing:
+        raise UsageError(
+            f"tensors need a configuration with {' and '.join(missing)}",
+            hint='give config={"r": 8, "lora_alpha": 32}, or what adapter_config.json would have',
+        )
+    modules = {m["module"].rpartition(".")[2] for name, _ in tensors if (m := PART.match(name))}
+    whole = {"peft_type": "LORA", "bias": "none", "target_modules": sorted(modules)}
+    try:
+        (directory / CONFIG).write_text(json.dumps({**whole, **(config or {})}))
+    except (OSError, TypeError, ValueError) as error:
+        raise _unwritten(directory, error) from error
+
+
+def _unwritten(directory: Path, error: Exception) -> SkyctlError:
+    return SkyctlError(f"the adapter cannot be written to {directory}: {error}")
