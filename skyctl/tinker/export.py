@@ -26,8 +26,8 @@ def copy_checkpoint(directory: Path, to: Path) -> None:
         UsageError: `to` exists. PreflightError: a file is not what was written.
     """
     meta = _checked(directory)
-    optimizer = files.optimizer_of(directory, meta)
-    names = [name for name in meta["files"] if optimizer is None or name != optimizer.name]
+    optimizer = {path.name for path in files.optimizer_of(directory, meta)}
+    names = [name for name in meta["files"] if name not in optimizer]
 
     def write(beside: Path) -> None:
         for name in names:

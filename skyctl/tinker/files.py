@@ -6,16 +6,19 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from skyctl.checkpoints.checkpoint import INDEX_NAME
 from skyctl.store.paths import sync_directory
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, META = "optimizer.state", "meta.json"
-"""The optimizer's state is in safetensors format; by its name, no program loads it as weights."""
-_OPTIMIZERS = (OPTIMIZER, "optimizer.safetensors")  # the second name is that of earlier versions
+"""The optimizer's state is in safetensors format; by its name, no program loads it as weights. Of
+several ranks each has written `optimizer-*.state`; earlier versions wrote `optimizer.safetensors`.
+"""
 
 
 class DamagedCheckpoint(Exception):
@@ -33,7 +36,11 @@ def write_checkpoint(
     def described(beside: Path) -> None:
         beside.chmod(0o700)
         write(beside)
-        digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+        paths = sorted(beside.iterdir())
+        with ThreadPoolExecutor() as pool:
+            digests = dict(
+                zip([path.name for path in paths], pool.map(_digest, paths), strict=True)
+            )
         (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -62,6 +69,26 @@ def write_directory(directory: Path, write: Callable[[Path], None]) -> int:
         raise
     sync_directory(directory.parent)
     return size
+
+
+def merge(places: Sequence[Path], directory: Path) -> None:
+    """Move what ranks have written, each its share of a model's tensors, to one directory: with an
+    index of the weights, and what is not weights from the first.
+    """
+    from safetensors import safe_open
+
+    weights = [path for place in places for path in sorted(place.glob("*.safetensors"))]
+    index: dict[str, str] = {}
+    size = sum(path.stat().st_size for path in weights)
+    for number, path in enumerate(weights, 1):
+        name = f"model-{number:05}-of-{len(weights):05}.safetensors"
+        with safe_open(path, "pt") as file:
+            index |= dict.fromkeys(file.keys(), name)
+        path.rename(directory / name)
+    for path in [path for place in reversed(places) for path in place.iterdir()]:
+        path.rename(directory / path.name)
+    text = json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2)
+    (directory / INDEX_NAME).write_text(f"{text}\n")
 
 
 def beside_weights(model: Path) -> list[Path]:
@@ -93,9 +120,13 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return meta
 
 
-def optimizer_of(directory: Path, meta: Mapping[str, Any]) -> Path | None:
-    """The file with the optimizer's state, None if there is none."""
-    return next((directory / name for name in _OPTIMIZERS if name in meta["files"]), None)
+def optimizer_of(directory: Path, meta: Mapping[str, Any]) -> list[Path]:
+    """The files with the optimizer's state; empty if there is none."""
+    return [directory / name for name in sorted(meta["files"]) if _of_optimizer(name)]
+
+
+def _of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer") and name.endswith((".state", ".safetensors"))
 
 
 def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
@@ -105,7 +136,7 @@ def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
         DamagedCheckpoint: one is missing or differs.
     """
     for name, digest in meta["files"].items():
-        if name in _OPTIMIZERS and not optimizer:
+        if _of_optimizer(name) and not optimizer:
             continue
         try:
             actual = _digest(directory / name)

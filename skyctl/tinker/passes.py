@@ -5,7 +5,8 @@ repeats them gives the same units. A unit is all or nothing; one of several requ
 computed is computed again, request by request, so that only the wrong ones fail.
 
 Of several ranks each computes its share of a unit's data. They exchange results, and whether one
-failed, after every slice of time; gradients are summed once, by the optimizer step.
+failed, after every slice of time; gradients are summed once, by the optimizer step. Where they
+compute together, with a sharded model, they do so after every pass, and make equally many.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch import Tensor
 from skyctl.tinker import losses, wire, worker_messages
 from skyctl.tinker.adapter import Base, Parameters
 from skyctl.tinker.losses import LossError
-from skyctl.tinker.ranks import Ranks
+from skyctl.tinker.ranks import OutOfStep, Ranks
+from skyctl.tinker.sharded import Shards
 from skyctl.tinker.tensors import array_of, output_message, tensor_of
 
 Answer = bytes | LossError
@@ -117,6 +119,7 @@ class Pass:
         self._ranks = ranks
         self._units = [list(unit) for unit in units]
         self._unit: Unit | None = None
+        self._together = base.together(model.parameters)
 
     @property
     def over(self) -> bool:
@@ -134,6 +137,8 @@ class Pass:
             try:
                 unit = self._unit = self._unit or self._begun(self._units[0])
                 done, late = self._advance(unit, until)
+                if not done and not late:
+                    continue
                 if not done:
                     break
                 ended.append(self._answers(unit))
@@ -165,7 +170,13 @@ class Pass:
             unit.backward = not request.forward_only
         lengths = [len(datum.tokens) for _, datum in unit.data]
         unit.shares = self._ranks.deal(lengths)
-        unit.batches = self._batches(unit.shares[self._ranks.rank], lengths)
+        batches = [list(self._batches(share, lengths)) for share in unit.shares]
+        own = batches[self._ranks.rank]
+        if self._together:
+            own += [[]] * (max(map(len, batches)) - len(own))
+            if isinstance(self._model.parameters, Shards):
+                self._model.parameters.module.drop_gradients()  # of a unit that failed
+        unit.batches = iter(own)
         return unit
 
     def _advance(self, unit: Unit, until: float) -> tuple[bool, bool]:
@@ -174,14 +185,17 @@ class Pass:
 
         Raises:
             LossError: the data of a rank cannot be trained on. RuntimeError: a rank failed.
+            OutOfStep: this one failed, and others compute with it.
         """
         failure: Exception | None = None
         began = time.perf_counter()
         try:
             for batch in unit.batches:
                 self._compute(unit, batch)
-                if time.perf_counter() > until:
+                if self._together or time.perf_counter() > until:
                     break
+        except OutOfStep:
+            raise
         except Exception as error:
             failure = error
         reports = self._exchanged(unit, failure, late=time.perf_counter() > until)
@@ -223,33 +237,47 @@ class Pass:
             unit.results[index] = Result.unpack(part, shape)
 
     def _compute(self, unit: Unit, batch: list[int]) -> None:
+        """One pass; of an empty batch, one that adds nothing."""
         data = [unit.data[index] for index in batch]
-        parameters = self._model.parameters
         rewarded = any("advantages" in datum.inputs for _, datum in data)
-        with self._base.using(parameters), torch.set_grad_enabled(unit.backward):
-            picked, entropies = _logprobs(self._base, [datum for _, datum in data], rewarded)
+        rows = [datum for _, datum in data] or [self._nothing()]
+        with (
+            self._base.using(self._model.parameters),
+            torch.set_grad_enabled(unit.backward),
+        ):
+            picked, entropies = _logprobs(self._base, rows, rewarded)
             each = [
                 losses.elementwise(unit.losses[place][0], lp, datum.inputs, unit.losses[place][1])
-                for lp, (place, datum) in zip(picked, data, strict=True)
+                for lp, (place, datum) in zip(picked, data, strict=False)
             ]
-            sums = torch.stack([values.sum() for values in each])
+            sums = torch.stack([values.sum() for values in each or [0.0 * picked[0]]])
+            if unit.backward:
+                self._differentiate(unit, sums.sum())
             for value in (values := sums.detach().tolist()):
                 if not np.isfinite(value):
                     raise LossError(f"the loss is {value}: no gradient was added")
-            if unit.backward:
-                gradients = torch.autograd.grad(
-                    sums.sum(), list(parameters.values()), materialize_grads=True
-                )
-                unit.sums = added(unit.sums, gradients)
-                del gradients  # a whole model's must not exist twice
         for index, lp, by_token, value, entropy in zip(
-            batch, picked, each, values, entropies, strict=True
+            batch, picked, each, values, entropies, strict=bool(batch)
         ):
             logprobs, by_token = lp.detach().float().cpu(), by_token.detach().float().cpu()
             unit.results[index] = Result(logprobs, by_token, value, entropy)
 
+    def _nothing(self) -> Datum:
+        token = torch.zeros(1, dtype=torch.int64)
+        return Datum(token, {"target_tokens": token.to(self._base.device)})
+
+    def _differentiate(self, unit: Unit, loss: Tensor) -> None:
+        parameters = self._model.parameters
+        if isinstance(parameters, Shards):
+            loss.backward()  # adds to the module's
+            return
+        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+        unit.sums = added(unit.sums, gradients)
+
     def _answers(self, unit: Unit) -> list[Answer]:
         if unit.backward:
+            if isinstance(self._model.parameters, Shards):
+                unit.sums = self._model.parameters.module.take_gradients()
             if unit.sums:
                 self._model.gradients = added(self._model.gradients, unit.sums)
             self._model.tokens += sum(len(datum.tokens) for _, datum in unit.data)

@@ -18,6 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class OutOfStep(Exception):
+    """A rank failed where others compute with it: it cannot go on."""
+
+
 BUCKET = 1 << 24
 """Elements that are summed at a time: 64 MiB in float32, a few times over."""
 
@@ -37,6 +43,7 @@ class Ranks:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device != "cpu":
             torch.cuda.set_device(device)
+            torch.cuda.init()  # or what meets the others would choose a device
         dist.init_process_group(
             "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
             store=dist.FileStore(f"/proc/self/fd/{file}", size),
@@ -67,10 +74,23 @@ class Ranks:
         for bucket in _buckets(tensors) if self.size > 1 else ():
             self._together(partial(self._sum, bucket))
 
+    def gather(self, rows: Tensor, count: int, owner: int) -> Tensor:
+        """All of a tensor's `count` rows on the rank that is the owner; each has equally many, but
+        for the last. Elsewhere what was given.
+        """
+        return self._together(partial(self._gathered, rows, count, owner))
+
+    def _gathered(self, rows: Tensor, count: int, owner: int) -> Tensor:
+        share = rows.new_zeros(-(-count // self.size), *rows.shape[1:])
+        share[: len(rows)] = rows
+        parts = [torch.empty_like(share) for _ in range(self.size if owner == self.rank else 0)]
+        dist.gather(share, parts or None, dst=owner)
+        return torch.cat(parts)[:count] if parts else rows
+
     def _exchanged(self, content: bytes) -> list[bytes]:
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(content)]))
-        longest = max(int(length) for length in lengths)
+        longest = max(1, *(int(length) for length in lengths))
         contents = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         mine = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
         dist.all_gather(contents, mine)

@@ -5,23 +5,27 @@ Every operation is deterministic and all or nothing: one that fails leaves the m
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from skyctl.tinker import files, wire
 from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
 from skyctl.tinker.losses import LossError
 from skyctl.tinker.passes import Answer, Model, Pass, check_tokens
-from skyctl.tinker.ranks import Ranks
+from skyctl.tinker.sharded import Shards, stored
 from skyctl.tinker.tensors import tensor_of
 
 
@@ -40,13 +44,11 @@ class Run(Model):
 class Trainer:
     """All models of one rank. `batch_tokens` bounds rows × longest row of one forward pass."""
 
-    def __init__(
-        self, base: Base, *, name: str, batch_tokens: int = 4096, ranks: Ranks | None = None
-    ) -> None:
+    def __init__(self, base: Base, *, name: str, batch_tokens: int = 4096) -> None:
         self.base = base
         self.name = name
         self.batch_tokens = batch_tokens
-        self.ranks = ranks or Ranks()
+        self.ranks = base.ranks
         self.models: dict[str, Run] = {}
         self._samplers: dict[str, Parameters] = {}
 
@@ -67,17 +69,16 @@ class Trainer:
         self.close(model)  # two may not fit
         parameters = self.base.read(directory, config)
         opened = _model(config, parameters)
-        if state is not None:
-            _restore(opened, load_file(state), self.base.device)
+        _restore(opened, state, self.base.device)
         self.models[model] = opened
 
-    def _checked(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, Path | None]:
-        """How a checkpoint was trained, and the path of its optimizer's state, if wanted."""
+    def _checked(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, list[Path]]:
+        """How a checkpoint was trained, and the paths of its optimizer's state, if wanted."""
         meta = files.read_meta(directory)
         if meta["base"] != self.name:
             raise LossError(f"the checkpoint is of base model {meta['base']}, not {self.name}")
-        state = files.optimizer_of(directory, meta) if optimizer else None
-        if optimizer and state is None:
+        state = files.optimizer_of(directory, meta) if optimizer else []
+        if optimizer and not state:
             raise LossError("the checkpoint has no optimizer state: it was saved for a sampler")
         files.check(directory, meta, optimizer=optimizer)
         return LoraConfig(**meta["lora"]), state
@@ -97,13 +98,20 @@ class Trainer:
 
     def close(self, model: str) -> None:
         """Drop a model."""
-        self.models.pop(model, None)
+        dropped = self.models.pop(model, None)
+        if dropped is not None and isinstance(dropped.parameters, Shards):
+            del dropped
+            gc.collect()  # its module refers to itself
 
     def save(self, model: str, directory: Path, *, optimizer: bool) -> int:
         """Write a checkpoint; returns its size in bytes. A whole model is in float32 if its
         optimizer's state is saved with it, else in the base's dtype.
         """
         trained = self._on_device(model)
+        if isinstance(trained.parameters, Shards):
+            return save_shares(self, trained, trained.parameters, directory, optimizer=optimizer)
+        if self.ranks.rank:
+            return 0  # all have the same
 
         def write(beside: Path) -> None:
             self.base.write(
@@ -115,8 +123,11 @@ class Trainer:
             if optimizer:
                 save_file(_optimizer_tensors(trained), beside / files.OPTIMIZER)
 
-        meta = {"base": self.name, "lora": asdict(trained.config)}
-        return files.write_checkpoint(directory, write, meta)
+        return files.write_checkpoint(directory, write, self.meta(trained))
+
+    def meta(self, trained: Run) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        return {"base": self.name, "lora": asdict(trained.config)}
 
     def zero_gradients(self, model: str) -> None:
         """Drop what was accumulated since the last step."""
@@ -151,11 +162,8 @@ class Trainer:
         speed = {"tokens_per_s": trained.tokens / trained.seconds} if trained.tokens else {}
         trained.tokens, trained.seconds = 0, 0.0
         group = _adam(params)
-        self.ranks.sum(gradients)
         clip = float(params.get("grad_clip_norm", 0.0))
-        norm = torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-        )
+        norm = self._summed(gradients, isinstance(trained.parameters, Shards))
         if not bool(torch.isfinite(norm)):
             raise LossError("the gradients are not finite: they were dropped, nothing was changed")
         if clip > 0 and float(norm) > clip:
@@ -167,6 +175,17 @@ class Trainer:
         trained.optimizer.step()
         trained.optimizer.zero_grad(set_to_none=True)
         return {"grad_norm": float(norm), "learning_rate": group["lr"], **speed}
+
+    def _summed(self, gradients: list[Tensor], shards: bool) -> Tensor:
+        """Sum gradients over the ranks, unless each has its rows of the sum; returns their norm."""
+        if not shards:
+            self.ranks.sum(gradients)
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        if not shards:
+            return torch.linalg.vector_norm(norms)
+        total = norms.square().sum()
+        self.ranks.sum([total])
+        return total.sqrt()
 
     def prompt_logprobs(self, request: Mapping[str, Any], body: bytes) -> bytes:
         """A serialized SampleResponse with what it says about the prompt, its N `tokens`.
@@ -182,6 +201,9 @@ class Trainer:
         top, last = request["top"], request["last"]
         row = torch.tensor(request["tokens"], dtype=torch.int64)
         check_tokens(self.base, row, "prompt")
+        parameters = self._sampler(request["directory"])
+        if self.ranks.rank and not self.base.together(parameters):
+            return b""  # rank 0 answers
         first = 0 if last is None else max(len(row) - 1 - last, 0)
         targets = torch.zeros(len(row) - 1, 0, dtype=torch.int64)
         if body:
@@ -189,8 +211,10 @@ class Trainer:
             wrong = targets.dim() != 2 or targets.shape[0] != len(row) - 1
             if wrong or (targets.numel() and int(targets.max()) >= self.base.vocabulary):
                 raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
-        with torch.no_grad(), self.base.using(self._sampler(request["directory"])):
-            scored, ids, values, picked = _scored(self.base, row, top, targets)
+        with torch.no_grad(), self.base.using(parameters):
+            scored, ids, values, picked = self.base.inside(
+                partial(_scored, self.base, row, top, targets)
+            )
         scored[: 1 + first], ids[: 1 + first], values[: 1 + first] = float("nan"), 0, -99999.0
         answer = wire.message("SampleResponse")()
         if request["wanted"]:
@@ -288,7 +312,57 @@ def _optimizer_tensors(model: Run) -> dict[str, Tensor]:
     return tensors
 
 
-def _restore(model: Run, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    for place, value in tensors.items():
-        key, name = place.split("/", 1)
-        model.optimizer.state[model.parameters[name]][key] = value.to(device, copy=True)
+def _restore(model: Run, paths: list[Path], device: torch.device) -> None:
+    """Give a model the optimizer's state in these files: of shards, this rank's rows."""
+    shards = model.parameters if isinstance(model.parameters, Shards) else None
+    with ExitStack() as stack:
+        for place, rows_of in stored(stack, paths).items():
+            key, name = place.split("/", 1)
+            rows = shards.module.rows(name) if shards and key != "step" else None
+            state = rows_of(rows).to(device, copy=True)
+            model.optimizer.state[model.parameters[name]][key] = state
+
+
+def save_shares(
+    trainer: Trainer, trained: Run, shards: Shards, directory: Path, *, optimizer: bool
+) -> int:
+    """Write a checkpoint of a sharded model: each rank its share of the tensors, one gathered after
+    the other. Rank 0 returns the size in bytes; the others 0.
+
+    Raises:
+        OSError: one cannot write.
+    """
+    ranks, base, module = trainer.ranks, trainer.base, shards.module
+    places = [directory.with_name(f".{directory.name}.{n}.partial") for n in range(ranks.size)]
+    own, problem = places[ranks.rank], ""
+    kinds: dict[str, dict[str, Tensor]] = {"": dict(shards)}
+    for name, parameter in shards.items():
+        for key, value in trained.optimizer.state.get(parameter, {}).items() if optimizer else ():
+            kinds.setdefault(key, {})[name] = value
+    for key, values in kinds.items():
+        dtype = torch.float32 if optimizer else base.dtype
+        share = module.gathered({name: value.detach() for name, value in values.items()}, dtype)
+        try:  # whatever becomes of it, the others gather with this rank
+            if not key:
+                shutil.rmtree(own, ignore_errors=True)
+                base.write_model(share, own)
+            else:
+                tensors = {f"{key}/{name}": value.contiguous() for name, value in share.items()}
+                save_file(tensors, own / f"optimizer-{key}-{ranks.rank}.state")
+        except Exception as error:
+            problem = problem or f"rank {ranks.rank}: {error!r}"
+    try:
+        problems = [text.decode() for text in ranks.exchange(problem.encode()) if text]
+        if problems:
+            raise OSError("; ".join(problems))
+        if ranks.rank:
+            return 0
+
+        def write(beside: Path) -> None:
+            files.merge(places, beside)
+            base.describe(beside)
+
+        return files.write_checkpoint(directory, write, trainer.meta(trained))
+    finally:
+        for place in places if ranks.rank == 0 else [own] if problem else []:
+            shutil.rmtree(place, ignore_errors=True)

@@ -24,10 +24,8 @@ START_TIMEOUT_S = 900.0
 HUNG_AFTER_S = 60.0
 ALONE_S = 5.0
 """Seconds that a rank waits for one that has failed: by then all have failed, if all do."""
-_OF_RANK_0 = ("save", "prompt_logprobs")
-"""Operations that change no model, and need no other rank."""
-_TOGETHER = ("forward_backward", "go_on", "optim_step")
-"""Operations in which ranks wait for each other."""
+_TOGETHER = ("forward_backward", "go_on", "optim_step", "save", "prompt_logprobs")
+"""Operations in which ranks may wait for each other."""
 _SHOWN = {"go_on": "forward_backward"}
 """What `status` calls an operation, where that is not its name."""
 
@@ -62,6 +60,8 @@ class WorkerSettings:
     """Bounds rows × longest row of one forward pass."""
     checkpointing: bool = False
     """Recompute activations for the gradient instead of keeping them."""
+    shard_base: bool | None = None
+    """Whether several ranks divide the base; None: where it takes too much of a GPU."""
     timeout_s: float = 1800.0
     """Seconds after which a request is given up, and the worker ended."""
 
@@ -180,10 +180,9 @@ class Worker:
             if not self._ranks or (life is not None and life != self.life):
                 raise WorkerDied("another worker lives now")
             message = worker_messages.pack(header, body)
-            ranks = self._ranks[:1] if header["do"] in _OF_RANK_0 else self._ranks
             try:
                 with self._noted(_SHOWN.get(header["do"], header["do"])):
-                    answers = await self._ask(ranks, message, header["do"] in _TOGETHER)
+                    answers = await self._ask(self._ranks, message, header["do"] in _TOGETHER)
             except (OSError, EOFError, TimeoutError) as error:
                 await self.stop()
                 raise WorkerDied(f"the training worker ended: {error!r}") from error
@@ -217,6 +216,8 @@ class Worker:
                 return await asyncio.gather(*map(ask, range(len(ranks))))
         except TimeoutError as error:
             raise TimeoutError(failed or f"no answer in {self.settings.timeout_s:g} s") from error
+        except (OSError, EOFError) as error:
+            raise EOFError(failed or repr(error)) from error
 
     @contextlib.contextmanager
     def _noted(self, operation: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from skyctl.tinker.adapter import Base
 from skyctl.tinker.files import DamagedCheckpoint
 from skyctl.tinker.losses import LossError
 from skyctl.tinker.passes import Answer
-from skyctl.tinker.ranks import Ranks
+from skyctl.tinker.ranks import OutOfStep, Ranks
 from skyctl.tinker.trainer import Trainer
 
 _PR_SET_PDEATHSIG = 1
@@ -52,19 +52,32 @@ def main() -> int:
         device=devices[rank],
         dtype=settings["dtype"],
         checkpointing=settings["checkpointing"],
+        ranks=Ranks.joined(
+            rank, len(devices), settings["meeting"], devices[rank], settings["timeout_s"]
+        ),
+        shard=settings["shard_base"],
     )
-    ranks = Ranks.joined(
-        rank, len(devices), settings["meeting"], devices[rank], settings["timeout_s"]
-    )
-    trainer = Trainer(
-        base, name=settings["name"], batch_tokens=settings["batch_tokens"], ranks=ranks
-    )
+    trainer = Trainer(base, name=settings["name"], batch_tokens=settings["batch_tokens"])
+    hello = {"architecture": base.architecture, "context": base.context, "sharded": base.sharded}
+    if base.shard_reason and not rank:
+        sys.stdout.write(f"{base.shard_reason}\n")
+        sys.stdout.flush()
+    connection.sendall(worker_messages.pack(hello))
+    return _serve(trainer, connection)
+
+
+def _serve(trainer: Trainer, connection: socket.socket) -> int:
+    """Answer until the socket closes, or this rank is out of step with the others."""
     stream = connection.makefile("rb")
-    connection.sendall(
-        worker_messages.pack({"architecture": base.architecture, "context": base.context})
-    )
     while (message := worker_messages.read(stream)) is not None:
-        connection.sendall(worker_messages.pack(*_answer(trainer, *message)))
+        try:
+            answer = _answer(trainer, *message)
+        except OutOfStep as error:
+            traceback.print_exc()
+            text = f"the trainer failed: {error}"
+            connection.sendall(worker_messages.pack({"error": text, "category": "server"}))
+            return 1
+        connection.sendall(worker_messages.pack(*answer))
     return 0
 
 
@@ -75,6 +88,8 @@ def _answer(trainer: Trainer, header: dict[str, Any], body: bytes) -> tuple[dict
         return {"error": str(error), "category": "user"}, b""
     except DamagedCheckpoint as error:
         return {"error": f"a checkpoint is damaged: {error}", "category": "server"}, b""
+    except OutOfStep:
+        raise
     except Exception as error:  # the API process decides what becomes of the model
         traceback.print_exc()
         return {"error": f"the trainer failed: {error!r}", "category": "server"}, b""

@@ -123,7 +123,7 @@ def tensors(directory: Path) -> dict[str, Any]:
     """Of a model's steps: parameters, and moments, of which the first are those of a gradient."""
     return {
         f"{file.parent.name} {name}": value
-        for file in (*directory.glob("*/*.safetensors"), *directory.glob("*/optimizer.*"))
+        for file in (*directory.glob("*/*.safetensors"), *directory.glob("*/optimizer*"))
         for name, value in load_file(file).items()
     }
 
