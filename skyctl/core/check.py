@@ -330,14 +330,16 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
     if section is None or not section.gpus:
         return
     visible = visible_gpus(discover(), os.environ)
-    count, needed = len(visible), _base_bytes(plan.base or plan.model_path, section.dtype)
+    shares = 1 if section.shard_base is False else len(section.ranks)
+    needed = _base_bytes(plan.base or plan.model_path, section.dtype) // shares
+    count, holder = len(visible), "the base" if shares == 1 else "a rank's share of the base"
     for device, gpu in zip(section.ranks, section.gpus, strict=True):
         if gpu < count and visible[gpu].memory_bytes < needed:
             yield Problem(
-                f"tinker.device {device}: the base takes {format_bytes(needed)} in "
+                f"tinker.device {device}: {holder} takes {format_bytes(needed)} in "
                 f"{section.dtype}, the GPU has {format_bytes(visible[gpu].memory_bytes)}",
-                "every rank of the trainer holds the whole base: train a smaller one, or write "
-                "`tinker: {dtype: bfloat16}`",
+                "list more GPUs in `tinker: devices`, which shard the base; train a smaller one; "
+                "or write `tinker: {dtype: bfloat16}`",
             )
         if gpu >= count:
             available = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
@@ -353,7 +355,7 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
 
 
 def _base_bytes(base: str, dtype: str) -> int:
-    """What a rank of the trainer needs for the base's weights alone; 0 if that is not known."""
+    """What the trainer needs for the base's weights alone; 0 if that is not known."""
     with suppress(SkyctlError, OSError):
         elements = sum(prod(tensor.shape) for tensor in read_checkpoint(base).tensors)
         return elements * (2 if dtype == "bfloat16" else 4)

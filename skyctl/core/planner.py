@@ -311,6 +311,7 @@ class _Planner:
             port=section.port,
             storage=str(storage) if storage else None,
             devices=section.ranks,
+            shard_base=section.shard_base,
             dtype=section.dtype,
             threads=section.threads,
             batch_tokens=section.batch_tokens,

@@ -38,6 +38,8 @@ class TinkerSettings:
     """Where it keeps checkpoints; None is the fleet's own directory."""
     devices: Sequence[str]
     """Where it trains, a rank on each."""
+    shard_base: bool | None
+    """Whether ranks shard the base; None: as a GPU's memory allows."""
     dtype: str
     """In which type it trains."""
     threads: int

@@ -32,8 +32,13 @@ class TinkerSection(Section):
     )
     devices: Annotated[list[Device], Field(min_length=1)] | None = Field(
         None,
-        description="Instead of `device`, several: a rank on each has the whole base and computes "
-        "its share of a request's rows.",
+        description="Instead of `device`, several: a rank on each computes its share of a "
+        "request's rows. They shard models of which all parameters are trained.",
+    )
+    shard_base: bool | None = Field(
+        None,
+        description="Several `devices` shard the base as well, instead of each having all of it. "
+        "Default: where it takes more than 70 % of a GPU's memory.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of the frozen base model; adapters train in float32."

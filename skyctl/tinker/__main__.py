@@ -111,6 +111,7 @@ def _worker(settings: TinkerSettings) -> Worker:
             settings.threads,
             settings.batch_tokens,
             settings.gradient_checkpointing,
+            settings.shard_base,
         )
     )
 

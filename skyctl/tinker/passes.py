@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from skyctl.tinker import losses, wire, worker_messages
-from skyctl.tinker.adapter import Base, Parameters
+from skyctl.tinker.adapter import Base
 from skyctl.tinker.losses import LossError
+from skyctl.tinker.low_rank import Parameters
 from skyctl.tinker.ranks import OutOfStep, Ranks
 from skyctl.tinker.sharded import Shards
 from skyctl.tinker.tensors import array_of, output_message, tensor_of

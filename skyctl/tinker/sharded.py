@@ -131,12 +131,12 @@ class Shards(dict[str, Tensor]):
 
 def stored(stack: ExitStack, paths: list[Path]) -> dict[str, Callable[[slice | None], Tensor]]:
     """By name, what reads rows (None: all) of the tensors in these files."""
-    found: dict[str, Callable[[slice | None], Tensor]] = {}
+    readers: dict[str, Callable[[slice | None], Tensor]] = {}
 
     def reader(file: Any, name: str) -> Callable[[slice | None], Tensor]:
         return lambda rows: file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
 
     for path in paths:
         file = stack.enter_context(safe_open(path, "pt"))
-        found |= {name: reader(file, name) for name in file.keys()}  # noqa: SIM118
-    return found
+        readers |= {name: reader(file, name) for name in file.keys()}  # noqa: SIM118
+    return readers

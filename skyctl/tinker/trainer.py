@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyctl.tinker import files, wire
-from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
+from skyctl.tinker.adapter import Base, LoraConfig
 from skyctl.tinker.losses import LossError
+from skyctl.tinker.low_rank import Parameters, peft_config
 from skyctl.tinker.passes import Answer, Model, Pass, check_tokens
 from skyctl.tinker.sharded import Shards, stored
 from skyctl.tinker.tensors import tensor_of

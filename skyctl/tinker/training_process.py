@@ -209,6 +209,8 @@ class Worker:
                 failed = f"rank {number} ({device}) failed by itself: {answer[0]['error']}"
                 soon = asyncio.get_running_loop().time() + ALONE_S
                 limit.reschedule(min(soon, limit.when() or soon))
+            if "ends" in answer[0]:
+                raise EOFError(failed)
             return answer
 
         try:

@@ -74,8 +74,8 @@ def _serve(trainer: Trainer, connection: socket.socket) -> int:
             answer = _answer(trainer, *message)
         except OutOfStep as error:
             traceback.print_exc()
-            text = f"the trainer failed: {error}"
-            connection.sendall(worker_messages.pack({"error": text, "category": "server"}))
+            fault = {"error": f"the trainer failed: {error}", "category": "server", "ends": True}
+            connection.sendall(worker_messages.pack(fault))
             return 1
         connection.sendall(worker_messages.pack(*answer))
     return 0

@@ -21,7 +21,7 @@ WORKER_DIES = {("forward", 1), ("optim", 5), ("save", 8)}
 API_DIES = {("second", 3), ("optim", 5), ("sample", 8)}
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(4, 1), (0, 1), (4, 2)])
+@pytest.mark.parametrize(("rank", "ranks"), [(4, 1), (0, 1), (4, 2), (0, 2)])
 def test_no_step_is_lost_or_done_twice(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -223,6 +223,7 @@ def main() -> None:
         port=int(port),
         storage=directory,
         devices=["cpu"] * int(ranks),
+        shard_base=None,
         dtype="float32",
         threads=1,
         batch_tokens=4096,

@@ -26,18 +26,22 @@ from skyctl.tinker.training_process import Refused, Worker, WorkerDied, WorkerSe
 from tests.unit.tinker.passes import LORA, inputs_for, request  # noqa: E402
 
 WHOLE = {**LORA, "rank": 0}
+PROMPT = {"do": "prompt_logprobs", "tokens": [5, 6, 7, 8], "top": 0, "last": None, "wanted": True}
 LENGTHS = (6, 30, 2, 17, 9, 30, 4)
 ADAM = {"learning_rate": 3e-3, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 RANKS = [2, 3]
 FULL = """
 import json, sys
-from skyctl.tinker import trainer, worker
+from skyctl.tinker import passes, trainer, worker
 
-def full(run, device):
+def full(*arguments):
     raise RuntimeError("out of memory")
 
 if json.loads(sys.argv[2])["rank"] == 1:
-    trainer._move = full
+    if WITHIN:
+        passes._logprobs = full
+    else:
+        trainer._move = full
 sys.exit(worker.main())
 """
 spawn = asyncio.create_subprocess_exec
@@ -58,10 +62,20 @@ def outputs(answer: bytes) -> tuple[dict[str, float], list[float]]:
     return dict(parsed.metrics), torch.frombuffer(bytearray(raw), dtype=torch.float32).tolist()
 
 
+def scores(answer: bytes) -> tuple[dict[str, float], list[float]]:
+    """Log-probabilities of the prompt's tokens but the first."""
+    parsed = wire.message("SampleResponse").FromString(answer)
+    return {}, torch.frombuffer(bytearray(parsed.prompt_logprobs), dtype=torch.float32)[1:].tolist()
+
+
 @asynccontextmanager
-async def running(checkpoint: Path, ranks: int) -> AsyncIterator[Worker]:
+async def running(checkpoint: Path, ranks: int, *, shard: bool = False) -> AsyncIterator[Worker]:
     settings = WorkerSettings(
-        "org/tiny", str(checkpoint), ["cpu"] * ranks, "float32", threads=1, batch_tokens=64
+        *("org/tiny", str(checkpoint), ["cpu"] * ranks, "float32"),
+        threads=1,
+        batch_tokens=64,
+        checkpointing=shard,
+        shard_base=shard,
     )
     worker = Worker(settings)
     try:
@@ -100,6 +114,8 @@ async def trained(worker: Worker, model: str, config: Any, directory: Path) -> l
         if step != 1:
             save = {"do": "save", "model": model, "optimizer": True}
             await worker.call({**save, "directory": str(directory / str(step))})
+    for sampler in (None, str(directory / "0")):
+        answers.append(scores((await worker.call({**PROMPT, "directory": sampler}))[1]))
     return answers
 
 
@@ -116,6 +132,8 @@ def alone(checkpoint: Path, config: Any, directory: Path) -> list[Any]:
         answers.append(trainer.optim_step("m", ADAM)["grad_norm"])
         if step != 1:
             trainer.save("m", directory / str(step), optimizer=True)
+    for sampler in (None, str(directory / "0")):
+        answers.append(scores(trainer.prompt_logprobs({**PROMPT, "directory": sampler}, b"")))
     return answers
 
 
@@ -146,14 +164,15 @@ async def end(worker: Worker, rank: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("ranks", "lives"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("ranks", "lives", "shard"), [(2, 2, False), (3, 1, False), (2, 1, True)])
 async def test_ranks_train_as_one_does_and_after_a_death_to_the_same_bits(
-    tiny_base: Path, tmp_path: Path, ranks: int, lives: int
+    tiny_base: Path, tmp_path: Path, ranks: int, lives: int, shard: bool
 ) -> None:
     checkpoint = tiny_base / "org" / "tiny"
     models = {"lora": LORA, "whole": WHOLE, "other": LORA}
     runs: list[list[Any]] = []
-    async with running(checkpoint, ranks) as worker:
+    async with running(checkpoint, ranks, shard=shard) as worker:
+        assert worker.hello["sharded"] == shard
         for life in range(1, lives + 1):
             assert await worker.ensure() == life
             several = [
@@ -193,8 +212,9 @@ def test_rows_are_dealt_by_the_request_alone_and_evenly(ranks: int) -> None:
     assert Ranks(0, 5).deal([3]) == [[0], [], [], [], []]
 
 
+@pytest.mark.parametrize("config", [LORA, WHOLE])
 async def test_a_row_that_one_rank_refuses_is_refused_by_all_and_a_dead_one_ends_all(
-    tiny_base: Path,
+    tiny_base: Path, config: dict[str, Any]
 ) -> None:
     tokens = [5, 6, 7]
     inputs = {"target_tokens": torch.tensor(tokens), "advantages": torch.ones(3)}
@@ -207,7 +227,7 @@ async def test_a_row_that_one_rank_refuses_is_refused_by_all_and_a_dead_one_ends
             nowhere = {"directory": "/nowhere", "optimizer": True}
             await worker.call({"do": "open", "model": "m", **nowhere})
         for model, units in (("m", [[wrong], [fine, wrong], [fine]]), ("n", [[fine], [fine]])):
-            await worker.call({"do": "create", "model": model, "config": LORA})
+            await worker.call({"do": "create", "model": model, "config": config})
             answers = [answer for [answer] in await passes(worker, model, units)]
             errors = [answer for answer in answers if isinstance(answer, str)]
             assert [type(answer) for answer in answers if answer not in errors] == [bytes] * 2
@@ -226,18 +246,22 @@ async def test_a_row_that_one_rank_refuses_is_refused_by_all_and_a_dead_one_ends
             await many
 
 
-@pytest.mark.parametrize("operation", ["forward_backward", "optim_step"])
+@pytest.mark.parametrize(
+    ("operation", "config"),
+    [("forward_backward", LORA), ("optim_step", LORA), ("forward_backward", WHOLE)],
+)
 async def test_a_rank_that_fails_while_another_waits_for_it_is_named_and_ends_all(
-    tiny_base: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch, operation: str, config: dict[str, Any]
 ) -> None:
     def filled(*words: str, **options: Any) -> Any:
-        return spawn(sys.executable, "-c", FULL, *words[3:], **options)
+        program = FULL.replace("WITHIN", str(config is WHOLE))
+        return spawn(sys.executable, "-c", program, *words[3:], **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", filled)
     async with running(tiny_base / "org" / "tiny", 2) as worker:
         with pytest.raises(Refused, match="KeyError"):  # by both
             await passes(worker, "unknown", [[body("ppo", LENGTHS)]])
-        await worker.call({"do": "create", "model": "m", "config": LORA})
+        await worker.call({"do": "create", "model": "m", "config": config})
         with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) .*out of memory"):
             async with asyncio.timeout(60):
                 if operation == "optim_step":

@@ -145,25 +145,35 @@ def test_a_gpu_that_the_trainer_does_not_find_is_named(
     assert found == ([f"tinker.device {name}: this machine has {said}"] if said else [])
 
 
-@pytest.mark.parametrize(("dtype", "refused"), [("float32", True), ("bfloat16", False)])
-def test_a_base_that_does_not_fit_a_gpu_of_the_trainer_is_refused(
-    tmp_path: Path, interpreter: str, monkeypatch: pytest.MonkeyPatch, dtype: str, refused: bool
+@pytest.mark.parametrize(
+    ("dtype", "shares", "holder"),
+    [("float32", 1, "the base"), ("bfloat16", 1, ""), ("float32", 2, "a rank's share of the base")],
+)
+def test_a_base_that_does_not_fit_the_gpus_of_the_trainer_is_refused(
+    tmp_path: Path,
+    interpreter: str,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    shares: int,
+    holder: str,
 ) -> None:
     make_tiny_checkpoint(tmp_path / "checkpoints" / "a", seed=1)
-    needed = 4 * sum(
+    needed = (4 // shares) * sum(
         math.prod(tensor.shape)
         for tensor in read_checkpoint(str(tmp_path / "checkpoints" / "a")).tensors
     )
     monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
     monkeypatch.setattr("skyctl.core.check.version", lambda name: "2.11.0+cu130")
     tinker = {"port": free_port("127.0.0.1"), "devices": ["cuda:0", "cuda:1"], "dtype": dtype}
+    if shares == 1:
+        tinker["shard_base"] = False
     config = {"tinker": tinker, "lora": {"max_rank": 32}, "args": {"max-model-len": 512}}
     planned = local_plan(tmp_path, interpreter, device="cpu", **config)
     large, small = Gpu(0, "GPU-0", "H100", needed), Gpu(1, "GPU-1", "H100", needed - 1)
     found = problems(planned, [large, small])
     assert [message.partition(",")[0] for message in found] == (
-        [f"tinker.device cuda:1: the base takes {format_bytes(needed)} in float32"]
-        if refused
+        [f"tinker.device cuda:1: {holder} takes {format_bytes(needed)} in float32"]
+        if holder
         else []
     )
 
