@@ -55,7 +55,7 @@ async def run(
     rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
     if isinstance(request, Resume | Wake):
         state.require_read()
-        rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
+        rows |= await _put_sleep_on_record(targets, rows, in_doubt(state), client, state, timeout_s)
     if isinstance(request, Wake):
         refuse_discarded(rows.values(), request.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
@@ -216,19 +216,33 @@ async def _taken_last(
 async def _put_sleep_on_record(
     targets: Sequence[ServerTarget],
     rows: Mapping[str, ServerRow],
+    doubts: Mapping[str, InDoubt],
     client: ControlClient,
     state: FleetState,
     timeout_s: float,
 ) -> dict[str, ServerRow]:
-    """Rows of servers found asleep without a record: the answer to a sleep may have been lost."""
+    """Rows that are other than recorded: of servers found asleep without a record, since the answer
+    to a sleep may have been lost; and of servers that must not answer, whose record says that they
+    sleep and who do not say so: they are taken for awake, since the record of a wake may have been
+    lost, and waking the weights alone of such a server thaws it.
+    """
 
     async def ask(target: ServerTarget) -> int:
         return await sleep_level(client, target, timeout_s)
 
-    unknown = [target for target in targets if not rows[target.name].sleep_level]
-    outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
+    unfit = {
+        target.name for target in targets if _unfit(rows[target.name], doubts.get(target.name))
+    }
+    candidates = [t for t in targets if t.name in unfit or not rows[t.name].sleep_level]
+    outcomes = await fan_out(candidates, ask, timeout_s=timeout_s)
     asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
-    return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
+    # one that is awake in part says that it is awake
+    awake = [n for n in unfit - asleep.keys() if not rows[n].weights_awake]
+    return {name: replace(rows[name], sleep_level=0) for name in awake} | {
+        name: state.update_server(name, sleep_level=level)
+        for name, level in asleep.items()
+        if not rows[name].sleep_level
+    }
 
 
 async def _pause_again(

@@ -184,10 +184,11 @@ def _by_process(pid: int) -> Holder:
     return Holder("a process", pid, EPOCH + _now(), float(pid), is_command=True)
 
 
-def _stopped_supervisor(_: FleetPaths) -> int:
-    processes = here().kernel.processes.values()
-    found = [p.pid for p in processes if p.label == "supervisor" and not p.dead and p.stopped]
-    return found[0] if found else 0
+def _stopped_supervisor(paths: FleetPaths) -> int:
+    """One that starts, and has no socket yet, is not the fleet's."""
+    api: Any = here().network.hosts.get(str(paths.socket))
+    listening = None if api is None else api.process
+    return listening.pid if listening and listening.stopped and not listening.dead else 0
 
 
 def dropped_by_children() -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl.core import actions as verbs
-from skyctl.core.requests import Resume
+from skyctl.core.requests import Resume, Wake
 from skyctl.core.verbs import run
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
@@ -243,6 +243,27 @@ async def test_waking_in_part_says_so_and_waking_the_rest_wakes_entirely() -> No
     assert (part[0].status, part[0].value) == (OK, False)
     assert part[0].detail == "awake in part: weights"
     assert (rest[0].value, sleeper.engine.sleeping) == (True, False)
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_waking_the_weights_of_a_quarantined_server_that_does_not_sleep_is_refused(
+    asleep: bool, tmp_path: Path
+) -> None:
+    """Its record says that it sleeps: that of its last wake was lost. vLLM would thaw it."""
+    server = stub()
+    await (server.engine.sleep(1, "abort") if asleep else server.engine.pause("keep"))
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            state.update_server(targets[0].name, sleep_level=1, quarantine="half loaded")
+            outcomes = await run(
+                Wake(tags=("weights",)), targets, client=client, state=state, timeout_s=5.0
+            )
+    assert server.engine.paused
+    if asleep:
+        assert outcomes[0].detail == "awake in part: weights"
+    else:
+        assert statuses(outcomes) == [OutcomeStatus.SKIPPED]
+        assert "half loaded" in outcomes[0].detail
 
 
 async def test_a_lost_wake_is_read_back() -> None:
