@@ -21,19 +21,33 @@ mkdir -p "$TVM_FFI_CACHE_DIR"
 if [ -n "${JIT:-}" ] && [ -e "$JIT" ]; then
   tar xzf "$JIT" -C "$TVM_FFI_CACHE_DIR"
 else
-  while read -r module function arguments; do
-    python3 -c "import torch; from sglang.jit_kernel.$module import $function as compile_it; compile_it($arguments)" \
-      > "$out/kernel-$module.log" 2>&1 || echo "kernel $module was not compiled: the server tries" &
-  done <<'KERNELS'
-norm _jit_qknorm_module 128, torch.bfloat16
-norm _jit_fused_add_rmsnorm_module torch.bfloat16, False
-activation _jit_activation_module torch.bfloat16
-rope _jit_fused_rope_module True, 128, torch.bfloat16
-kvcache _jit_kvcache_module 1024
-clamp_position _jit_clamp_position_module torch.int64
-resolve_future_token_ids _jit_resolve_future_token_ids_module torch.int64
+  compile() {
+    while read -r module function arguments; do
+      python3 -c "import torch; from sglang.$module import $function as compile_it; compile_it($arguments)" \
+        > "$out/kernel-$function.log" 2>&1 || echo "kernel $function was not compiled: the server tries" &
+    done
+    wait
+  }
+  if [ -d "$site/sglang/jit_kernel" ]; then
+    compile <<'KERNELS'
+jit_kernel.norm _jit_qknorm_module 128, torch.bfloat16
+jit_kernel.norm _jit_fused_add_rmsnorm_module torch.bfloat16, False
+jit_kernel.activation _jit_activation_module torch.bfloat16
+jit_kernel.rope _jit_fused_rope_module True, 128, torch.bfloat16
+jit_kernel.kvcache _jit_kvcache_module 1024
+jit_kernel.clamp_position _jit_clamp_position_module torch.int64
+jit_kernel.resolve_future_token_ids _jit_resolve_future_token_ids_module torch.int64
 KERNELS
-  wait
+  else # where 0.5.17 has them
+    compile <<'KERNELS'
+kernels.ops.layernorm.norm _jit_qknorm_module 128, torch.bfloat16
+kernels.ops.layernorm.norm _jit_fused_add_rmsnorm_module torch.bfloat16, False
+kernels.ops.activation.activation activation_module torch.bfloat16
+kernels.ops.attention.rope _jit_fused_rope_module True, 128, torch.bfloat16, torch.bfloat16
+kernels.ops.kvcache.kvcache _jit_kvcache_module 1024, 1024
+kernels.ops.attention.clamp_position _jit_clamp_position_module torch.int64
+KERNELS
+  fi
   tar czf "$out/jit.tar.gz" -C "$TVM_FFI_CACHE_DIR" .
 fi
 

@@ -36,14 +36,15 @@ def need_gpus(count: int, engine: str = "vllm") -> None:
 def make_checkpoints(directory: Path, shape: str) -> dict[str, Path]:
     """Two checkpoints of about 1 GB, "a" and "b"; quantized if the shape's name says so."""
     made = {name: directory / shape / name for name in ("a", "b")}
-    plain = shape.removesuffix(QUANTIZED)
+    ending = next((ending for ending in QUANTIZED if shape.endswith(ending)), "")
+    plain = shape.removesuffix(ending)
     for seed, path in enumerate(made.values(), 1):
-        if plain == shape:
+        if not ending:
             write_checkpoint(path, shape, seed)
             continue
         source = directory / f"plain-{seed}"
         write_checkpoint(source, plain, seed)
-        quantize(source, path)
+        quantize(source, path, QUANTIZED[ending])
         shutil.rmtree(source)
     return made
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from tests.gpu.devices import available
+from tests.gpu.quantized import COMPRESSED, FP8
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
 
 MODEL = "special"
@@ -41,7 +42,7 @@ class Case:
         """Whether a push copies every parameter: no layer is quantized, or held in ranks' parts."""
         others = {"quantization", "data_parallel_size"}
         keys = {key for group in self.groups for key in (*group, *group.get("args", {}))}
-        return not others & keys and not self.shape.endswith(QUANTIZED)
+        return not others & keys and not self.shape.endswith(tuple(QUANTIZED))
 
     @property
     def name(self) -> str:
@@ -63,13 +64,16 @@ _NCCL = (_group("whole", 0), _group("split", 1, 2))
 # two data-parallel ranks that hold half of the experts each
 _RANKS = _group("ranks", 0, 1, tensor_parallel_size=1, data_parallel_size=2, **_EP)
 
-QUANTIZED = "-block-fp8"
+QUANTIZED = {"-block-fp8": FP8, "-block-compressed": COMPRESSED}
+"""The endings of shapes that are quantized, and how."""
 _SHARED = _group("shared", 0)
 CASES = (
     Case("ipc", "single", "qwen3-0.5b", (_IPC[0], _group("fp8", 0, **_FP8)), 1, ("a", "b")),
     Case("ipc", "single", "qwen3-0.5b", (_IPC[0], _SHARED), 1, ("b", "a")),
-    Case("ipc", "block", f"qwen3-0.5b{QUANTIZED}", (_IPC[0],), 1, ("a", "b")),
-    Case("ipc", "block", f"qwen3-0.5b{QUANTIZED}", (_IPC[0], _SHARED), 1, ("b", "a")),
+    Case("ipc", "block", "qwen3-0.5b-block-fp8", (_IPC[0],), 1, ("a", "b")),
+    Case("ipc", "block", "qwen3-0.5b-block-fp8", (_IPC[0], _SHARED), 1, ("b", "a")),
+    Case("ipc", "compressed", "qwen3-0.5b-block-compressed", (_IPC[0],), 1, ("a", "b")),
+    Case("ipc", "compressed", "qwen3-0.5b-block-compressed", (_IPC[0], _SHARED), 1, ("b", "a")),
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
     Case("ipc", "exact", "qwen3-0.5b", (_EXACT,), 1, ("a", "b")),
     Case("ipc", "moe", "qwen3-moe-0.6b", (*_IPC, _group("spread", 0, 1, **_EP)), 2, ("a", "b")),
