@@ -26,7 +26,7 @@ def is_direct(source: Any, request: PushRequest) -> bool:
     needs_file = any(
         getattr(request, option) != getattr(plain, option)
         for option in (
-            *("dry_run", "keep", "colocated", "sleep_after", "chunk_size", "stage_rate"),
+            *("dry_run", "colocated", "sleep_after", "chunk_size", "stage_rate"),
             *("layout", "allow_unproven_reload", "allow_config"),
         )
     )
@@ -67,6 +67,7 @@ async def push_direct(
             scan_nan=request.scan_nan is not False,
             trial=request.trial,
             rolling=request.rolling,
+            keep=request.keep,
             transport=LIVE,
             stage="auto" if request.stage == "host" else request.stage,
             on_event=on_event,

@@ -189,7 +189,12 @@ class FleetSide:
         try:
             job = await self._fleet.push_live(push)
             result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
-            if len(result.servers) == 1:
+            if request.keep:
+                result.notes.append(
+                    f"a server writes the fleet's copy of {result.version} now; skyctl events says "
+                    "when it is whole, and the next push waits for it"
+                )
+            elif len(result.servers) == 1:
                 result.notes.append(
                     f"only {result.servers[0].server} has {result.version}: if it restarts, it "
                     "stays closed until the next push; to keep it: skyctl weights save DIR"

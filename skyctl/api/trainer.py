@@ -113,14 +113,15 @@ class Trainer:
         """Push the weights as they are now, on every rank at once; returns the result on each.
 
         Where servers reach the ranks' GPUs, they copy out of them, cast to their own dtype, and
-        every byte is compared with what the ranks have; no file has the weights then. Elsewhere,
-        and with `keep`, the ranks write their parts into a file in memory, which servers read. The
-        fleet is frozen meanwhile, or for the end of it. The weights may change once this returns.
+        every byte is compared with what the ranks have; no file has the weights then. Elsewhere
+        the ranks write their parts into a file in memory, which servers read. The fleet is frozen
+        meanwhile, or for the end of it. The weights may change once this returns.
 
         Args:
             version: label of the new weights, the same on every rank; "" derives it from them.
             scan_nan: refuse NaN and infinity before anything is paused.
-            keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these.
+            keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these. Of weights
+                that servers copied, a server writes it after the push, and the next push waits.
             transport: "live" has servers copy out of the ranks' GPUs; others are how they take the
                 file. "auto" takes the first that works; on CPU each server reads by itself.
             stage: whether servers copy beside their parameters before they freeze ("gpu"), straight
@@ -161,7 +162,9 @@ class Trainer:
                 result = await side.push(path, request, on_event, timeout_s)
             return [{"result": result and result.to_json()}] * self.world_size
 
-        allowed = transport in ("auto", LIVE) and not keep
+        # of an attached fleet, no process is there to write a copy after the push
+        by_file = keep and getattr(self._holder._ref, "attached", False)
+        allowed = transport in ("auto", LIVE) and not by_file
         for _ in range(_ATTEMPTS):
             result = await self._attempt(version, send, live=allowed, scan=scan_nan)
             if result is not None:

@@ -99,7 +99,8 @@ class WeightsFleet(SessionHolder):
             rolling: update this many servers at a time, out of the router, while the others serve.
             colocated: sleeping servers are woken for it, weights first; asleep again on failure.
             sleep_after: level to sleep at afterwards; 0 is none.
-            keep: make the fleet's own copy first, and push that; `kept_weights` lists the copies.
+            keep: make the fleet's own copy first, and push that (`kept_weights` lists them). Of
+                weights that servers copied from a GPU, a server writes it after the push.
             on_event: receives the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
@@ -194,6 +195,7 @@ class WeightsFleet(SessionHolder):
         digest: str | None = None,
         pause_mode: PauseMode = "keep",
         verify: bool = True,
+        keep: bool = False,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Update]:
@@ -217,6 +219,8 @@ class WeightsFleet(SessionHolder):
                 push).
             pause_mode: what becomes of running requests.
             verify: whether to compare at all.
+            keep: a server then writes what it got into a copy of the fleet's own on disk, which
+                servers that restart get; the next push waits until that is whole.
             timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
 
         Raises:
@@ -242,6 +246,7 @@ class WeightsFleet(SessionHolder):
             pause_mode=pause_mode,
             verify=verify,
             weights_digest=digest,
+            keep=keep,
         )
         async with (
             self._connected() as fleet,

@@ -199,7 +199,7 @@ async def run_push(
                 observer.note(f"{request.written} is {request.checkpoint}")
             if request.ranks:
                 observer.note(f"the weights are {live_source(request.ranks)}")
-            if request.keep and not request.dry_run:
+            if request.keep and request.checkpoint and not request.dry_run:
                 observer.stage("keep")
             own = await watch.enter_async_context(keeping(request, kept, state))
             roll = functools.partial(push_rolling, on_part=part_over)

@@ -67,13 +67,14 @@ async def keeping(
     request: PushRequest, directory: Path, state: FleetState
 ) -> AsyncIterator[Keeping]:
     """Yields what to push instead of the request; a copy that no server runs afterwards is removed.
+    Weights that are in no file are copied after the push.
 
     The push must be on record, whatever its outcome, before the block ends.
 
     Raises:
         PreflightError, SkyctlError: it cannot be kept; nothing was touched.
     """
-    if not request.keep or request.dry_run:
+    if not request.keep or request.dry_run or not request.checkpoint:
         yield Keeping(request, state)
         return
     source = await asyncio.to_thread(read_checkpoint, request.checkpoint)

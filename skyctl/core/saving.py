@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from skyctl import engines
-from skyctl.checkpoints.checkpoint import locate
-from skyctl.checkpoints.keeping import copy_small_files
+from skyctl.checkpoints.checkpoint import locate, read_checkpoint
+from skyctl.checkpoints.keeping import copy_small_files, mark_recorded, sweep_kept
 from skyctl.checkpoints.live import running_model
 from skyctl.core.requests import SaveWeights
 from skyctl.core.results import SavedWeights
@@ -19,7 +21,8 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.saving import write_weights
 from skyctl.store.in_doubt import in_doubt
-from skyctl.store.paths import sync_directory
+from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
+from skyctl.store.paths import private_directory, sync_directory
 from skyctl.store.state import FleetState
 
 CALL_TIMEOUT_S = 120.0
@@ -64,6 +67,63 @@ async def save_weights(
         *(str(directory), version, target.name, written.digest),
         *(written.tensors, written.total_bytes, time.monotonic() - began),
     )
+
+
+async def keep_weights(
+    version: str,
+    targets: Sequence[ServerTarget],
+    *,
+    kept: Path,
+    base: str | None,
+    state: FleetState,
+    client: ControlClient,
+) -> SavedWeights:
+    """Make the fleet's own copy of weights that no file has, in `kept`. Servers that restart load
+    it from then on, and others' records name it. Raises as `save_weights`.
+    """
+    recorded = {weights.checkpoint for weights in kept_weights(state)} | state.checkpoints()
+    place = await asyncio.to_thread(_swept, kept, recorded)
+    copy = place / secrets.token_hex(8) / "weights"
+    try:
+        saved = await save_weights(
+            SaveWeights(str(copy), version), targets, base=base, state=state, client=client
+        )
+        checkpoint = await asyncio.to_thread(read_checkpoint, str(copy))
+        own = KeptWeights(
+            version=version,
+            checkpoint=str(copy),
+            source=str(copy),
+            checkpoint_digest=checkpoint.identity_digest,
+            source_digest=checkpoint.identity_digest,
+            content_digest="",
+            bytes=checkpoint.total_bytes,
+            at=time.time(),
+        )
+        await asyncio.to_thread(sync_directory, copy.parent)
+        _record(state, own)
+    except BaseException:
+        shutil.rmtree(copy.parent, ignore_errors=True)
+        raise
+    mark_recorded(copy)
+    return saved
+
+
+def _swept(kept: Path, recorded: Collection[str | None]) -> Path:
+    """Where copies are made, without those that one which died has left."""
+    sweep_kept(private_directory(kept), recorded)
+    return kept.resolve()  # pushes record paths without links
+
+
+def _record(state: FleetState, own: KeptWeights) -> None:
+    with state.durable():
+        remember(state, own)
+        weights = state.weights()
+        if weights.version != own.version or weights.checkpoint or state.canary():
+            return
+        file = {"checkpoint": own.checkpoint, "checkpoint_digest": own.checkpoint_digest}
+        rows = [r for r in state.servers() if r.weight_version == own.version and not r.checkpoint]
+        state.set_weights(replace(weights, **file))
+        state.update_servers({row.name: file for row in rows})
 
 
 def _source(targets: Sequence[ServerTarget], state: FleetState) -> ServerTarget:

@@ -92,6 +92,7 @@ _called = _within(CALL_TIMEOUT_S)
 _begun = _within(SETTLE_WAIT_S + CALL_TIMEOUT_S)
 _observed = _within(_ASK_S)
 _verified = _within(_VERIFY_S)
+_saved = _within(_SAVE_S)  # also of what waits until a copy is written
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,9 @@ WAKE: Final[Verb[Wake, Outcomes]] = Verb("wake", Wake, _control_s)
 START_PUSH: Final[Verb[PushRequest, str]] = Verb("start_push", PushRequest, _begun)
 OPEN_UPDATE: Final[Verb[OpenUpdate, OpenedUpdate]] = Verb("open_update", OpenUpdate, _verified)
 CLOSE_UPDATE: Final[Verb[CloseUpdate, None]] = Verb("close_update", CloseUpdate)
-OFFER: Final[Verb[Offer, Offered]] = Verb("offer", Offer, _observed)
-PUSH_LIVE: Final[Verb[PushLive, str]] = Verb("push_live", PushLive, _begun)
-WITHDRAW: Final[Verb[Withdraw, None]] = Verb("withdraw", Withdraw)
+OFFER: Final[Verb[Offer, Offered]] = Verb("offer", Offer, _saved)
+PUSH_LIVE: Final[Verb[PushLive, str]] = Verb("push_live", PushLive, _saved)
+WITHDRAW: Final[Verb[Withdraw, None]] = Verb("withdraw", Withdraw, _saved)
 RENDEZVOUS: Final[Verb[Rendezvous, tuple[SendTarget, ...]]] = Verb(
     "rendezvous", Rendezvous, _observed
 )
@@ -126,9 +127,7 @@ CANCEL_JOB: Final[Verb[CancelJob, None]] = Verb("cancel_job", CancelJob)
 EVENTS: Final[Verb[EventQuery, tuple[Event, ...]]] = Verb("events", EventQuery)
 WEIGHTS: Final[Verb[None, WeightsState]] = Verb("weights", NoneType)
 VERIFY_WEIGHTS: Final[Verb[None, Verification]] = Verb("verify_weights", NoneType, _verified)
-SAVE_WEIGHTS: Final[Verb[SaveWeights, SavedWeights]] = Verb(
-    "save_weights", SaveWeights, _within(_SAVE_S)
-)
+SAVE_WEIGHTS: Final[Verb[SaveWeights, SavedWeights]] = Verb("save_weights", SaveWeights, _saved)
 KEPT_VERSIONS: Final[Verb[None, tuple[KeptVersion, ...]]] = Verb("kept_versions", NoneType)
 FORGET_VERSION: Final[Verb[Forget, int]] = Verb("forget_version", Forget, _observed)
 MODEL_PATH: Final[Verb[None, str | None]] = Verb("model_path", NoneType)

@@ -13,6 +13,7 @@ from skyctl.core import expectations, jobs
 from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
+from skyctl.errors import UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.live.offer import Live
@@ -37,7 +38,13 @@ def begin(
 
     Raises:
         StateUnwritable: it cannot be put on record; nothing was touched.
+        UsageError: it is to be kept, and is in no file.
     """
+    if request.keep and not request.checkpoint:
+        raise UsageError(
+            "no process is there to keep weights that no file has: this fleet is attached",
+            hint="leave keep out, and then: skyctl weights save DIR",
+        )
     fleet = replace(push_fleet(ref, targets, request, state), trainer=trainer, live=live)
     job = jobs.open_push(state.journal, turn, request)
 

@@ -24,9 +24,10 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import CANCELLED, SendTarget, Trainer
 from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.in_doubt import in_doubt, refuse_held
-from skyctl.store.journal import Job, JobEvent
+from skyctl.store.journal import Job, JobEvent, JobState
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
+from skyctl.supervisor.copying import Copying
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rollout import sync_router
@@ -58,6 +59,7 @@ class Pushes:
         self._task: asyncio.Task[None] | None = None
         self.senders = SenderPool()
         self.warming = Warming(running, self.senders)
+        self.copying = Copying(running)
 
     def start(
         self,
@@ -177,6 +179,7 @@ class Pushes:
         undone; after it, the first cancellation only asks it to complete.
         """
         await self.warming.stop()
+        await self.copying.stop()
         if self.trainer is not None:
             self.trainer.report("the fleet is taken down")
         task, patience_s = self._task, _UNDO_TIMEOUT_S
@@ -188,6 +191,7 @@ class Pushes:
     async def close(self) -> None:
         """End the sender that is kept between pushes."""
         await self.warming.stop()
+        await self.copying.stop()
         await self.senders.close()
 
     def _open(self, request: PushRequest, up: Sequence[Replica], turn: Turn, *, heals: bool) -> Job:
@@ -237,9 +241,17 @@ class Pushes:
             self.over.set()
             if not (heals and self._heal_after(job, turn)):
                 turn.release()
+                if request.keep and not request.checkpoint:
+                    self._keep(job)
             running.changed()  # the push may have stopped a rehearsal
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, running.paths.staging, keep)
+
+    def _keep(self, job: Job) -> None:
+        """Copy what this push has left in no file, if it has succeeded."""
+        state = self._running.state
+        if state.journal.job(job.id).state is JobState.SUCCEEDED:
+            self.copying.begin(state.weights().version or "")
 
     async def _push(
         self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]

@@ -446,6 +446,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.require_plan()
         self._refuse_beside_operation()
         self.member.require_awake()
+        await self.pushes.copying.over()
         with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
             await self.pushes.warming.stop()  # workers that are asked release what it mapped
             live = await take_offer(request, self.pushes.would_take(), self.client)
@@ -457,10 +458,12 @@ class Supervisor(OperatedFleet, SupervisorService):
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
         live = replace(live, numbers=request.numbers)
+        await self.pushes.copying.over()
         return (await self._begin_push(request.push, live=live)).id
 
     async def withdraw(self, request: Withdraw) -> None:
         if self.pushes.offers.pop(request.key, None) is not None:
+            await self.pushes.copying.over()
             with await self.arbiter.turn(Act.PUSH, "the end of a trainer"):
                 await self.pushes.warming.stop()
                 await release_all(self.pushes.would_take(), self.client)
@@ -480,7 +483,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.require_plan()
         check()
         until = time.monotonic() + SETTLE_WAIT_S
-        while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
+        while (self._settles() or self.pushes.copying.under_way) and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_SETTLE_POLL_S)
         self._refuse_beside_operation()
         request = await asyncio.to_thread(jobs.resolved, request)

@@ -114,6 +114,36 @@ def test_a_server_that_restarts_after_an_update_takes_its_weights_from_its_sibli
     assert {state["digest"] for state in supervised.states()} == digests
 
 
+def test_weights_in_no_file_are_kept_on_disk_and_the_next_update_waits_for_it(
+    supervised: Supervised,
+) -> None:
+    """All servers restart at once: no sibling is there to take them from."""
+    code, said = supervised.train(SENT, 1, "--keep")
+    assert code == 0, said
+    digests = {state["digest"] for state in supervised.states()}
+    code, said = supervised.train(NEXT, 2)
+    assert code == 0, said
+    [kept] = supervised.json("weights", "kept")["data"]["kept"]
+    assert kept["version"] == SENT
+    code, said = supervised.train("step-3", 3, "--keep")
+    assert code == 0, said
+    supervised.run("sync-weights", kept["checkpoint"], "--weight-version", SENT)  # waits as well
+    assert {state["digest"] for state in supervised.states()} == digests
+    events = [event["message"] for event in supervised.json("events")["data"]["events"]]
+    assert [f"{version} is kept in" in str(events) for version in (SENT, NEXT)] == [True, False]
+
+    code, said = supervised.train(NEXT, 2, "--keep")
+    assert code == 0, said
+    digests = {state["digest"] for state in supervised.states()}
+    supervised.until_event(f"{NEXT} is kept in")
+    pids = {name: row["pid"] for name, row in supervised.replicas().items()}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    for name, pid in pids.items():
+        supervised.until_restarted(name, pid)
+    assert {state["digest"] for state in supervised.states()} == digests
+
+
 @pytest.mark.parametrize("sent_to", [0, 1, 2])
 def test_a_trainer_that_dies_over_weights_in_no_file_costs_only_what_it_has_overwritten(
     supervised: Supervised, sent_to: int

@@ -65,6 +65,13 @@ class Supervised(StubFleet):
             assert time.monotonic() < deadline, rows
             time.sleep(0.1)
 
+    def until_event(self, words: str) -> None:
+        """Once an event says so."""
+        deadline = time.monotonic() + BOUND_S
+        while words not in str(events := self.json("events")["data"]["events"]):
+            assert time.monotonic() < deadline, events
+            time.sleep(0.1)
+
     def until_restarted(self, name: str, pid: int) -> None:
         """Once it serves in another process than this."""
         deadline = time.monotonic() + BOUND_S

@@ -50,8 +50,12 @@ async def main() -> None:
     parser.add_argument("version")
     parser.add_argument("seed", type=int)
     parser.add_argument("--dies-after", type=int)
+    parser.add_argument("--keep", action="store_true")
     asked = parser.parse_args()
-    async with Fleet.load(asked.file) as fleet, fleet.update(asked.version) as update:
+    async with (
+        Fleet.load(asked.file) as fleet,
+        fleet.update(asked.version, keep=asked.keep) as update,
+    ):
         dies = asked.dies_after is not None
         await send(update, asked.seed, only=asked.dies_after, finish=not dies)
         if dies:

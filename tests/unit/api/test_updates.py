@@ -308,3 +308,9 @@ async def test_a_server_that_cannot_be_frozen_undoes_it(trained: Trained) -> Non
     with pytest.raises(PushError, match="was undone"):
         await trained.update("step-1", 1)
     assert not any(engine.paused for engine in trained.engines)
+
+
+async def test_weights_in_no_file_are_not_kept_for_an_attached_fleet(trained: Trained) -> None:
+    with pytest.raises(UsageError, match="this fleet is attached"):
+        await trained.update("step-1", 1, keep=True)
+    assert all(not engine.log for engine in trained.engines)
