@@ -1,41 +1,67 @@
 """Tokens per second of the Tinker API's trainer, beside a plain loop of torch and peft.
 
     python -m benchmarks.training                          Qwen3-8B's shape on a GPU, rank 32
-    python -m benchmarks.training --shape qwen3-4-layers --device cpu --rows 4 --tokens 64
+    python -m benchmarks.training --gpus 2                 on one GPU and on two; and what fits
+    python -m benchmarks.training --gpus 2 --device cpu --shape qwen3-4-layers \
+        --small qwen3-4-layers --rows 4 --tokens 64 --longest 128 256
 
 Both train the same adapter from the same values, on the same base in bfloat16 with activations
 computed again for the gradient, by cross entropy and AdamW: `forward_backward` and `optim_step` of
-the training process over its socket here, `loss.backward()` and `optimizer.step()` there. One has
-the device after the other. Losses are compared, so that the two compute the same. Writes
-benchmarks/results/training.json. Needs `skyctl-fleet[tinker]` and peft.
+the training process over its socket here, `loss.backward()` and `optimizer.step()` there, with
+DistributedDataParallel on two GPUs. One has the devices after the other. Losses are compared, so
+that the two compute the same.
+
+With `--gpus 2` also: the longest row that trains in 80 GB of one GPU; all parameters of a small
+model on one GPU and on two, which shard it; and all parameters of the large one on two, where its
+weights, moments and gradients in float32 (16 bytes per parameter) would not fit one. Each part is a
+process that ends in time; one that fails does not stop the others. Prints a table, and writes
+benchmarks/results/training.json, or training-2-gpus.json. Needs `skyctl-fleet[tinker]` and peft.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import INDEX, SHAPES, write_checkpoint
-from benchmarks.push import RESULTS
+from benchmarks.push import RESULTS, gpu_memory
 
 LEARNING_RATE, BETAS, EPSILON = 1e-4, (0.9, 0.95), 1e-12
 SAME_LOSS = 0.02
-"""Relative; bfloat16 has three digits."""
+"""Relative, of two programs; bfloat16 has three digits."""
+SHARDED_LOSS = 1e-3
+"""Relative, of all parameters on two GPUs and on one."""
+HELD_TO = 80e9
+"""Bytes of a GPU that the longest row has."""
+LONGEST = 32_768
+FASTER, THAN_PLAIN = 1.85, 1.2
+CONTEXT = 1 << 18
+LIMIT_S = 235.0
+PART_S = {"model": 60, "skyctl-2": 95, "longest": 60}
+OTHER_PARTS_S = 70
+
+Report = Callable[..., None]
 
 
-def batch(options: argparse.Namespace) -> list[list[int]]:
+def batch(options: argparse.Namespace, vocabulary: int, rows: int) -> list[list[int]]:
     """Token ids of each row, one more than are trained on."""
-    vocabulary = int(SHAPES[options.shape]["vocab_size"])
     return [
         [(7919 * row + 31 * place * place + 1) % vocabulary for place in range(options.tokens + 1)]
-        for row in range(options.rows)
+        for row in range(rows)
     ]
 
 
@@ -57,142 +83,394 @@ def request(rows: list[list[int]]) -> bytes:
     return bytes(message.SerializeToString())
 
 
-async def ours(options: argparse.Namespace, model: Path, adapter: Path) -> dict[str, Any]:
-    """Seconds and losses of each step by the training process; its adapter, before any."""
+def parameters() -> dict[str, float]:
+    """Of AdamW, as the SDK sends them."""
+    names = ("learning_rate", "beta1", "beta2", "eps")
+    return dict(zip(names, (LEARNING_RATE, *BETAS, EPSILON), strict=True))
+
+
+async def steps(
+    worker: Any, model: str, config: dict[str, Any], body: bytes, count: int, adapter: Path | None
+) -> dict[str, Any]:
+    """Seconds and losses of each step by the training process; its adapter is saved before any."""
     from skyctl.tinker import wire
+
+    await worker.call({"do": "create", "model": model, "config": config})
+    if adapter is not None:
+        save = {"do": "save", "model": model, "directory": str(adapter), "optimizer": False}
+        await worker.call(save)
+    seconds, losses = [], []
+    for _ in range(count):
+        began = time.perf_counter()
+        header = {"do": "forward_backward", "model": model, "slice_s": 1e9, "units": [[len(body)]]}
+        answer, content = await worker.call(header, body)
+        if any(answer["errors"][0]):
+            raise SystemExit(f"the trainer refused: {answer['errors']}")
+        await worker.call({"do": "optim_step", "model": model, "params": parameters()})
+        seconds.append(time.perf_counter() - began)
+        output = wire.message("ForwardBackwardOutput").FromString(content)
+        losses.append(output.metrics["loss:sum"])
+    return {"seconds": seconds, "losses": losses}
+
+
+def worker_of(options: argparse.Namespace, model: Path, ranks: int, dtype: str = "bfloat16") -> Any:
+    """The training process with as many ranks."""
     from skyctl.tinker.training_process import Worker, WorkerSettings
 
-    worker = Worker(
+    return Worker(
         WorkerSettings(
             name="base",
             path=str(model),
-            devices=[options.device],
-            dtype="bfloat16",
+            devices=options.devices[:ranks],
+            dtype=dtype,
             batch_tokens=options.batch_tokens,
             checkpointing=True,
         )
     )
+
+
+async def adapters(options: argparse.Namespace, report: Report, ranks: int) -> None:
+    """An adapter; on two GPUs then all parameters of the same base."""
+    worker = worker_of(options, options.model, ranks)
+    began = time.perf_counter()
     await worker.ensure()
+    report(start_s=round(time.perf_counter() - began, 1))
     try:
+        vocabulary = int(SHAPES[options.shape]["vocab_size"])
+        body = request(batch(options, vocabulary, options.rows))
+        adapter = options.scratch / "adapter" if ranks == 1 else None
         config = {"rank": options.rank, "seed": 1}
-        await worker.call({"do": "create", "model": "m", "config": config})
-        await worker.call(
-            {"do": "save", "model": "m", "directory": str(adapter), "optimizer": False}
-        )
-        body = request(batch(options))
-        seconds, losses = [], []
-        for _ in range(options.warmups + options.steps):
+        count = options.warmups + options.steps
+        report(**await steps(worker, "m", config, body, count, adapter))
+        if ranks > 1:
+            await worker.call({"do": "close", "model": "m"})
+            body = request(batch(options, vocabulary, max(ranks, options.rows // 4)))
+            whole = await steps(worker, "w", {"rank": 0, "seed": 1}, body, 3, None)
+            report(whole={**whole, "memory_mib": gpu_memory()})
             began = time.perf_counter()
-            _, answer = await worker.call({"do": "forward_backward", "model": "m"}, body)
-            params = {
-                "learning_rate": LEARNING_RATE,
-                "beta1": BETAS[0],
-                "beta2": BETAS[1],
-                "eps": EPSILON,
-            }
-            await worker.call({"do": "optim_step", "model": "m", "params": params})
-            seconds.append(time.perf_counter() - began)
-            output = wire.message("ForwardBackwardOutput").FromString(answer)
-            losses.append(output.metrics["loss:sum"])
+            save = {"do": "save", "model": "w", "directory": str(options.scratch / "whole")}
+            answer, _ = await worker.call({**save, "optimizer": False})
+            report(saved={"seconds": time.perf_counter() - began, "bytes": answer["size"]})
     finally:
         await worker.stop()
-    return {"seconds": seconds, "losses": losses}
 
 
-def plain(options: argparse.Namespace, model: Path, adapter: Path) -> dict[str, Any]:
-    """The same by torch and peft."""
+async def small(options: argparse.Namespace, report: Report, ranks: int) -> None:
+    """All parameters of a small model, in float32; on two GPUs twice."""
+    worker = worker_of(options, options.small_model, ranks, "float32")
+    await worker.ensure()
+    try:
+        body = request(batch(options, int(SHAPES[options.small]["vocab_size"]), options.rows))
+        for number in range(ranks):
+            done = await steps(worker, "w", {"rank": 0, "seed": 1}, body, 6, None)
+            report(**{"again" if number else "losses": done["losses"]})
+    finally:
+        await worker.stop()
+
+
+def plain(options: argparse.Namespace, report: Report, ranks: int) -> None:
+    """The same adapter by torch and peft."""
+    import torch
+
+    if ranks == 1:
+        _plain(0, options, 1)
+    else:
+        torch.multiprocessing.spawn(_plain, (options, ranks), nprocs=ranks)
+    report(**json.loads((options.scratch / "plain").read_text()))
+
+
+def _plain(rank: int, options: argparse.Namespace, ranks: int) -> None:
     import peft
     import torch
     import transformers
 
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    base.to(options.device).gradient_checkpointing_enable({"use_reentrant": False})
-    trained = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True).train()
-    parameters = [value for value in trained.parameters() if value.requires_grad]
+    device = options.devices[rank]
+    base = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    base.to(device).gradient_checkpointing_enable({"use_reentrant": False})
+    trained: Any = peft.PeftModel.from_pretrained(
+        base, options.scratch / "adapter", is_trainable=True
+    ).train()
+    values = [value for value in trained.parameters() if value.requires_grad]
+    if ranks > 1:
+        gpu = device != "cpu"
+        if gpu:
+            torch.cuda.set_device(device)
+        torch.distributed.init_process_group(
+            *("nccl" if gpu else "gloo", f"file://{options.scratch / 'ddp'}"),
+            rank=rank,
+            world_size=ranks,
+        )
+        trained = torch.nn.parallel.DistributedDataParallel(
+            trained, device_ids=[rank] if gpu else None
+        )
     optimizer = torch.optim.AdamW(
-        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0
+        values, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0
     )
-    rows = torch.tensor(batch(options), device=options.device)
+    vocabulary = int(SHAPES[options.shape]["vocab_size"])
+    rows = torch.tensor(batch(options, vocabulary, options.rows)[rank::ranks], device=device)
     seconds, losses = [], []
     for _ in range(options.warmups + options.steps):
-        began, total = time.perf_counter(), 0.0
+        began, total = time.perf_counter(), torch.zeros((), device=device)
         for some in rows.split(max(1, options.batch_tokens // options.tokens)):
             logits = trained(input_ids=some[:, :-1], use_cache=False).logits.float()
             loss = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), some[:, 1:].flatten(), reduction="sum"
             )
-            loss.backward()
-            total += float(loss.detach())
+            (loss * ranks).backward()  # of which DistributedDataParallel takes the mean
+            total += loss.detach()
             del logits, loss
         optimizer.step()
         optimizer.zero_grad()
-        if options.device != "cpu":
-            torch.cuda.synchronize(options.device)
+        if ranks > 1:
+            torch.distributed.all_reduce(total)
+        losses.append(float(total))
         seconds.append(time.perf_counter() - began)
-        losses.append(total)
-    return {
-        "seconds": seconds,
-        "losses": losses,
-        "parameters": sum(value.numel() for value in parameters),
-    }
+    if rank == 0:
+        found = {"seconds": seconds, "losses": losses, "parameters": sum(v.numel() for v in values)}
+        (options.scratch / "plain").write_text(json.dumps(found))
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
-def main() -> None:
+def longest(options: argparse.Namespace, report: Report) -> None:
+    """Steps of an adapter over one row, of more and more tokens, in `HELD_TO` of a GPU."""
     import torch
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1024, help="of each row")
-    parser.add_argument("--batch-tokens", type=int, default=8192, help="of one forward pass")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--warmups", type=int, default=3)
-    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench-training"))
-    parser.add_argument("--model", type=Path, help="a checkpoint of this shape that is there")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    model = options.model or options.scratch / "model"
+    from skyctl.tinker.adapter import Base
+    from skyctl.tinker.trainer import Trainer
+
+    device, gpu = options.devices[-1], options.devices[-1] != "cpu"
+    if gpu:
+        torch.cuda.set_device(device)
+        _, memory = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(HELD_TO / memory)
+    base = Base(str(options.model), device=device, dtype="bfloat16", checkpointing=True)
+    trainer = Trainer(base, name="base", batch_tokens=options.batch_tokens)
+    trainer.create("m", {"rank": options.rank, "seed": 1})
+    rows = []
+    for tokens in options.longest:
+        options.tokens, began = tokens, time.perf_counter()
+        body = request(batch(options, int(SHAPES[options.shape]["vocab_size"]), 1))
+        [[answer]], _ = trainer.forward_backward("m", [[body]])
+        if not isinstance(answer, bytes):
+            raise SystemExit(f"a row of {tokens} tokens: {answer}")
+        trainer.optim_step("m", parameters())
+        peak = torch.cuda.max_memory_allocated() if gpu else 0
+        rows.append([tokens, round(time.perf_counter() - began, 2), peak])
+        report(rows=rows)
+
+
+def model(options: argparse.Namespace, report: Report) -> None:
+    """The checkpoints, of a context that is longer than any row."""
+    for path, shape in ((options.model, options.shape), (options.small_model, options.small)):
+        if (path / INDEX).exists() or (options.gpus == 1 and path == options.small_model):
+            continue
+        began = time.perf_counter()
+        write_checkpoint(path, shape, 1)
+        config = json.loads((path / "config.json").read_text())
+        config["max_position_embeddings"] = CONTEXT
+        (path / "config.json").write_text(json.dumps(config))
+        report(**{path.name: round(time.perf_counter() - began, 1)})
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
+    "model": model,
+    "skyctl-1": lambda options, report: asyncio.run(adapters(options, report, 1)),
+    "skyctl-2": lambda options, report: asyncio.run(adapters(options, report, 2)),
+    "plain-1": lambda options, report: plain(options, report, 1),
+    "plain-2": lambda options, report: plain(options, report, 2),
+    "longest": longest,
+    "small-1": lambda options, report: asyncio.run(small(options, report, 1)),
+    "small-2": lambda options, report: asyncio.run(small(options, report, 2)),
+}
+"""Each is a process of its own, whose report survives it."""
+ORDER = {
+    1: [["model"], ["skyctl-1"], ["plain-1"]],
+    # two of them have a GPU each at the same time
+    2: [["model"], ["skyctl-1"], ["skyctl-2"], ["plain-2"], ["small-1", "longest"], ["small-2"]],
+}
+
+
+def run_part(options: argparse.Namespace, name: str, until: float) -> dict[str, Any]:
+    """What a part reported, and how it ended."""
+    out, began = options.scratch / f"{name}.json", time.monotonic()
+    limit_s = min(PART_S.get(name, OTHER_PARTS_S), until - began)
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.training", *sys.argv[1:], "--part", name],
+        start_new_session=True,
+    ) as process:
+        try:
+            code: int | str = process.wait(max(1.0, limit_s))
+        except subprocess.TimeoutExpired:
+            code = f"not done in {limit_s:.0f} s"
+        if process.poll() is None or code:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    ended = {"ended": code, "took_s": round(time.monotonic() - began, 1)}
+    return {**(json.loads(out.read_text()) if out.exists() else {}), **ended}
+
+
+def main() -> int:
+    """Exit status 1 when a part failed or a goal was missed."""
+    options = arguments()
+    if options.part:
+        return part(options)
+    until = time.monotonic() + LIMIT_S
     options.scratch.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Any]] = {}
     try:
-        if not (model / INDEX).exists():
-            write_checkpoint(model, options.shape, 1)
-        found = {"skyctl": asyncio.run(ours(options, model, options.scratch / "adapter"))}
-        found["plain"] = plain(options, model, options.scratch / "adapter")
+        with ThreadPoolExecutor() as pool:
+            for names in ORDER[options.gpus]:
+                runs = [pool.submit(run_part, options, name, until) for name in names]
+                found |= dict(zip(names, [run.result() for run in runs], strict=True))
     finally:
         shutil.rmtree(options.scratch, ignore_errors=True)
-    for one, other in zip(found["skyctl"]["losses"], found["plain"]["losses"], strict=True):
-        if abs(one - other) > SAME_LOSS * abs(other):
-            raise SystemExit(f"the two do not train the same: {found}")
-    tokens = options.rows * options.tokens
-    speed = {
-        name: round(tokens / statistics.median(side["seconds"][options.warmups :]), 1)
-        for name, side in found.items()
-    }
-    gpu = options.device != "cpu"
+    table = rows_of(options, found)
+    write(options, found, table)
+    width = max(len(row[0]) for row in table)
+    for name, value, goal, met in table:
+        sys.stdout.write(f"{name:{width}}  {value:>12}  {goal:>10}  {met}\n")
+    return 0 if all(met != "no" for *_, met in table) else 1
+
+
+def part(options: argparse.Namespace) -> int:
+    """Be one part; its report is written at each addition."""
+    seen: dict[str, Any] = {}
+
+    def report(**values: Any) -> None:
+        seen.update(values)
+        beside = options.scratch / f"{options.part}.partial"
+        beside.write_text(json.dumps(seen))
+        beside.rename(options.scratch / f"{options.part}.json")
+
+    try:
+        PARTS[options.part](options, report)
+    except Exception as error:
+        traceback.print_exc()
+        report(error=repr(error)[:1000])
+        return 1
+    return 0
+
+
+def rows_of(
+    options: argparse.Namespace, found: dict[str, dict[str, Any]]
+) -> list[tuple[str, str, str, str]]:
+    """What was measured, its goal, and whether it is met."""
+    table: list[tuple[str, str, str, str]] = []
+
+    def add(name: str, value: float | None, goal: str = "", met: bool | None = None) -> None:
+        shown = "-" if value is None else f"{value:,.4g}" if value < 1e3 else f"{value:,.0f}"
+        verdict = "no" if value is None and goal else "" if met is None else "yes" if met else "no"
+        table.append((name, shown, goal, verdict))
+
+    speed = {name: speed_of(options, side) for name, side in found.items()}
+    for name in ("skyctl-1", "skyctl-2", "plain-1", "plain-2"):
+        if name in found:
+            add(f"{name}: tokens/s", speed[name])
+    other, last = f"plain-{options.gpus}", f"skyctl-{options.gpus}"
+    value = ratio(speed[last], speed[other])
+    add(f"{last} over {other}", value, f">= {THAN_PLAIN}", value is not None and value >= 1.2)
+    value = apart(found[last].get("losses"), found[other].get("losses"))
+    same = value is not None and value <= SAME_LOSS
+    add("  losses apart", value, f"<= {SAME_LOSS}", same)
+    if options.gpus == 2:
+        value = ratio(speed["skyctl-2"], speed["skyctl-1"])
+        add("two GPUs over one", value, f">= {FASTER}", value is not None and value >= FASTER)
+        row = max((row[0] for row in found["longest"].get("rows", [])), default=None)
+        add("longest row in 80 GB, tokens", row, f">= {LONGEST}", (row or 0) >= LONGEST)
+        value = apart(found["small-1"].get("losses"), found["small-2"].get("losses"))
+        met = value is not None and value <= SHARDED_LOSS
+        add("small, all parameters, 2 over 1: apart", value, f"<= {SHARDED_LOSS}", met)
+        value = apart(found["small-2"].get("losses"), found["small-2"].get("again"))
+        add("  two GPUs twice: apart", value, "0", value == 0)
+        whole = found["skyctl-2"].get("whole", {})
+        falls = bool(whole) and whole["losses"][-1] < whole["losses"][0]
+        add("large, all parameters, last step: s", (whole.get("seconds") or [None])[-1])
+        add("  losses fall, last over first", _last_over_first(whole), "< 1", falls)
+        add("  GPU memory, MiB", max(whole.get("memory_mib") or [0]))
+        add("  saved for a sampler: s", found["skyctl-2"].get("saved", {}).get("seconds"))
+    for name, side in found.items():
+        if side["ended"]:
+            table.append((f"{name}: {side.get('error', side['ended'])}"[:100], "", "", "no"))
+    return table
+
+
+def _last_over_first(whole: dict[str, Any]) -> float | None:
+    return whole["losses"][-1] / whole["losses"][0] if whole else None
+
+
+def speed_of(options: argparse.Namespace, side: dict[str, Any]) -> float | None:
+    """Tokens per second of the median step."""
+    seconds = side.get("seconds", [])[options.warmups :]
+    return options.rows * options.tokens / statistics.median(seconds) if seconds else None
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Of two speeds, if both were measured."""
+    return one / other if one and other else None
+
+
+def apart(some: Sequence[float] | None, others: Sequence[float] | None) -> float | None:
+    """The largest relative difference of two runs' losses."""
+    if not some or not others:
+        return None
+    pairs = zip(some, others, strict=False)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def write(
+    options: argparse.Namespace, found: dict[str, dict[str, Any]], table: list[tuple[str, ...]]
+) -> None:
+    """The JSON of this run."""
+    import torch
+
+    gpu = options.device != "cpu" and torch.cuda.is_available()
     result = {
         "benchmark": "training",
-        "gpu": torch.cuda.get_device_name(options.device) if gpu else None,
+        "gpu": torch.cuda.get_device_name(0) if gpu else None,
+        "gpus": options.gpus,
         "cpus": os.cpu_count(),
         "versions": {"torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
         "shape": options.shape,
+        "small_shape": options.small,
         "rank": options.rank,
-        "tokens_a_step": tokens,
+        "tokens_a_step": options.rows * options.tokens,
         "batch_tokens": options.batch_tokens,
-        "trained_parameters": found["plain"].pop("parameters"),
-        "tokens_per_s": speed,
-        "ratio": round(speed["skyctl"] / speed["plain"], 3),
-        **{
-            name: {what: [round(value, 4) for value in seen] for what, seen in side.items()}
-            for name, side in found.items()
-        },
+        "table": table,
+        "parts": found,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "training.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    name = "training.json" if options.gpus == 1 else f"training-{options.gpus}-gpus.json"
+    (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    """The options, with what follows from them."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--small", choices=sorted(SHAPES), default="qwen3-0.5b")
+    parser.add_argument("--gpus", type=int, choices=sorted(ORDER), default=1)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N for one, or cpu")
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--rows", type=int, help="8 for each GPU")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each row")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="of one forward pass")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--longest", type=int, nargs="+", default=[LONGEST, 2 * LONGEST])
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench-training"))
+    parser.add_argument("--model", type=Path, help="a checkpoint of this shape that is there")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.rows = options.rows or 8 * options.gpus
+    options.model = options.model or options.scratch / "model"
+    options.small_model = options.scratch / "small"
+    numbered = options.device == "cuda"
+    options.devices = [f"cuda:{n}" if numbered else options.device for n in range(options.gpus)]
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
