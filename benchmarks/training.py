@@ -419,7 +419,7 @@ def apart(some: Sequence[float] | None, others: Sequence[float] | None) -> float
 
 
 def write(
-    options: argparse.Namespace, found: dict[str, dict[str, Any]], table: list[tuple[str, ...]]
+    options: argparse.Namespace, found: dict[str, dict[str, Any]], table: Sequence[tuple[str, ...]]
 ) -> None:
     """The JSON of this run."""
     import torch
