@@ -58,6 +58,7 @@ class Figure:
     alone: bool = False
 
 
+_FOUR = (0, 1, 2, 3)
 _FP8 = {"quantization": "fp8"}
 _EXPERTS = {"enable-expert-parallel": True}
 _SERVING = ("--serving", "--stage-rates", "8GB", "4GB")
@@ -78,6 +79,17 @@ FIGURES = (
     Figure("ipc-1-fp8", 2, "ipc", "qwen3-8b", (0,), (1,), args=_FP8),
     Figure("ipc-1-cold", 3, "ipc", "qwen3-8b", (0,), (), options=_COLD, same_as="ipc-1"),
     Figure("nccl-1-cold", 3, "nccl", "qwen3-8b", (0,), (), options=_COLD, same_as="ipc-1"),
+    Figure("ipc-4", 4, "ipc", "qwen3-8b", _FOUR, _FOUR, options=("--servers", "4")),
+    Figure("ipc-4-tp4", 4, "ipc", "qwen3-8b", _FOUR, _FOUR, 4),
+    Figure(
+        *("nccl-3", 5, "nccl", "qwen3-8b", (0, 1, 2), ()),
+        options=("--servers", "3"),
+        same_as="ipc-4",
+    ),
+    Figure(
+        *("ipc-4-dp2-tp2", 5, "ipc", "qwen3-30b-a3b-24", _FOUR, _FOUR, 2),
+        args={**_EXPERTS, "data-parallel-size": 2},
+    ),
 )
 
 
