@@ -3,6 +3,7 @@
     python -m benchmarks.tinker_kills --seeds 20             # 21 points, 420 runs, about an hour
     python -m benchmarks.tinker_kills --seeds 1 --points api:optim worker:save
     python -m benchmarks.tinker_kills --ranks 2 --forked     # any rank of the worker dies
+    python -m benchmarks.tinker_kills --ranks 2 --rank 0 --forked    # which shard all parameters
 
 Each run is the unmodified SDK's: eight steps of two `forward_backward`, a checkpoint that is loaded
 back and into a second model, a sampler. One process dies by SIGKILL at the named moment, after a

@@ -47,7 +47,7 @@ SHARDED_LOSS = 1e-3
 """Relative, of all parameters on two GPUs and on one."""
 HELD_TO = 80e9
 """Bytes of a GPU that the longest row has."""
-LONGEST = 32_768
+LONGEST, LONGEST_S = 32_768, 50.0
 FASTER, THAN_PLAIN = 1.85, 1.2
 CONTEXT = 1 << 18
 LIMIT_S = 235.0
@@ -239,6 +239,7 @@ def longest(options: argparse.Namespace, report: Report) -> None:
     from skyctl.tinker.adapter import Base
     from skyctl.tinker.trainer import Trainer
 
+    started = time.perf_counter()
     device, gpu = options.devices[-1], options.devices[-1] != "cpu"
     if gpu:
         torch.cuda.set_device(device)
@@ -247,11 +248,18 @@ def longest(options: argparse.Namespace, report: Report) -> None:
     base = Base(str(options.model), device=device, dtype="bfloat16", checkpointing=True)
     trainer = Trainer(base, name="base", batch_tokens=options.batch_tokens)
     trainer.create("m", {"rank": options.rank, "seed": 1})
-    rows = []
+    rows: list[list[float]] = []
     for tokens in options.longest:
-        options.tokens, began = tokens, time.perf_counter()
+        began = time.perf_counter()
+        if rows and began - started + 4 * rows[-1][1] > LONGEST_S:
+            break
+        options.tokens = tokens
         body = request(batch(options, int(SHAPES[options.shape]["vocab_size"]), 1))
-        [[answer]], _ = trainer.forward_backward("m", [[body]])
+        try:
+            [[answer]], _ = trainer.forward_backward("m", [[body]])
+        except torch.OutOfMemoryError:
+            report(out_of_memory=tokens)
+            break
         if not isinstance(answer, bytes):
             raise SystemExit(f"a row of {tokens} tokens: {answer}")
         trainer.optim_step("m", parameters())

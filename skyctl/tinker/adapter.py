@@ -129,8 +129,10 @@ class Base:
         size = sum(value.nbytes for value in self.model.parameters())
         _, memory = torch.cuda.mem_get_info(self.device)
         reports = self.ranks.exchange(b"1" if size > MOST_OF_A_GPU * memory else b"0")
-        text = f"of {memory / 2**30:.0f} GiB of {self.device} the base takes {size / 2**30:.0f} GiB"
-        return b"1" in reports, f"{text}: {self.ranks.size} ranks divide it"
+        if b"1" not in reports:
+            return False, ""
+        text = f"the base takes {size / 2**30:.0f} of the {memory / 2**30:.0f} GiB of {self.device}"
+        return True, f"{text}: {self.ranks.size} ranks shard it"
 
     def _divided(self, dtype: torch.dtype, *, trained: bool) -> ShardedModel:
         return ShardedModel(

@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
         "args: {max-model-len: 256, enforce-eager: true}\n"
         "lora: {max_rank: 16, max_adapters: 2}\n"
         f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16, "
-        "full_parameters: true}\n"
+        "full_parameters: true, devices: [cpu, cpu]}\n"  # which shard whole models
     )
     try:
         found.run("up", timeout_s=UP_TIMEOUT_S)
