@@ -33,11 +33,13 @@ NO_KEY = "EMPTY"
 """What vLLM's own examples pass as a key where none is required."""
 SKYRL_ARGS = ("enable-scale-out",)
 """vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
-_NOTES = {
-    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
-    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
-    "prime-rl": "its weight updates (weight_broadcast.type = 'filesystem') want the fleet URL for "
-    "admin_base_url: write `trainer:` into the fleet file; or push with skyctl",
+TRAINER_TOKEN_VARIABLE = "SKYCTL_TRAINER_TOKEN"
+"""Stands for the control token, where a trainer takes it out of a variable."""
+_WITHOUT_FLEET_URL = {
+    "skyrl": "its weight updates want the fleet URL: write `trainer:` and `weight_transfer: "
+    "{backend: nccl}` into the fleet file; or push with skyctl. It sends no key: set `auth: none`",
+    "prime-rl": "its weight updates (weight_broadcast.type = 'filesystem') want the fleet URL: "
+    "write `trainer:` into the fleet file; or push with skyctl",
 }
 _TARGETS_MODE = 0o644  # Prometheus runs as another user, and the file holds no secret
 
@@ -134,16 +136,22 @@ def as_skyrl(urls: FleetUrls) -> str:
 
     Source: NovaSky-AI/SkyRL a956457, skyrl/train/config/config.py (InferenceEngineConfig) and
     docs/content/docs/examples/remote_server.mdx. Overrides are parsed by OmegaConf.from_cli, as
-    YAML values. External servers exclude `colocate_all`.
+    YAML values. External servers exclude `colocate_all`. A fleet URL is the only server; rollouts
+    go past it where they need no key.
     """
     engine = "generator.inference_engine"
     lines = [f"{engine}.run_engines_locally=false"]
-    if urls.router:
-        lines.append(f"{engine}.external_proxy_url={urls.router}")
+    proxy, servers = urls.router, list(urls.servers.values())
+    if urls.trainer:
+        token = urls.access.control_token_file
+        fleet = f"${{oc.env:{FLEET_URL_VARIABLE}}}" if token else urls.trainer
+        proxy, servers = (fleet if _variable(urls) else proxy or fleet), [fleet]
+    if proxy:
+        lines.append(f"{engine}.external_proxy_url={proxy}")
     # no spaces: the shell splits the substituted text there; the quotes are YAML's, for IPv6
     # addresses
-    servers = ",".join(f"'{url}'" for url in urls.servers.values())
-    lines.append(f"{engine}.external_server_urls=[{servers}]")
+    quoted = ",".join(f"'{url}'" for url in servers)
+    lines.append(f"{engine}.external_server_urls=[{quoted}]")
     if urls.model:
         lines.append(f"{engine}.served_model_name={urls.model}")
     lines.append("trainer.placement.colocate_all=false")
@@ -155,15 +163,20 @@ def as_prime_rl(urls: FleetUrls) -> str:
 
     Source: PrimeIntellect-ai/prime-rl 559b447, packages/prime-rl-configs/src/prime_rl/configs:
     shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig), which forbid
-    extra keys. `[model] name` is the trainer's model as well.
+    extra keys. `[model] name` is the trainer's model as well. It sends one key for everything:
+    rollouts go by the fleet URL as well where there are keys.
     """
     lines = []
     if urls.model:
         lines += ["[model]", f"name = {json.dumps(urls.model)}", ""]
-    lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{_entry(urls)}/v1')}"]
-    admin = [f"{url}/v1" for url in urls.servers.values()]
-    lines.append(f"admin_base_url = {json.dumps(admin)}")
-    if variable := _variable(urls):
+    base, admin, variable = _entry(urls), list(urls.servers.values()), _variable(urls)
+    if urls.trainer:
+        admin = [urls.trainer]
+        if urls.access.control_token_file:
+            base, variable = urls.trainer, TRAINER_TOKEN_VARIABLE
+    lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{base}/v1')}"]
+    lines.append(f"admin_base_url = {json.dumps([f'{url}/v1' for url in admin])}")
+    if variable:
         lines.append(f"api_key_var = {json.dumps(variable)}")
     return "\n".join(lines)
 
@@ -246,9 +259,17 @@ def refused_rollouts(servers: Sequence[str], *, attached: bool = False) -> str:
 
 def notes(name: str, urls: FleetUrls) -> list[str]:
     """What to know before using a format's output."""
-    lines = [_NOTES[name]] if name in _NOTES else []
-    if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
-        lines.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
+    lines = []
+    if urls.trainer is None and name in _WITHOUT_FLEET_URL:
+        lines.append(_WITHOUT_FLEET_URL[name])
+    token, key = urls.access.control_token_file, urls.access.api_key_file
+    if name == "skyrl" and urls.trainer and token:
+        lines.append('it names a variable: eval "$(skyctl urls --format trainer)"')
+    variable, file = OWN_KEY_VARIABLE, key if name in ("openai", "prime-rl") else None
+    if name == "prime-rl" and urls.trainer and token:
+        variable, file = TRAINER_TOKEN_VARIABLE, token
+    if file:
+        lines.append(f'it names a variable: export {variable}="$(cat {shlex.quote(file)})"')
     return lines
 
 

@@ -3,6 +3,7 @@
     /get_world_size, /init_weight_transfer_engine, /start_weight_update,
     /update_weights, /finish_weight_update            one update (`supervisor/trainer_update.py`)
     /update_weights with `weight_dir`                 a push of a checkpoint, for prime-rl
+    /collective_rpc                                   the same update, as SkyRL calls it
     /pause, /resume, /sleep, /wake_up, LoRA           the fleet's verbs
     /is_paused, /is_sleeping, /v1/version, …          read from all servers, or from the first
     inference                                         passed on to the router (`passing.py`)
@@ -57,8 +58,8 @@ from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.trainer_update import TrainerUpdate
 
 VERSION = "/v1/version"
-REPLACE_ADAPTER = "/load_lora_adapter"
-"""Of prime-rl: loads an adapter whether or not its name is served."""
+REPLACE_ADAPTER = ("/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+"""Of prime-rl and SkyRL: load an adapter whether or not its name is served."""
 ROUTES = Routes(VLLM.key_variable, VLLM.data | {VERSION})
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _LONGEST_NAME = 200
@@ -99,12 +100,13 @@ class TrainerApi:
             "/start_weight_update": self._start,
             "/update_weights": self._update_weights,
             "/finish_weight_update": self._finish,
+            "/collective_rpc": self._collective_rpc,
             "/pause": self._pause,
             "/resume": self._resume,
             "/sleep": self._sleep,
             "/wake_up": self._wake,
             "/v1/load_lora_adapter": self._load_adapter,
-            REPLACE_ADAPTER: self._load_adapter,
+            **dict.fromkeys(REPLACE_ADAPTER, self._load_adapter),
             "/v1/unload_lora_adapter": self._unload_adapter,
             **dict.fromkeys(_EVERYWHERE, self._everywhere),
         }
@@ -143,9 +145,11 @@ class TrainerApi:
 
     async def _start(self, request: Request) -> Response:
         await _body(request)
+        return JSONResponse({"message": "Weight update started", "job": await self._begin(request)})
+
+    async def _begin(self, request: Request) -> str:
         process = await asyncio.to_thread(_client_process, request.scope)
-        job = await self._update.start(process, request.is_disconnected)
-        return JSONResponse({"message": "Weight update started", "job": job})
+        return await self._update.start(process, request.is_disconnected)
 
     async def _update_weights(self, request: Request) -> Response:
         content = await _body(request)
@@ -176,6 +180,27 @@ class TrainerApi:
                 "freeze_window_s": result.freeze_window_s,
             }
         )
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        """SkyRL's calls of its worker extension (`NewInferenceWorkerWrap`, a956457), by those
+        of vLLM that they stand for. Raises UsageError: any other method.
+        """
+        content = await _body(request)
+        method = content.get("method")
+        if method == "skyrl_start_weight_update":
+            await self._begin(request)
+        elif method == "update_weights_nccl":
+            info = _required(_required(content, "kwargs", dict), "update_info", dict)
+            await self._update.update(info, request.is_disconnected)
+        elif method == "skyrl_finish_weight_update":
+            await self._update.finish("")
+        else:
+            raise UsageError(
+                "the fleet URL passes no /collective_rpc on but those of SkyRL's NCCL update: "
+                "another method may change weights past the update",
+                hint="call it on each server, inside `Fleet.update`: docs/trainers.md",
+            )
+        return JSONResponse({"results": [None]})
 
     async def _weight_info(self, _: Request) -> Response:
         return JSONResponse({"weight_version": self._fleet.state.weights().version or "default"})
@@ -237,7 +262,7 @@ class TrainerApi:
         name, path = _name(body.get("lora_name")), body.get("lora_path")
         if not isinstance(path, str) or not path.isprintable() or not path:
             raise UsageError("lora_path: a directory")
-        inplace = body.get("load_inplace") is True or request.scope["path"] == REPLACE_ADAPTER
+        inplace = body.get("load_inplace") is True or request.scope["path"] in REPLACE_ADAPTER
         new = None if inplace else True
         change = await self._fleet.load_adapter(LoadAdapter(name=name, directory=path, new=new))
         served = change.adapter.served_as if change.adapter is not None else name
@@ -296,12 +321,6 @@ class TrainerApi:
 
     async def _other(self, request: Request) -> Response:
         path = str(request.scope["path"])
-        if path == "/collective_rpc":
-            raise UsageError(
-                "the fleet URL passes no /collective_rpc on: a method of one's own may change "
-                "weights past the update",
-                hint="call it on each server, inside `Fleet.update`: docs/trainers.md",
-            )
         if not is_data(path):
             raise NotFoundError(f"the fleet URL has no route {request.method} {path[:100]!r}")
         return await self._passing.answer(request, await _raw(request))

@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from skyctl.launch.local.host import free_port
 from tests.faults.stub_fleet import StubFleet
 from tests.faults.trainer_fleet import BOUND_S, Fleet, trainer_fleet
 from tests.pages import block
+from tests.stub.rows import trainers_update
 from tests.stub.url_trainer import CALLS, body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -41,6 +43,7 @@ def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:
     for call in CALLS[:3]:
         fleet.call(call)
     states = fleet.states()
+    assert [state["rank_offset"] for state in states] == [1, 2]
     assert all(state["paused"] and state["update_open"] for state in states)
     refused = fleet.json("pause", expect=1)
     assert "push-1" in refused["error"]["message"]
@@ -134,6 +137,27 @@ def test_verbs_reach_every_server(fleet: Fleet) -> None:
     assert fleet.get("version").json() == {"version": "0.32.0"}
     assert fleet.get("server_info").json()["vllm_config"]["weight_transfer_config"]
     fleet.whole()
+
+
+def test_skyrls_calls_of_its_workers_are_the_fleets_update(fleet: Fleet) -> None:
+    """`/collective_rpc` of its `remote_inference_client.py`; no other method gets through."""
+
+    def rpc(method: str, **kwargs: Any) -> httpx.Response:
+        return fleet.post("collective_rpc", {"method": method, "kwargs": kwargs})
+
+    info = trainers_update(1)
+    assert rpc("update_weights_nccl", update_info=info).status_code == 409, "none is open"
+    fleet.call("init_weight_transfer_engine")
+    assert rpc("skyrl_start_weight_update", is_checkpoint_format=True).json()["results"]
+    assert all(state["paused"] and state["update_open"] for state in fleet.states())
+    for method in ("update_weights_ipc", "reload_weights", "skyctl_weight_digest", ""):
+        refused = rpc(method, update_info=info)
+        assert refused.status_code == 400, refused.text
+        assert "past the update" in refused.json()["error"]["message"]
+    assert rpc("update_weights_nccl").status_code == 400
+    assert rpc("update_weights_nccl", update_info=info).status_code == 200
+    assert rpc("skyrl_finish_weight_update").status_code == 200
+    assert {state["weight_version"] for state in fleet.whole()} == {"push-1"}
 
 
 def test_prime_rls_calls_push_a_checkpoint(fleet: Fleet, tmp_path: Path) -> None:

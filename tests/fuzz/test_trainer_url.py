@@ -24,6 +24,7 @@ from skyctl.supervisor.trainer_api import TrainerApi
 from tests.fuzz.guard_paths import KEY, OPEN, TOKEN, scope_of, spellings
 from tests.fuzz.mutation import NASTY_TEXTS, as_json, broken, mutated, nasty
 from tests.processes.supervisor.supervising import bring_up, supervising
+from tests.stub.rows import trainers_update
 from tests.stub.url_trainer import CALLS, body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
@@ -37,6 +38,7 @@ CONTROL: dict[str, Any] = {
     "/wake_up": None,
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
     "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/skyrl/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
     "/reset_prefix_cache": None,
     "/reset_encoder_cache": None,
@@ -44,6 +46,7 @@ CONTROL: dict[str, Any] = {
     "/collective_rpc": {"method": "reload_weights"},
 }
 """Routes that change something, with a body that they take."""
+SKYRL = ("skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update")
 READ = ("/get_world_size", "/is_paused", "/is_sleeping", "/weight_info", "/v1/rl/workers",
         "/server_info")  # fmt: skip
 DATA = ("/version", "/v1/version", "/v1/completions", "/v1/chat/completions", "/v1/models")
@@ -227,6 +230,9 @@ class Client:
             right = {"weight_dir": "/none"}
         if path == "/finish_weight_update":
             right = {"weight_version": f"step-{dice.randrange(10**6)}"}
+        if path == "/collective_rpc" and dice.random() < 0.7:
+            kwargs = {"update_info": trainers_update(dice.randrange(9))}
+            right = {"method": dice.choice(SKYRL), "kwargs": kwargs}
         kind = dice.random()
         if kind < 0.45:
             return json.dumps(right).encode() if right is not None else b""

@@ -28,7 +28,13 @@ BACKEND = "files"
 
 @dataclass
 class FilesInit(WeightTransferInitInfo):
-    """There is nothing to open."""
+    """There is nothing to open; these are of trainers that think so."""
+
+    master_address: str = ""
+    master_port: int = 0
+    rank_offset: int = 0
+    world_size: int = 0
+    packed: bool = True
 
 
 @dataclass
@@ -37,6 +43,9 @@ class FilesUpdate(WeightTransferUpdateInfo):
 
     path: str = ""
     names: list[str] = field(default_factory=list)
+    dtype_names: list[str] = field(default_factory=list)
+    packed: bool = True
+    """Senders that use NCCL say so, here or at the init."""
 
 
 class FilesEngine(SkyctlWeightTransferEngine):

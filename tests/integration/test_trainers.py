@@ -10,6 +10,7 @@ import statistics
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -245,9 +246,8 @@ def test_a_grpo_run_of_trl_raises_its_reward(fleet: Trained, tmp_path: Path) -> 
     assert fleet.tokens() == after, "those of the checkpoint that TRL trained"
 
 
-async def test_skyrls_client_at_the_fleet_url(
-    fleet: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def skyrl_client(fleet: Trained, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SkyRL's own, which has the fleet URL for its proxy and its only server."""
     if importlib.util.find_spec("skyrl") is None:
         pytest.skip("needs SkyRL")
     import typing
@@ -261,13 +261,19 @@ async def test_skyrls_client_at_the_fleet_url(
     )
     from transformers import AutoTokenizer
 
-    client: Any = RemoteInferenceClient(
+    return RemoteInferenceClient(
         proxy_url=fleet.url,
         server_urls=[fleet.url],
         model_name=fleet.data("urls")["model"],
         data_parallel_size=1,
         tokenizer=AutoTokenizer.from_pretrained(fleet.directory / "a"),
     )
+
+
+async def test_skyrls_client_at_the_fleet_url(
+    fleet: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = skyrl_client(fleet, monkeypatch)
     params = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
     batch = {"prompt_token_ids": PROMPTS, "sampling_params": params, "session_ids": [*"abcd"]}
     async with client as skyrl:
@@ -283,3 +289,95 @@ async def test_skyrls_client_at_the_fleet_url(
         await skyrl.reset_prefix_cache()
         total, _ = await skyrl.get_world_size()
         assert total == 2
+
+
+async def test_skyrls_sender_updates_the_whole_fleet(
+    fleet: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its strategy, sender and client are untouched; the files go where its vLLM calls NCCL."""
+    client = skyrl_client(fleet, monkeypatch)
+    pytest.importorskip("ray", reason="SkyRL's weight sync imports Ray")
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+    from skyrl.backends.skyrl_train.weight_sync import WeightChunk
+    from skyrl.backends.skyrl_train.weight_sync.broadcast_strategy import BroadcastTransferStrategy
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    tensors = load_file(fleet.directory / "b" / "model.safetensors")
+    names, sent = list(tensors), list[str]()
+
+    def send(iterator: Iterator[tuple[str, Any]], trainer_args: dict[str, Any]) -> None:
+        sent.extend(name for name, _ in iterator)
+
+    # static methods of the vLLM that SkyRL is written for; later ones have none
+    monkeypatch.setattr(NCCLWeightTransferEngine, "trainer_init", dict, raising=False)
+    monkeypatch.setattr(NCCLWeightTransferEngine, "trainer_send_weights", send, raising=False)
+    metadata = {"names": names, "path": str(fleet.directory / "b" / "model.safetensors")}
+    before = await asyncio.to_thread(fleet.tokens)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        async with client as skyrl:
+            world_size, _ = await skyrl.get_world_size()
+            settings = SimpleNamespace(run_engines_locally=False)
+            info = BroadcastTransferStrategy.create_init_info(settings, world_size)
+            assert info.world_size == 3
+            sender = BroadcastTransferStrategy.create_sender(info, skyrl)
+            await skyrl.init_weight_update_communicator(info)
+            await skyrl.pause_generation()
+            values = list(tensors.values())
+            shapes = [list(value.shape) for value in values]
+            chunk = WeightChunk(names, ["float32"] * len(names), shapes, values)
+            await sender.send_chunks([chunk], metadata)
+            await skyrl.resume_generation()
+    finally:
+        dist.destroy_process_group()
+    assert sent == names
+    await asyncio.to_thread(assert_updated, fleet, before)
+
+
+def test_trls_async_grpo_sender_updates_the_whole_fleet(
+    fleet: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender and client are untouched; the files go where they call NCCL."""
+    pytest.importorskip("trl", reason="needs TRL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is experimental
+        module = pytest.importorskip(
+            "trl.experimental.async_grpo.weight_transfer", exc_type=ImportError
+        )
+    from accelerate import PartialState
+    from safetensors.torch import load_file
+
+    PartialState()  # as a trainer makes it: TRL's log needs it
+    file = fleet.directory / "b" / "model.safetensors"
+    tensors = load_file(file)
+    sent: list[str] = []
+    monkeypatch.setattr(module, "open_trainer_endpoint", dict)
+
+    def send(iterator: Iterator[tuple[str, Any]], **_: Any) -> None:
+        sent.extend(name for name, _ in iterator)
+
+    monkeypatch.setattr(module, "packed_nccl_broadcast_producer", send)
+    dtypes = ["float32"] * len(tensors)
+    info = {"names": list(tensors), "dtype_names": dtypes, "path": str(file)}
+    client = module.VLLMClient(fleet.url)
+    assert client.get_max_model_len() == 2048
+    trainer = module.WeightTransferClient(client, info)
+    before = fleet.tokens()
+    trainer.init_weight_transfer()
+    trainer.pause()
+    trainer.send_weights(iter(tensors.items()))
+    trainer.resume()
+    assert sent == list(tensors)
+    assert_updated(fleet, before)
+
+
+def assert_updated(fleet: Trained, before: list[list[int]]) -> None:
+    """Both serve checkpoint `b`, by an update without a label; then put them back to `a`."""
+    after = fleet.tokens()
+    assert after[0] == after[1] != before[0]
+    assert fleet.data("weights", "verify")["agree"] is True
+    assert fleet.data("weights")["version"].startswith("push-")
+    fleet.run("sync-weights", "b", "--weight-version", "from-file")
+    assert fleet.tokens() == after, "those of the checkpoint"
+    fleet.run("sync-weights", "a")

@@ -426,6 +426,7 @@ class StubServer:
                 "served": engine.served,
                 "adapters": {name: one.name for name, one in self.adapters.served.items()},
                 "calls": dict(self.asgi.calls),
+                "rank_offset": (engine.init_infos or [{}])[-1].get("rank_offset"),
             }
         )
 

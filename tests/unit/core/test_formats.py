@@ -7,6 +7,7 @@ a project is installed, its own schema takes the output as well.
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 import typing
 from dataclasses import replace
@@ -21,6 +22,7 @@ from skyctl.core.urls import (
     FORMATS,
     Access,
     FleetUrls,
+    notes,
     refused_rollouts,
     target_groups,
     write_targets,
@@ -54,7 +56,7 @@ def test_skyrl_gets_its_data_and_control_planes() -> None:
 
 
 def test_skyrl_makes_its_own_router_for_a_fleet_without_one() -> None:
-    found = overrides(FORMATS["skyrl"](BARE))
+    found = overrides(FORMATS["skyrl"](replace(BARE, trainer=None)))
     assert "generator.inference_engine.external_proxy_url" not in found
     assert found["generator.inference_engine.external_server_urls"] == ["https://gpu7:8001"]
 
@@ -74,6 +76,41 @@ def test_skyrls_own_schema_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build(config.PlacementConfig, found.trainer.placement).colocate_all is False
     with pytest.raises(ValueError, match=r"external_server_url\b"):
         build(config.InferenceEngineConfig, {"external_server_url": "http://127.0.0.1:8001"})
+
+
+OPEN = replace(URLS, trainer="http://127.0.0.1:8791", access=Access())
+KEYED = replace(OPEN, access=Access(api_key_file="/s/key", control_token_file="/s/token"))
+
+
+def test_skyrl_has_the_fleet_url_for_its_only_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    monkeypatch.setenv("SKYCTL_FLEET_URL", "http://trainer:t@127.0.0.1:8791")
+    by_variable = os.environ["SKYCTL_FLEET_URL"]
+    control = Access(control_token_file="/s/token")
+    for urls, proxy, server in (
+        (OPEN, URLS.router, OPEN.trainer),
+        (replace(OPEN, router=None), OPEN.trainer, OPEN.trainer),
+        (replace(OPEN, access=control), URLS.router, by_variable),
+        (KEYED, by_variable, by_variable),
+    ):
+        found = omegaconf.OmegaConf.from_cli(FORMATS["skyrl"](urls).split())
+        plain = omegaconf.OmegaConf.to_container(found, resolve=True)  # as SkyRL reads it
+        engine = plain["generator"]["inference_engine"]
+        assert (engine["external_proxy_url"], engine["external_server_urls"]) == (proxy, [server])
+    assert notes("skyrl", OPEN) == []
+    assert "urls --format trainer" in notes("skyrl", KEYED)[0]
+
+
+def test_prime_rl_has_the_fleet_url_for_its_admin_calls() -> None:
+    for urls, base, variable in (
+        (OPEN, f"{URLS.router}/v1", None),
+        (KEYED, "http://127.0.0.1:8791/v1", "SKYCTL_TRAINER_TOKEN"),
+    ):
+        client = tomllib.loads(FORMATS["prime-rl"](urls))["orchestrator"]["model"]["client"]
+        assert client["admin_base_url"] == ["http://127.0.0.1:8791/v1"]
+        assert (client["base_url"], client.get("api_key_var")) == (base, variable)
+    [note] = notes("prime-rl", KEYED)
+    assert note.endswith('export SKYCTL_TRAINER_TOKEN="$(cat /s/token)"')
 
 
 def test_prime_rl_gets_its_clients_and_the_models_name() -> None:
