@@ -9,7 +9,8 @@ checkpoint, and a plain vLLM, started on the other. One trainer has the contents
 the second GPU by NCCL, on the servers' by IPC) and sends them both ways alternately: to the URL of
 the fleet, and to the plain server between /pause and /resume. After each, the server answers as the
 one that was started on that checkpoint, or the run ends. `frozen` is skyctl's freeze window there,
-and from /pause to /resume here. Writes one JSON object for each backend to --out.
+and from /pause to /resume here. The last update goes into a fleet that sleeps, but for its weights.
+Writes one JSON object for each backend to --out.
 """
 
 from __future__ import annotations
@@ -82,6 +83,15 @@ def trainer_main(options: argparse.Namespace) -> None:
             tokens = answer(options.servers[WAYS.index(way)], os.environ["BENCHMARK_TOKEN"])
             line = {"run": run, "way": way, "content": content, "seconds": seconds}
             print(json.dumps({**line, "tokens": tokens}), flush=True)
+    if weights is not None:
+        url, content = options.urls[0], (options.warmups + options.runs + 1) % 2
+        weights.show(content)
+        post(url, "/sleep", level=1)
+        post(url, "/wake_up", tags="weights")
+        sends["fleet URL"](content)
+        post(url, "/wake_up", tags="kv_cache")
+        tokens = answer(options.servers[0], os.environ["BENCHMARK_TOKEN"])
+        print(json.dumps({"way": "asleep", "content": content, "tokens": tokens}), flush=True)
 
 
 def _sender(
@@ -222,13 +232,16 @@ class Pair:
         expected = [answer(url, token, PROMPTS) for url in servers]
         if expected[0] == expected[1]:
             raise SystemExit("the checkpoints answer alike")
+        began = time.time()
         lines = self._trained(options, servers, token)
         jobs = [job for job in self.fleet.data("jobs")["jobs"] if job["result"]]
-        jobs.sort(key=lambda job: float(job["created_at"]))
+        jobs = sorted(
+            (job for job in jobs if job["created_at"] > began), key=lambda job: job["created_at"]
+        )
         ways: dict[str, list[dict[str, Any]]] = {
             way: [line for line in lines if line["way"] == way] for way in WAYS
         }
-        for line, job in zip(reversed(ways["fleet URL"]), reversed(jobs), strict=False):
+        for line, job in zip(ways["fleet URL"], jobs, strict=False):
             line["frozen"] = job["result"]["freeze_window_s"]
         counted = {way: ways[way][options.warmups :] for way in WAYS}
         frozen = {
@@ -248,6 +261,7 @@ class Pair:
                 for way in WAYS
             },
             "stages_s": jobs[-1]["result"]["stages"],
+            "updated_asleep": any(line["way"] == "asleep" for line in lines),
         }
 
     def _trained(
@@ -269,21 +283,23 @@ class Pair:
             "CUDA_VISIBLE_DEVICES": "1" if self.backend == "nccl" else "0",
             "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
         }
-        with log.open("w") as errors:
-            done = subprocess.run(
-                command,
-                env=env,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                timeout=options.trainer_timeout_s,
-                check=False,
-            )
-        if done.returncode:
-            raise SystemExit(
-                f"the trainer ended with {done.returncode}:\n{log.read_text()[-3000:]}"
-            )
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
+                command, env=env, text=True, stdout=subprocess.PIPE, stderr=errors
+            ) as process,
+        ):
+            try:
+                out, _ = process.communicate(timeout=options.trainer_timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+        lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        if process.returncode:
+            print(f"the trainer ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        if len(lines) < len(WAYS) * (options.warmups + options.runs):
+            raise SystemExit(f"the trainer has made {len(lines)} updates only")
+        return lines
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -336,12 +352,15 @@ def main() -> int:
         shape = {"options": f"{options.shape}, {options.warmups} warm-ups"}
         save({**result, **machine, **shape}, f"-{options.shape}", options.out)
         results.append(result)
-    print(f"{'backend':<9}{'frozen, fleet URL':>18}{'directly':>10}{'ratio':>7}{'unlike':>8}")
+    columns = f"{'frozen, fleet URL':>18}{'directly':>10}{'ratio':>7}{'unlike':>8}{'asleep':>8}"
+    print(f"{'backend':<9}{columns}")
     for result in results:
         backend = result["benchmark"].removeprefix("trainer-url-")
         there, here = result["frozen_median_s"].values()
         unlike = result["answers_unlike_a_server_started_on_them"]
-        print(f"{backend:<9}{there:>18.4f}{here:>10.4f}{result['frozen_ratio']:>7.2f}{unlike:>8}")
+        asleep = "updated" if result["updated_asleep"] else "no"
+        figures = f"{there:>18.4f}{here:>10.4f}{result['frozen_ratio']:>7.2f}{unlike:>8}"
+        print(f"{backend:<9}{figures}{asleep:>8}")
     wrong = sum(result["answers_unlike_a_server_started_on_them"] for result in results)
     return int(bool(wrong) or len(results) < len(options.backends))
 

@@ -102,7 +102,7 @@ async def check(
     facts, source = await _read(request, fleet, client)
     colocated = request.colocated and source.trainer is None
     may_sleep = [s.name for s in fleet.servers if s.weights_awake or colocated]
-    notes = check_servers(facts, may_sleep if source.trainer is None else ())
+    notes = check_servers(facts, may_sleep)
     if source.trainer is None and source.checkpoint is not None:
         refuse_broken(request, fleet, source.files, facts[0].vllm_version)
     refuse_update_problems(facts)

@@ -49,7 +49,7 @@ from skyctl.errors import (
     SkyctlError,
     UsageError,
 )
-from skyctl.http.fanout import fan_out, require_all
+from skyctl.http.fanout import OutcomeStatus, fan_out, require_all
 from skyctl.push.request import PushRequest
 from skyctl.states import PauseMode, Phase
 from skyctl.store.identity import ProcessIdentity, identify
@@ -248,7 +248,15 @@ class TrainerApi:
 
     async def _wake(self, request: Request) -> Response:
         tags = tuple(request.query_params.getlist("tags"))
-        require_all(await self._fleet.wake(Wake(tags=tags)), "wake")
+        outcomes = await self._fleet.wake(Wake(tags=tags))
+        require_all(outcomes, "wake")
+        rows = {name: replica.row for name, replica in self._fleet.replicas.items()}
+        skipped = [outcome for outcome in outcomes if outcome.status is OutcomeStatus.SKIPPED]
+        if asleep := [outcome for outcome in skipped if rows[outcome.server].sleep_level]:
+            raise ConflictError(
+                "; ".join(f"{outcome.server} stays asleep: {outcome.detail}" for outcome in asleep),
+                hint="/wake_up?tags=weights, update the weights, then /wake_up",
+            )
         return JSONResponse({"status": "awake", "tags": list(tags) or None})
 
     async def _is_paused(self, _: Request) -> Response:

@@ -139,6 +139,25 @@ def test_verbs_reach_every_server(fleet: Fleet) -> None:
     fleet.whole()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_wake_alone_are_updated_before_the_rest_wakes(
+    fleet: Fleet, level: int
+) -> None:
+    """As a trainer on the servers' GPUs does it."""
+    before = {state["digest"] for state in fleet.states()}
+    fleet.post(f"sleep?level={level}")
+    fleet.call("init_weight_transfer_engine")
+    refused = fleet.post("start_weight_update")
+    assert refused.status_code == 400 and "asleep" in refused.json()["error"]["message"]
+    assert fleet.post("wake_up?tags=weights").status_code == 200
+    for call in UPDATE:
+        fleet.call(call)
+    assert {state["weight_version"] for state in fleet.states()} == {"step-1"}
+    assert all(state["asleep"] == ["kv_cache"] for state in fleet.states())
+    assert fleet.post("wake_up?tags=kv_cache").status_code == 200
+    assert {state["digest"] for state in fleet.whole()} != before
+
+
 def test_skyrls_calls_of_its_workers_are_the_fleets_update(fleet: Fleet) -> None:
     """`/collective_rpc` of its `remote_inference_client.py`; no other method gets through."""
 

@@ -16,7 +16,6 @@ from urllib.parse import quote, unquote
 
 import pytest
 
-from skyctl.core.requests import Resume
 from skyctl.engines.inside.guard import VLLM, Application
 from skyctl.errors import SkyctlError
 from skyctl.supervisor.resident import Supervisor
@@ -269,14 +268,18 @@ async def test_nothing_breaks_for_a_client_with_the_key(tmp_path: Path) -> None:
 async def update_well(app: Application, supervisor: Supervisor) -> None:
     """What the fuzz left is no reason to refuse a trainer that does all as it should."""
     bearer = ((b"authorization", f"Bearer {TOKEN}".encode()),)
+
+    async def ask(path: str) -> int:
+        return (await call(app, "POST", path, headers=bearer)).status
+
     await call(app, "POST", "/finish_weight_update", headers=bearer)  # what it may have left open
     async with asyncio.timeout(60):
-        while (await call(app, "POST", "/wake_up", headers=bearer)).status == 409:  # noqa: ASYNC110
+        while await ask("/wake_up") == await ask("/wake_up?tags=weights") == 409:  # noqa: ASYNC110
             await asyncio.sleep(0.1)  # what a push had left half done is put right
-    await supervisor.resume(Resume())
     for name in CALLS:
         content = json.dumps(body(name, "step-last", 77)).encode()
         answer = await call(app, "POST", f"/{name}", content, headers=bearer)
         assert answer.status == 200, answer.body
+    assert await ask("/wake_up") == await ask("/resume") == 200
     assert {r.row.weight_version for r in supervisor.replicas.values()} == {"step-last"}
     assert {r.state for r in supervisor.replicas.values()} == {"ready"}

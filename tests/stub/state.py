@@ -239,6 +239,11 @@ class StubEngine:
             # nothing of it was loaded: the session is closed, the weights are the old ones
             self.update_open, self.broke_off = False, True
             raise EngineRefused("Worker failed with error 'unexpected keyword argument'")
+        try:
+            self.weigh([update_info])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.fail_update()
+            raise EngineRefused(f"Worker failed with error {error!r}") from error
         if not self._chunks:
             self.contents = {}
         self.contents |= rows.of_update(self.init_infos[-1], update_info)
