@@ -6,8 +6,9 @@
 Starts two servers on one checkpoint, pushes another out of this process's memory, and kills the
 second server, --kills times. `admission_s` is the time from the first 200 of its /health to the
 event that it is ready: within it the server has taken the fleet's weights. Answers of both servers
-are compared with those of a server that was started on the pushed checkpoint. Writes sibling.json
-to --out, and prints a table last.
+are compared with those of a server that was started on the pushed checkpoint. At last the tensors
+are pushed with `keep=True`, and the copy that a server writes is compared with them. Writes
+sibling.json to --out, and prints a table last.
 """
 
 from __future__ import annotations
@@ -29,13 +30,23 @@ import httpx
 from benchmarks.adapter_memory import TINY_PROMPTS
 from benchmarks.checkpoints import SHAPES, two_checkpoints
 from benchmarks.cpu_transports import taken_on
-from benchmarks.push import PROMPTS, RESULTS, Fleet, answer, control_token, on_cpu, save
-from benchmarks.push import taken_on_gpus as on_these_gpus
+from benchmarks.push import (
+    PROMPTS,
+    RESULTS,
+    Fleet,
+    answer,
+    control_token,
+    on_cpu,
+    save,
+    taken_on_gpus,
+    wait_until_warm,
+)
 from skyctl import Fleet as Api
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 
 GIB = 1 << 30
 BACK_TIMEOUT_S = 240.0
+LABEL, KEPT_LABEL = "in-memory", "kept"
 _LOOK_S = 0.02
 
 
@@ -84,13 +95,39 @@ def tensors_of(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
 async def push(options: argparse.Namespace, tensors: dict[str, Any]) -> dict[str, Any]:
     """Push tensors out of memory; no file has them afterwards."""
     async with Api.named("bench") as api:
-        result = await api.sync_weights(tensors, weight_version="in-memory")
+        result = await api.sync_weights(tensors, weight_version=LABEL)
     told = result.to_json()
     if not options.gpu:
         shutil.rmtree(Path(str(result.checkpoint)), ignore_errors=True)
     elif told["transport"] != "live":
         raise SystemExit(f"it was pushed by {told['transport']}: {told['notes']}")
     return dict(told)
+
+
+async def push_kept(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Push them again and keep them; compare what a server wrote with them."""
+    from safetensors.torch import load_file
+
+    async with Api.named("bench") as api:
+        began = time.perf_counter()
+        result = await api.sync_weights(tensors, weight_version=KEPT_LABEL, keep=True)
+        pushed = time.perf_counter()
+        while not (kept := [v for v in await api.kept_weights() if v.kept.version == KEPT_LABEL]):
+            if time.perf_counter() - pushed > BACK_TIMEOUT_S:
+                raise SystemExit("no copy was kept: see skyctl events")
+            await asyncio.sleep(0.2)
+        written = time.perf_counter()
+    alike = 0
+    for file in Path(kept[0].kept.checkpoint).glob("*.safetensors"):  # noqa: ASYNC240
+        for name, tensor in load_file(file).items():
+            alike += tensor.equal(tensors[name].to("cpu", tensor.dtype))
+    return {
+        "transport": result.transport,
+        "push_s": round(pushed - began, 3),
+        "frozen_s": round(result.freeze_window_s, 3),
+        "kept_after_s": round(written - pushed, 1),
+        "tensors_alike": f"{alike} of {len(tensors)}",
+    }
 
 
 def killed(fleet: Fleet, number: int) -> dict[str, Any]:
@@ -133,7 +170,10 @@ def killed(fleet: Fleet, number: int) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> dict[str, Any]:
     first, token = fleet.urls, control_token(fleet)
-    told = asyncio.run(push(options, tensors_of(options, checkpoints(options)[1])))
+    if options.gpu:  # servers copy once a rehearsal has shown that they can
+        print(f"warm after {wait_until_warm(fleet):.1f} s", flush=True)
+    tensors = tensors_of(options, checkpoints(options)[1])
+    told = asyncio.run(push(options, tensors))
     prompts = prompts_of(options)
     rows, equal = [], True
     for number in range(options.kills):
@@ -149,6 +189,7 @@ def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> d
         "admission_s": statistics.median(row["admission_s"] for row in rows),
         "answers_agree": equal,
         "verified": fleet.data("weights", "verify")["agree"],
+        "kept": asyncio.run(push_kept(tensors)),
     }
 
 
@@ -178,7 +219,7 @@ def main() -> None:
         result = measure(options, fleet, answers[0])
     finally:
         fleet.run("down", check=False)
-    machine = on_these_gpus() if options.gpu else taken_on()
+    machine = taken_on_gpus() if options.gpu else taken_on()
     save({"benchmark": "sibling", **machine, **result}, directory=options.out)
     print(f"\n{'kill':>4} {'engine':>8} {'admission':>10} {'taking':>8}  seconds")
     for row in result["kills"]:
@@ -187,6 +228,7 @@ def main() -> None:
             f"{row['taking_s']:>8.3f}"
         )
     print(f"answers agree: {result['answers_agree']}, verified: {result['verified']}")
+    print(f"pushed again and kept: {result['kept']}")
 
 
 if __name__ == "__main__":

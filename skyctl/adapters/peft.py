@@ -66,8 +66,8 @@ class Adapter:
 
 
 def read_adapter(path: str, sent: SentTensors | None = None) -> Adapter:
-    """Read and check a PEFT directory, every byte of it that is there: of tensors that are `sent`
-    out of a GPU's memory, the process that has them has checked the content.
+    """Read and check a PEFT directory, every byte of it. The content of tensors that are `sent` was
+    checked by the process that has them, and servers compare theirs with it.
 
     Raises:
         NotFoundError: there is no such directory.
@@ -81,7 +81,7 @@ def read_adapter(path: str, sent: SentTensors | None = None) -> Adapter:
             hint=f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}",
         )
     config = _read_config(directory)
-    if sent is not None and sent.export:
+    if sent is not None:
         return _sent_adapter(directory, config, sent)
     if not (directory / WEIGHTS).exists():
         other = next(directory.glob("adapter_model.*"), None)
@@ -117,7 +117,7 @@ def read_adapter(path: str, sent: SentTensors | None = None) -> Adapter:
 
 def _sent_adapter(directory: Path, config: Mapping[str, Any], sent: SentTensors) -> Adapter:
     """Its digest covers every byte by the numbers of its tensors."""
-    shard, tensors = read_header(directory / UNWRITTEN)
+    shard, tensors = read_header(directory / (UNWRITTEN if sent.export else WEIGHTS))
     ranks = _ranks(directory, config, tensors)
     if len(sent.numbers) != len(tensors):
         raise PreflightError(f"{len(sent.numbers)} numbers were sent for {len(tensors)} tensors")

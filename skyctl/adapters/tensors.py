@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +36,14 @@ def write_adapter(tensors: Named, config: Mapping[str, Any] | None, directory: P
     of the tensors.
 
     Raises:
+        PreflightError: a tensor holds NaN or infinity.
         UsageError: something that is not a tensor was given, or `config` lacks a key.
         SkyctlError: it cannot be written.
     """
-    from skyctl.wire.device_digest import digest_on_device
-
     plain = [(name, t.detach().to("cpu").contiguous()) for name, t in _in_file_order(tensors)]
     header = _header(plain)
     _write_config(config, plain, directory)
+    sent = _examined(plain)
     try:
         with (directory / WEIGHTS).open("xb") as file:
             file.write(header)
@@ -50,24 +51,19 @@ def write_adapter(tensors: Named, config: Mapping[str, Any] | None, directory: P
                 file.write(memory_of(tensor))
     except OSError as error:
         raise _unwritten(directory, error) from error
-    return SentTensors(numbers=tuple(digest_on_device([tensor for _, tensor in plain])))
+    return sent
 
 
 def gather(
     tensors: Named, config: Mapping[str, Any] | None, directory: Path
 ) -> tuple[SentTensors, Tensor]:
     """Copy tensors of one GPU into one piece of its memory, and write all else of the adapter into
-    an empty directory. The memory must be kept until servers have copied it.
-
-    Raises:
-        PreflightError: a tensor holds NaN or infinity.
-        UsageError, SkyctlError: as `write_adapter`.
+    an empty directory. The memory must be kept until servers have copied it. Raises as
+    `write_adapter`.
     """
     import torch
 
-    from skyctl.wire.device_digest import digest_on_device
     from skyctl.wire.exports import Exporter
-    from skyctl.wire.finite import all_finite
 
     ordered = _in_file_order(tensors)
     header = _header(ordered)
@@ -75,30 +71,44 @@ def gather(
     total = sum(tensor.nbytes for _, tensor in ordered)
     with torch.no_grad(), torch.cuda.device(ordered[0][1].device):
         memory = torch.empty(total, dtype=torch.uint8, device=ordered[0][1].device)
-        views, begin = [], 0
-        for _, tensor in ordered:
+        copies, begin = [], 0
+        for name, tensor in ordered:
             view = memory[begin : (begin := begin + tensor.nbytes)].view(tensor.dtype)
-            views.append(view.view(tensor.shape).copy_(tensor))
-        finite = torch.stack([all_finite(view) for view in views]).tolist()
-        zero = torch.stack([~view.any() for view in views]).tolist()
-        numbers = tuple(digest_on_device(views))
+            copies.append((name, view.view(tensor.shape).copy_(tensor)))
+        sent = _examined(copies)
         [export], _ = Exporter().export([memory])
         torch.cuda.synchronize()
-    names = [name for name, _ in ordered]
-    if not all(finite):
-        name = names[finite.index(False)]
-        raise PreflightError(
-            f"{name} holds NaN or infinity", hint="load an earlier version of the adapter"
-        )
     try:
         with (directory / UNWRITTEN).open("xb") as file:
             file.write(header)
             file.truncate(len(header) + total)
     except OSError as error:
         raise _unwritten(directory, error) from error
-    zeros = [name for name, is_zero in zip(names, zero, strict=True) if is_zero]
-    is_zero = {module_of(name) for name in zeros} == {module_of(name) for name in names}
-    return SentTensors(numbers=numbers, export=tuple(export.to_wire()), is_zero=is_zero), memory
+    return replace(sent, export=tuple(export.to_wire())), memory
+
+
+def _examined(tensors: Sequence[tuple[str, Tensor]]) -> SentTensors:
+    """What servers must hold. Raises PreflightError for NaN and infinity."""
+    import torch
+
+    from skyctl.wire.device_digest import digest_on_device
+    from skyctl.wire.finite import all_finite
+
+    names, contents = [name for name, _ in tensors], [tensor for _, tensor in tensors]
+    if not contents:
+        return SentTensors(numbers=())
+    finite = torch.stack([all_finite(tensor) for tensor in contents]).tolist()
+    if not all(finite):
+        raise PreflightError(
+            f"{names[finite.index(False)]} holds NaN or infinity",
+            hint="load an earlier version of the adapter",
+        )
+    some = torch.stack([tensor.any() for tensor in contents]).tolist()
+    zeros = {module_of(name) for name, value in zip(names, some, strict=True) if not value}
+    return SentTensors(
+        numbers=tuple(digest_on_device(contents)),
+        is_zero=zeros == {module_of(name) for name in names},
+    )
 
 
 def _in_file_order(tensors: Named) -> list[tuple[str, Tensor]]:
@@ -111,6 +121,8 @@ def _in_file_order(tensors: Named) -> list[tuple[str, Tensor]]:
                 "an adapter is pairs of a name and a torch.Tensor",
                 hint="give peft.get_peft_model_state_dict(model)",
             )
+        if not tensor.numel():
+            raise PreflightError(f"{name} is empty", hint="give tensors of at least one element")
     return sorted(tensors, key=lambda pair: -pair[1].element_size())
 
 

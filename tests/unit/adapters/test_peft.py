@@ -307,6 +307,30 @@ def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
 
 
+def test_tensors_are_examined_where_they_are_and_not_read_again(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.randn(shape) for name, shape in lora(UP).items()}
+    up = f"{UP}.lora_B.weight"
+
+    def written(name: str, **changed: Any) -> Any:
+        (tmp_path / name).mkdir()
+        pairs = [*{**tensors, **changed}.items()]
+        sent = write_adapter(pairs, {"r": 4, "lora_alpha": 8}, tmp_path / name)
+        return read_adapter(str(tmp_path / name), sent)
+
+    first, other = written("a"), written("b", **{up: tensors[up] * 2})
+    assert first.digest != other.digest and not first.is_zero
+    assert written("c").digest == first.digest
+    assert written("d", **{up: torch.zeros_like(tensors[up])}).is_zero
+    for value in (float("nan"), float("inf")):
+        broken = tensors[up].clone()
+        broken[3, 2] = value
+        with pytest.raises(PreflightError, match=r"up_proj\.lora_B\.weight holds NaN or infinity"):
+            written(f"e{value}", **{up: broken})
+    with pytest.raises(PreflightError, match="is empty"):
+        written("f", **{up: torch.empty(16, 0)})
+
+
 def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(UsageError, match="lora_alpha"):
