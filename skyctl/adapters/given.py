@@ -18,7 +18,7 @@ from skyctl.adapters.peft import UNWRITTEN, WEIGHTS, Adapter
 from skyctl.adapters.requests import SentTensors
 from skyctl.checkpoints.header import read_header, torch_name
 from skyctl.engines.base import Server, lacks_method
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
 from skyctl.store import adapters as store
@@ -93,7 +93,7 @@ async def keep(fleet: AdapterFleet) -> None:
     written = []
     for path in _unwritten(fleet):
         for target in fleet.targets()[0]:
-            with suppress(ServerError):
+            with suppress(SkyctlError, OSError):  # it may also be gone by now
                 if await _written(fleet.server(target), Path(path)):
                     written.append(path)
                     break
