@@ -22,6 +22,7 @@ from tests.faults.trainer_fleet import BOUND_S, Fleet, trainer_fleet
 from tests.pages import block
 from tests.stub.rows import trainers_update
 from tests.stub.url_trainer import CALLS, body
+from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 UPDATE = ("start_weight_update", "update_weights", "finish_weight_update")
@@ -156,6 +157,37 @@ def test_weights_that_wake_alone_are_updated_before_the_rest_wakes(
     assert all(state["asleep"] == ["kv_cache"] for state in fleet.states())
     assert fleet.post("wake_up?tags=kv_cache").status_code == 200
     assert {state["digest"] for state in fleet.whole()} != before
+
+
+@pytest.mark.parametrize("load", ["v1/load_lora_adapter", "skyrl/v1/load_lora_adapter"])
+def test_adapters_and_demanded_versions_reach_every_server(tmp_path: Path, load: str) -> None:
+    more = "lora: {max_rank: 8}\nrouter: {enabled: false}\n"
+    adapter = {"lora_name": "tuned", "lora_path": str(tmp_path / "x")}
+    make_adapter(tmp_path / "x", lora("base_model.model.model.layers.0.mlp.up_proj"))
+    with trainer_fleet(tmp_path, free_port("127.0.0.1"), more=more) as fleet:
+        assert fleet.post(load, adapter).status_code == 200
+        assert ["tuned" in state["adapters"] for state in fleet.states()] == [True, True]
+        again = fleet.post(load, adapter)
+        assert (again.status_code == 200) == load.startswith("skyrl"), again.text
+        assert fleet.post("v1/unload_lora_adapter", {"lora_name": "tuned"}).status_code == 200
+        assert [state["adapters"] for state in fleet.states()] == [{}, {}]
+        code, errors = fleet.trainer(version="step-1")
+        assert code == 0, errors
+        body = {"model": fleet.json("urls")["data"]["model"], "prompt": "ab", "max_tokens": 2}
+        for demand, label, status in (
+            ("exact", "step-1", 200),
+            ("min", "step-1", 200),
+            ("exact", "base", 409),
+            ("min", "step-9", 409),
+        ):
+            headers = {f"x-weight-version-{demand}": label}
+            for _ in range(2):  # each server
+                answer = fleet.post("v1/completions", body, headers=headers)
+                assert answer.status_code == status, (demand, label, answer.text)
+                told = answer.headers.get("x-weight-version-begin")
+                assert told == "step-1" if status == 200 else "retry-after" in answer.headers
+        late = fleet.get("v1/version", params={"wait": "step-9", "timeout_s": 0})
+        assert late.status_code == 409 and "step-9" in late.json()["error"]["message"]
 
 
 def test_skyrls_calls_of_its_workers_are_the_fleets_update(fleet: Fleet) -> None:

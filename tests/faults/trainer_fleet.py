@@ -157,14 +157,15 @@ class Fleet(Supervised):
 
 @contextmanager
 def trainer_fleet(
-    directory: Path, port: int, auth: str = "none", kind: type[Fleet] = Fleet
+    directory: Path, port: int, auth: str = "none", kind: type[Fleet] = Fleet, more: str = ""
 ) -> Iterator[Fleet]:
-    """Such a fleet, up until the end of the block."""
+    """Such a fleet, up until the end of the block; `more` is of its file."""
     fleet = kind(directory)
     fleet.port = port
     fleet.write(
         extra=f"auth: {auth}\ntrainer: {{port: {fleet.port}}}\n"
         "weight_transfer: {backend: sparse_nccl, update_timeout_s: 20}\ncontrol_timeout_s: 5\n"
+        f"{more}"
     )
     write_checkpoint(directory / "model", tiny_tensors(1))
     fleet.run("up")
