@@ -44,6 +44,17 @@ if json.loads(sys.argv[2])["rank"] == 1:
         trainer._move = full
 sys.exit(worker.main())
 """
+FULL_DISK = """
+import json, sys
+from skyctl.tinker import trainer, worker
+
+def full(*arguments):
+    raise OSError("no space left")
+
+if json.loads(sys.argv[2])["rank"] == 1:
+    trainer.save_file = full
+sys.exit(worker.main())
+"""
 spawn = asyncio.create_subprocess_exec
 
 
@@ -268,3 +279,23 @@ async def test_a_rank_that_fails_while_another_waits_for_it_is_named_and_ends_al
                     await worker.call({"do": "optim_step", "model": "m", "params": ADAM})
                 await passes(worker, "m", [[body("ppo", LENGTHS)]])
         assert worker.report()["ranks"] == []
+
+
+async def test_a_rank_that_cannot_write_its_share_fails_the_save_alone(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def filled(*words: str, **options: Any) -> Any:
+        return spawn(sys.executable, "-c", FULL_DISK, *words[3:], **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", filled)
+    async with running(tiny_base / "org" / "tiny", 2) as worker:
+        await worker.call({"do": "create", "model": "m", "config": WHOLE})
+        await passes(worker, "m", [[body("cross_entropy", LENGTHS)]])
+        await worker.call({"do": "optim_step", "model": "m", "params": ADAM})
+        save = {"do": "save", "model": "m", "directory": str(tmp_path / "c" / "m")}
+        with pytest.raises(Refused, match=r"rank 1: .*no space left"):
+            await worker.call({**save, "optimizer": True})
+        assert list((tmp_path / "c").iterdir()) == []
+        await worker.call({**save, "optimizer": False})  # of which rank 1 writes no moments
+        assert (tmp_path / "c" / "m" / "config.json").exists()
+        await passes(worker, "m", [[body("cross_entropy", LENGTHS)]])

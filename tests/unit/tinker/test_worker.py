@@ -17,6 +17,7 @@ from skyctl.tinker import wire  # noqa: E402
 from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
 from skyctl.tinker.losses import LossError  # noqa: E402
+from skyctl.tinker.ranks import Ranks  # noqa: E402
 from skyctl.tinker.trainer import Trainer  # noqa: E402
 from tests.tiny import make_tiny_checkpoint  # noqa: E402
 from tests.unit.tinker.passes import (  # noqa: E402
@@ -416,3 +417,31 @@ def test_a_step_that_is_refused_drops_its_gradients(
     with pytest.raises(LossError, match=f"{next(iter(params))}=.* makes no sense"):
         trainer.optim_step("m", params)
     assert trainer.models["m"].gradients is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "memory", "sharded", "reason"),
+    [
+        (None, 2**31, False, ""),
+        (None, 2**21, True, "of the 0 GiB of cuda:1: 2 ranks shard it"),
+        (True, 2**31, True, ""),
+        (False, 2**21, False, ""),
+    ],
+)
+def test_a_base_that_is_large_for_a_gpu_is_sharded_unless_the_file_says(
+    base: Base,
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: bool | None,
+    memory: int,
+    sharded: bool,
+    reason: str,
+) -> None:
+    ranks = Ranks(1, 2)
+    monkeypatch.setattr(ranks, "exchange", lambda content: [b"0", content])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
+    monkeypatch.setattr(base, "ranks", ranks)
+    monkeypatch.setattr(base, "device", torch.device("cuda:1"))
+    assert base._shards(chosen)[0] == sharded
+    assert base._shards(chosen)[1].endswith(reason) and bool(reason) == bool(
+        base._shards(chosen)[1]
+    )
