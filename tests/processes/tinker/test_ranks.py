@@ -182,6 +182,7 @@ async def test_ranks_train_as_one_does_and_after_a_death_to_the_same_bits(
     checkpoint = tiny_base / "org" / "tiny"
     models = {"lora": LORA, "whole": WHOLE, "other": LORA}
     runs: list[list[Any]] = []
+    by_one = {name: alone(checkpoint, models[name], tmp_path / name) for name in ("lora", "whole")}
     async with running(checkpoint, ranks, shard=shard) as worker:
         assert worker.hello["sharded"] == shard
         for life in range(1, lives + 1):
@@ -198,9 +199,15 @@ async def test_ranks_train_as_one_does_and_after_a_death_to_the_same_bits(
                 await end(worker, rank=0)  # though nobody asks it anything
                 with pytest.raises(WorkerDied):
                     await worker.call({"do": "zero_gradients", "model": "lora"})
+        opened = {"model": "whole", "directory": str(tmp_path / "whole" / "2"), "optimizer": True}
+        await worker.call({"do": "open", **opened})
+        await worker.call({"do": "save", **opened, "directory": str(tmp_path / "opened" / "2")})
     assert runs[0] == runs[-1] and runs[0][0] == runs[0][2]
-    for name, answers in zip(("lora", "whole"), runs[0], strict=False):
-        close(alone(checkpoint, models[name], tmp_path / name), answers)
+    stored, opened = tensors(tmp_path / "whole"), tensors(tmp_path / "opened")
+    assert opened.keys() == {key for key in stored if key.startswith("2 ")}
+    assert all(torch.equal(value, stored[key]) for key, value in opened.items())
+    for (name, expected), answers in zip(by_one.items(), runs[0], strict=False):
+        close(expected, answers)
         expected = tensors(tmp_path / name)
         computed, again = (tensors(tmp_path / f"{name}-{life}") for life in (1, lives))
         assert expected.keys() == computed.keys() and any("exp_avg" in key for key in expected)
