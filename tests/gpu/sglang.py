@@ -37,7 +37,7 @@ from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
 SHAPE = "qwen3-4-layers"
-DEADLINE_S = 360.0
+DEADLINE_S = 400.0
 UP_TIMEOUT_S = 240.0
 CONTRACT_TIMEOUT_S = 150.0
 SERVER: dict[str, Any] = {
@@ -479,6 +479,33 @@ def contract(run: SGLangRun) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def data_parallel(run: SGLangRun) -> str:
+    """A server of two ranks, one on each GPU, gets `b` by disk, and `a` back."""
+    if run.sender_gpu is None:
+        return "not tried: it needs a second GPU"
+    fleet = run.fleets["twins"] = run._fleet("twins")
+    by_disk = {"weight_transfer": {"transport": "disk"}, "gpus": available()[:2]}
+    run._write("twins", run.a, replicas=1, data_parallel_size=2, **by_disk)
+    began = time.monotonic()
+    fleet.run("up", timeout_s=UP_TIMEOUT_S)
+    took = time.monotonic() - began
+    run.places["twins"] = Place.of(fleet)
+
+    def answers() -> list[list[list[int]]]:
+        """The ranks take turns, and there is an odd number of prompts: each answers each."""
+        return [run.answers("twins")["twins-0"] for _ in range(2)]
+
+    on_a, on_b = run.answers()["sgl-0"], run.answers("right")["right-0"]
+    assert answers() == [on_a, on_a]
+    freezes = []
+    for path, right in ((run.b, on_b), (run.a, on_a)):
+        job = fleet.data("sync-weights", str(path), timeout_s=90)["job"]
+        freezes.append(1000 * job["result"]["freeze_window_s"])
+        assert answers() == [right, right], path
+    assert fleet.data("weights", "verify", timeout_s=90)["agree"] is True
+    return f"up in {took:.0f} s, frozen {freezes[0]:.0f}, {freezes[1]:.0f} ms"
+
+
 STEPS = (
     starts,
     a_b_a,
@@ -491,7 +518,7 @@ STEPS = (
     any_verbs,
     looks,
 )
-ON_GPUS = (*STEPS, contract)  # stubs have theirs in the contract itself
+ON_GPUS = (*STEPS, contract, data_parallel)  # stubs have theirs in the contract, and in units
 
 
 def main(run: SGLangRun, out: Path) -> int:

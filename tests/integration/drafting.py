@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.fleet_cli import FleetCli, greedy
+from tests.tiny import make_tiny_checkpoint
 
-PROMPT, TOKENS = "the kettle", 24
+PROMPT, TOKENS = [40, 41, 42, 43], 24
 _TAPPED = [0, 1]
 """The layers whose states a head is given: there are no more in the smallest model."""
 
@@ -28,6 +29,41 @@ def accepted(fleet: FleetCli, model: str) -> tuple[list[int], float]:
     drafted, taken = (after[key] - before[key] for key in ("draft_tokens", "accepted_tokens"))
     assert drafted > 0
     return tokens, taken / drafted
+
+
+def write_predicting(directory: Path, seed: int, *, head: bool = True) -> Path:
+    """A tiny model of MiMo's kind, a Qwen2 with a head that predicts a second token (MTP)."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_tiny_checkpoint(directory, seed=seed)  # its tokenizer stays
+    of_base = json.loads((directory / "config.json").read_text())
+    file = directory / "model.safetensors"
+    random = torch.Generator().manual_seed(seed)
+    tensors = {k: v for k, v in load_file(file).items() if "_norm" not in k}  # Qwen2 has none
+    for name in [
+        name for name in tensors if "q_proj" in name or "k_proj" in name or "v_proj" in name
+    ]:
+        tensors[name.replace("weight", "bias")] = torch.zeros(tensors[name].shape[0])
+    if head:
+        hidden, prefix = of_base["hidden_size"], "model.mtp_layers.0"
+        layer = {k: v for k, v in tensors.items() if k.startswith("model.layers.1.")}
+        for name, tensor in layer.items():
+            drawn = torch.randn(tensor.shape, generator=random) * 0.1
+            tensors[name.replace("model.layers.1", prefix)] = drawn
+        for name in ("token", "hidden", "final"):
+            tensors[f"{prefix}.{name}_layernorm.weight"] = torch.ones(hidden)
+        drawn = torch.randn([hidden, 2 * hidden], generator=random) * 0.1
+        tensors[f"{prefix}.input_proj.weight"] = drawn
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = {
+        **of_base,
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",
+        "num_nextn_predict_layers": 1,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def write_head(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.drafting import accepted, row, write_head
+from tests.integration.drafting import accepted, row, write_head, write_predicting
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.unlike import answers, write_fleet
 from tests.tiny import make_tiny_checkpoint
@@ -35,8 +35,10 @@ def models(tmp_path: Path) -> list[Path]:
     return [make_tiny_checkpoint(tmp_path / name, seed=n) for n, name in enumerate("ab", 1)]
 
 
-def up(fleet: FleetCli, model: Path, method: str, draft: Path) -> None:
-    config = {"method": method, "model": str(draft), "num_speculative_tokens": 3}
+def up(fleet: FleetCli, model: Path, method: str, draft: Path | None, tokens: int = 3) -> None:
+    config: dict[str, object] = {"method": method, "num_speculative_tokens": tokens}
+    if draft is not None:
+        config["model"] = str(draft)
     write_fleet(fleet, model, {"name": "drafts", "args": {"speculative-config": config}})
     fleet.run("up", timeout_s=UP_TIMEOUT_S)
 
@@ -101,3 +103,19 @@ def test_a_head_is_pushed_and_the_layers_that_it_shares_with_the_model_stay_the_
     assert row(fleet)["state"] == "quarantined"
     fleet.run("sync-weights", str(a), "--draft", str(heads[0]))
     assert answers(fleet) == on_a
+
+
+def test_a_head_that_is_part_of_the_checkpoint_is_pushed_with_it(
+    fleet: FleetCli, tmp_path: Path
+) -> None:
+    a, b = (write_predicting(tmp_path / name, n) for n, name in enumerate("ab", 1))
+    bare = write_predicting(tmp_path / "bare", 2, head=False)
+    up(fleet, a, "mtp", None, tokens=1)
+    on_a, _ = accepted(fleet, MODEL)
+    refused = fleet.json("sync-weights", str(bare), expect=1)["error"]
+    assert "model.mtp_layers.0" in refused["message"]
+    assert accepted(fleet, MODEL)[0] == on_a
+    for transport in ("shm", "disk"):
+        for path in (b, a):
+            fleet.run("sync-weights", str(path), "--transport", transport)
+            assert (accepted(fleet, MODEL)[0] == on_a) == (path == a)

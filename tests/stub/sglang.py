@@ -126,6 +126,7 @@ class _Request:
     with; "" while it waits for its prefill."""
 
     kv: str = ""
+    rank: int = 0
 
 
 class _Question:
@@ -163,6 +164,7 @@ class SGLangEngine:
     cpu_backup: bool = False
     tp_size: int = 1
     pp_size: int = 1
+    dp_size: int = 1
     digest: str = ""
     weight_version: str = "default"
     is_pause: bool = False
@@ -380,9 +382,11 @@ class SGLangEngine:
     def flush(self) -> bool:
         self._alive()
         waits = self.has_sessions and self.scheduler_paused
-        if any(request.kv or not waits for request in self.requests):
+        held = [request for request in self.requests if request.kv or not waits]
+        if not held:
+            self.cached.clear()
+        if any(request.rank == 0 for request in held):  # what other ranks say is dropped
             return False
-        self.cached.clear()
         self.log.append("flush")
         return True
 
@@ -585,7 +589,7 @@ class SGLangStub:
                 "load_format": "auto",
                 "tp_size": self.engine.tp_size,
                 "pp_size": self.engine.pp_size,
-                "dp_size": 1,
+                "dp_size": self.engine.dp_size,
                 "disable_radix_cache": not self.engine.radix_cache,
                 "hicache_storage_backend": self.engine.hicache_storage_backend,
                 "version": self.engine.version,
@@ -707,15 +711,20 @@ class SGLangStub:
         if "weights" in self.engine.released:
             self.engine._die("memory that is released was read")
         size = self.engine.tp_size
-        sizes = {"tp_size": size, "pp_size": self.engine.pp_size, "dp_size": 1}
+        sizes = {
+            "tp_size": size,
+            "pp_size": self.engine.pp_size,
+            "dp_size": self.engine.dp_size,
+        }
         ranks = [
             {
                 "checksums": {"model.embed_tokens.weight": self.engine.digest},
                 "per_gpu_checksum": self.engine.digest,
                 "parallelism_info": self._places(
-                    {"tp_rank": rank, "pp_rank": 0, "dp_rank": 0, **sizes}
+                    {"tp_rank": rank, "pp_rank": 0, "dp_rank": copy, **sizes}
                 ),
             }
+            for copy in range(self.engine.dp_size)
             for rank in range(size)  # of the first stage: others have no way to answer
         ]
         return JSONResponse({"success": True, "message": "Success.", "ranks": ranks})

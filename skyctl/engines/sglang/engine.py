@@ -76,8 +76,8 @@ _RESERVED = Reserved(
         "model-path": "use the key `model`",
         "tp-size": "use the key `tensor_parallel_size`",
         "pp-size": "use the key `pipeline_parallel_size`",
-        "dp-size": "use the key `replicas`; skyctl starts no data-parallel SGLang servers",
-        "data-parallel-size": "use `replicas`; skyctl starts no data-parallel SGLang servers",
+        "dp-size": "use the key `data_parallel_size`",
+        "data-parallel-size": "use the key `data_parallel_size`",
         "weight-version": "skyctl labels weights when they are pushed",
         "enable-lora": "skyctl serves no LoRA adapters on SGLang",
         "admin-api-key": "skyctl makes the control token; see the key `auth`",
@@ -104,10 +104,11 @@ def _server_command(launch: ServerLaunch) -> Command:
     """
     if launch.adapters is not None:
         raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
-    if launch.data_parallel_size > 1:
+    if launch.backend and launch.data_parallel_size > 1:
         raise UsageError(
-            "data_parallel_size: skyctl starts no data-parallel SGLang servers",
-            hint="use `replicas`",
+            f"weight_transfer.transport {launch.backend!r}: SGLang's data-parallel servers take no "
+            "tensors",
+            hint="use disk, or `replicas` in place of `data_parallel_size`",
         )
     if launch.backend and "quantization" in launch.args:
         raise UsageError(
@@ -134,6 +135,8 @@ def _server_command(launch: ServerLaunch) -> Command:
         argv += ["--tp-size", str(launch.tensor_parallel_size)]
     if launch.pipeline_parallel_size > 1:
         argv += ["--pp-size", str(launch.pipeline_parallel_size)]
+    if launch.data_parallel_size > 1:
+        argv += ["--dp-size", str(launch.data_parallel_size)]
     argv += router_flags({**_defaults(launch.device), **launch.args})  # no `--no-x` here either
     return Command(tuple(argv), _environment(launch))
 
@@ -202,9 +205,12 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
 
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by SGLang's defaults."""
-    name = "--mem-fraction-static"
-    share = argv[argv.index(name) + 1] if name in argv[:-1] else ""
-    return Sizes(_CPU_SERVER_BYTES, finite_or(share, _MEMORY_SHARE))
+
+    def number(name: str, default: float) -> float:
+        return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
+
+    copies = int(number("--dp-size", 1))
+    return Sizes(_CPU_SERVER_BYTES, number("--mem-fraction-static", _MEMORY_SHARE), copies)
 
 
 @dataclass(frozen=True)

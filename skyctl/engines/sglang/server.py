@@ -347,7 +347,12 @@ class SGLangServer(SGLangState):
             await asyncio.sleep(POLL_S)
 
     async def _flush(self) -> bool:
-        """Drop the KV cache; False while requests run or are held."""
+        """Drop the KV cache; False while requests run or are held. Of data-parallel ranks SGLang
+        answers only what the first said: it counts where none has requests.
+        """
+        everywhere, within = await self.ranks()
+        if everywhere > within and not await self._idle(await self._state()):
+            return False
         with ignoring_status(400):
             await self._text("POST", "/flush_cache")
             return True

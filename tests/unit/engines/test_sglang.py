@@ -32,6 +32,7 @@ from tests.faults.attached_fleet import attached_fleet
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import GROUPS, SGLangEngine, SGLangStub, StubGroup, _Request
+from tests.stub.state import digest_of_checkpoint
 from tests.stub.through_httpx import ThroughHttpx
 from tests.tiny import make_tiny_checkpoint
 from tests.unit.core.plans import PYTHON, gpus, plan
@@ -81,7 +82,7 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
         ({**IPC, "args": {"quantization": "fp8"}}, "no tensors for quantized parameters"),
         ({**IPC, "pipeline_parallel_size": 2}, "pipeline stages cannot be told apart"),
         ({"lora": {}}, "no LoRA adapters"),
-        ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
+        ({**IPC, "data_parallel_size": 2}, "data-parallel servers take no tensors"),
         ({"args": {"fastapi-root-path": "/below"}}, "asks its servers at the root"),
         ({"args": {"hicache_storage_backend": "file"}}, "outlive the weights"),
         ({"auth": "none", "api_key_env": "THE_KEY"}, "nothing would ask for the key"),
@@ -370,6 +371,32 @@ async def test_a_newer_server_drops_the_prefix_cache_while_it_holds_requests() -
     await server.pause("keep")
     with pytest.raises(ServerError, match="drops no cached KV"):
         await server.prepare_reload()
+
+
+async def test_a_flush_counts_only_where_no_data_parallel_rank_has_requests() -> None:
+    engine = SGLangEngine(dp_size=2, cached={"old"}, requests=[_Request(kv="old", rank=1)])
+    server = server_of(SGLangStub(engine))
+    await server.pause("keep")
+    with pytest.raises(ServerError, match="drops no cached KV"):
+        await server.prepare_reload()
+    engine.requests.clear()
+    await server.prepare_reload()
+    assert not engine.cached
+
+
+async def test_data_parallel_servers_are_pushed_to_by_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (server,) = plan(engine="sglang", machine_gpus=gpus(2), data_parallel_size=2).servers
+    assert server.argv[server.argv.index("--dp-size") + 1] == "2"
+    assert server.backend == ""
+    assert server.gpus == (0, 1)
+    a, b = (str(make_tiny_checkpoint(tmp_path / n, seed=i)) for i, n in enumerate("ab"))
+    stub = SGLangStub(SGLangEngine(model=a, dp_size=2))
+    async with attached_fleet(tmp_path, monkeypatch, [stub], engine="sglang") as fleet:
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(b)))
+    assert job.state == "succeeded", job
+    assert stub.engine.digest == digest_of_checkpoint(b)
 
 
 def server_of(stub: SGLangStub) -> SGLangServer:
