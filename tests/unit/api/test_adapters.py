@@ -1,0 +1,100 @@
+"""Adapters out of a trainer's GPU: into servers, and through a file where that fails."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyctl.adapters import tensors as in_memory
+from skyctl.adapters.peft import UNWRITTEN, WEIGHTS
+from skyctl.errors import PreflightError
+from tests.stub.app import StubServer
+from tests.stub.state import StubEngine
+from tests.unit.adapters.files import UP, lora
+from tests.unit.api.fleets import attached
+from tests.unit.push.checkpoints import write_checkpoint
+
+torch = pytest.importorskip("torch")
+load_file = pytest.importorskip("safetensors.torch").load_file
+
+CONFIG = {"r": 4, "lora_alpha": 8}
+SHAPES = lora(UP)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Tensors on a CPU pass for those of a GPU; a file is what servers map of it."""
+    exported: list[Path] = []
+
+    def export(_: Any, memories: list[Any]) -> Any:
+        file = tmp_path / f"gpu-{len(exported)}"
+        file.write_bytes(memories[0].numpy().tobytes())
+        exported.append(file)
+        return [SimpleNamespace(to_wire=lambda: [str(file), 0])], [(0, 0)]
+
+    monkeypatch.setattr(in_memory, "on_one_gpu", lambda _: True)
+    monkeypatch.setattr("skyctl.wire.exports.Exporter.export", export)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return exported
+
+
+def trained(seed: int, dtype: Any = None) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    parts = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    first = next(iter(parts))
+    return parts | {first: parts[first].to(dtype or torch.float32)}
+
+
+def stubs(tmp_path: Path) -> list[StubServer]:
+    model = str(write_checkpoint(tmp_path / "base"))
+    return [StubServer(StubEngine(model=model)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_tensors_of_a_gpu_go_into_servers_and_are_written_by_one_of_them(
+    tmp_path: Path, gpu: list[Path], dtype: Any
+) -> None:
+    servers = stubs(tmp_path)
+    async with attached(tmp_path, servers) as fleet:
+        tensors = trained(1, dtype)
+        change = await fleet.adapters.sync("x", tensors, CONFIG, create=True)
+        assert change.adapter is not None and change.adapter.rank == 4
+        [file] = gpu
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert file.stat().st_size == size
+        path = Path(change.adapter.path)
+        assert not (path / UNWRITTEN).exists()
+        written = load_file(path / WEIGHTS)
+        assert all(written[name].equal(tensor) for name, tensor in tensors.items())
+        assert [[*server.adapters.served] for server in servers] == [["x"], ["x"]]
+        again = await fleet.adapters.sync("x", trained(2, dtype), CONFIG)
+        assert again.adapter is not None and again.adapter.digest != change.adapter.digest
+
+
+async def test_where_servers_cannot_reach_a_gpu_a_file_is_sent(
+    tmp_path: Path, gpu: list[Path]
+) -> None:
+    servers = stubs(tmp_path)
+    servers[1].adapters.cannot_take = "it sees no such GPU"
+    async with attached(tmp_path, servers) as fleet:
+        change = await fleet.adapters.sync("x", trained(1), CONFIG, create=True)
+        assert change.adapter is not None and gpu
+        written = load_file(Path(change.adapter.path) / WEIGHTS)
+        assert all(written[name].equal(tensor) for name, tensor in trained(1).items())
+
+
+async def test_nan_on_a_gpu_is_refused_before_a_server_is_asked(
+    tmp_path: Path, gpu: list[Path]
+) -> None:
+    servers = stubs(tmp_path)
+    tensors = trained(1)
+    tensors[f"{UP}.lora_B.weight"][3, 2] = float("nan")
+    async with attached(tmp_path, servers) as fleet:
+        with pytest.raises(PreflightError, match=r"lora_B\.weight holds NaN"):
+            await fleet.adapters.sync("x", tensors, CONFIG, create=True)
+    assert not gpu and not any(server.bodies for server in servers)
