@@ -198,6 +198,7 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     if options.gpu:
         content |= {"device": "cuda", "gpus": [options.gpu[0]]}
         content["args"] |= {"gpu-memory-utilization": 0.5, "max-num-seqs": 32}
+        content["weight_transfer"] = {"warm": False}  # no rehearsal beside what is timed
     return content
 
 
@@ -207,8 +208,8 @@ def main() -> None:
     where.add_argument("--gpu", type=int, nargs="+", default=[], help="the server's first")
     where.add_argument("--cpu", action="store_true")
     parser.add_argument("--shape", choices=["tiny", *sorted(SHAPES)], default="qwen3-8b")
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--warmups", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=2)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Adapters out of memory, and a replica that takes its weights from its sibling, on a machine with
-# GPUs and without a network; each step is bounded by LIMIT_S (240 s).
+# GPUs and without a network; each step is bounded by LIMIT_S (330 s).
 #
 #   bash scripts/gpu-adapters.sh SITE OUTDIR STEP ...
 #
@@ -26,7 +26,7 @@ two_checkpoints(pathlib.Path(sys.argv[1]), 'qwen3-8b')" "$scratch") ;;
     *) echo "no step $step"; continue ;;
   esac
   began=$SECONDS
-  timeout -s INT -k 60 "${LIMIT_S:-240}" python3 "${command[@]}" >"$out/$step.log" 2>&1
+  timeout -s INT -k 60 "${LIMIT_S:-330}" python3 "${command[@]}" >"$out/$step.log" 2>&1
   code=$?
   echo "$step: exit $code after $((SECONDS - began)) s"
   tail -n "$([ $code -eq 0 ] && echo 8 || echo 25)" "$out/$step.log" | cut -c1-300
