@@ -66,6 +66,8 @@ class Case:
     """The case whose fleet this one pushes into; its own if empty."""
     stage: str = "auto"
     """As `Trainer.push` takes it."""
+    live: Any = "auto"
+    """The transport, as `Fleet.trainer` takes it."""
     differing: int = 0
     """Shards in which the checkpoints differ; 0: all."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -77,12 +79,18 @@ _FOUR = ((0,), (1,), (2,), (3,))
 CASES = {
     "small-same": Case("qwen3-0.5b", (0,), transport="ipc"),
     "small-other": Case("qwen3-0.5b", (1,)),
+    "small-other-nccl": Case("qwen3-0.5b", (1,), fleet="small-other", live="nccl"),
     "small-fsdp": Case("qwen3-0.5b", (0, 1), _TWO, transport="ipc"),
     "small-fsdp-tp2": Case("qwen3-0.5b", (0, 1), ((0, 1),), transport="ipc", reference=(0, 1)),
     "dense-other": Case("qwen3-8b", (1,)),
     "dense-other-straight": Case("qwen3-8b", (1,), fleet="dense-other", stage="stream"),
+    "dense-other-nccl": Case("qwen3-8b", (1,), fleet="dense-other", live="nccl"),
+    "dense-other-nccl-straight": Case(
+        "qwen3-8b", (1,), fleet="dense-other", live="nccl", stage="stream"
+    ),
     "dense-same": Case("qwen3-8b", (0,), transport="ipc", reference=(), answers="dense-other"),
     "moe-other": Case("qwen3-30b-a3b-24", (1,), differing=2),
+    "moe-other-nccl": Case("qwen3-30b-a3b-24", (1,), differing=2, fleet="moe-other", live="nccl"),
     "fsdp": Case("qwen3-8b", (0, 1), _TWO, reference=(), answers="dense-other", transport="ipc"),
     "fsdp-float32": Case(
         *("qwen3-8b", (0, 1), _TWO, "float32", "ipc"),
@@ -104,6 +112,13 @@ CASES = {
         *("qwen3-8b", (0, 1), ((2, 3),), "bfloat16", "ipc"),
         reference=(),
         answers="fsdp4-tp2",
+    ),
+    "fsdp2-tp2-apart-nccl": Case(
+        *("qwen3-8b", (0, 1), ((2, 3),), "bfloat16", "ipc"),
+        reference=(),
+        answers="fsdp4-tp2",
+        fleet="fsdp2-tp2-apart",
+        live="nccl",
     ),
     "moe-ep4": Case(
         *("qwen3-30b-a3b-24", (0, 1, 2, 3), ((0, 1, 2, 3),), "bfloat16", "ipc"),
@@ -217,7 +232,7 @@ def trainer_main(options: argparse.Namespace) -> None:
     own = torch.cuda.memory_allocated()
     shards = sum(local.nbytes for local in weights.local.values())
     loaded = time.perf_counter()
-    live = skyctl.Fleet.load("fleet.yaml").trainer(weights.model).blocking()
+    live = skyctl.Fleet.load("fleet.yaml").trainer(weights.model, transport=case.live).blocking()
     opened = time.perf_counter()
     print(f"loaded in {loaded - began:.1f} s, opened in {opened - loaded:.2f} s", file=sys.stderr)
     native = None
@@ -391,7 +406,8 @@ def measure(case: Case, fleet: Fleet, options: argparse.Namespace) -> None:
             compare(urls, token, known[str(checkpoints[content])])
             pushes.append({**told, "gpu_memory_mib": gpu_memory()})
         print(json.dumps(pushes[-1]["plan"])[:400], pushes[-1]["compared"], flush=True)
-        for run in range(1 + options.native_runs if options.native_runs else 0):
+        natives = 1 + options.native_runs if options.native_runs and case.live == "auto" else 0
+        for run in range(natives):
             content = run % 2
             told = trainer.ask("native", str(content))
             print(f"vLLM's own sender: {told['wall_s']:.3f} s", flush=True)
@@ -435,7 +451,8 @@ def record(
             name: round(statistics.median(push["stages"].get(name, 0.0) for push in pushes), 4)
             for name in stages
         },
-        "transport": pushes[-1]["transport"],
+        "transport": pushes[-1]["plan"]["transport"] or pushes[-1]["transport"],
+        "beside": f"live-{CASES[options.case].fleet}" if CASES[options.case].fleet else "",
         "compared": pushes[-1]["compared"],
         "total_bytes": pushes[-1]["total_bytes"],
         "extra_share_of_a_rank": round(

@@ -99,7 +99,7 @@ async def train(fleet: Fleet, options: argparse.Namespace) -> list[dict[str, Any
     fully_shard(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     history = []
-    async with fleet.trainer(model) as live:
+    async with fleet.trainer(model, transport=options.transport) as live:
         for number in range(options.steps):
             times = [time.perf_counter()]
             batch = await rollouts(fleet, options.samples, number * 1000) if rank == 0 else None
@@ -137,6 +137,9 @@ async def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="per prompt")
     parser.add_argument("--learning-rate", type=float, default=0.006)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--transport", choices=("auto", "ipc", "gloo", "nccl"), default="auto", help="of the pushes"
+    )
     parser.add_argument("--history", type=Path, default=Path("fsdp_rl.json"), help="JSON to write")
     parser.add_argument("--save", type=Path, help="directory for the last weights")
     options = parser.parse_args()

@@ -31,8 +31,11 @@ done
 python3 - "$out" <<'EOF'
 import json, pathlib, sys
 
-print("case whole frozen vllm extra transport")
-for path in sorted(pathlib.Path(sys.argv[1]).glob("live-*.json")):
-    r = json.loads(path.read_text())
-    print(path.stem, r["whole_s"], r["frozen_s"], r["native_median_s"], r["extra_share_of_a_rank"], r["transport"])
+print("case whole frozen vllm extra transport times-the-case-beside-it")
+paths = sorted(pathlib.Path(sys.argv[1]).glob("live-*.json"))
+results = {path.stem: json.loads(path.read_text()) for path in paths}
+for name, r in results.items():
+    beside = results.get(r.get("beside"))
+    ratio = f"{r['whole_s'] / beside['whole_s']:.2f}" if beside else "-"
+    print(name, r["whole_s"], r["frozen_s"], r["native_median_s"], r["extra_share_of_a_rank"], r["transport"], ratio)
 EOF

@@ -71,11 +71,14 @@ RANK = (
     "rank.begun",
     "rank.read",
     "rank.placed",
+    "rank.sending",
     "rank.written",
     "rank.started",
     "rank.answered",
 )
-"""Points of a trainer's ranks in a live push; `rank.started` is rank 0's alone."""
+"""Points of a trainer's ranks in a live push; `rank.started` is rank 0's alone, and at
+`rank.sending` ranks are in a group with the servers' workers.
+"""
 
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (

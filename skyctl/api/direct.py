@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyctl.api.trainer import TrainerOptions, open_trainer
+from skyctl.api.trainer import open_trainer
 from skyctl.errors import PreflightError, SkyctlError
+from skyctl.live.options import TrainerOptions
 from skyctl.live.ranks import Hub
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.states import LIVE

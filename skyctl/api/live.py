@@ -19,7 +19,8 @@ from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlEr
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
 from skyctl.live.file import lay_out, targets_of
-from skyctl.live.offer import CHANGED, Offer, Offered, piece_row
+from skyctl.live.group import TrainerGroup
+from skyctl.live.offer import CHANGED, GLOO, IPC, Offer, Offered, piece_row
 from skyctl.live.outline import Outline, RankShare, shares_of
 from skyctl.live.ranks import Body
 from skyctl.push.request import PushRequest, PushResult
@@ -66,7 +67,10 @@ class FleetSide:
         self._ranks: list[list[Block]] = []
         self._memories: list[Body] = []
         self._offered: Offered | None = None
-        self._refused = ""
+        self.refused = ""
+        """Why servers cannot get at the ranks' memory."""
+        self.group = TrainerGroup()
+        self._shared = False
         self.running = running_model(None)
 
     async def open(self) -> list[Target]:
@@ -77,6 +81,7 @@ class FleetSide:
             FleetDownError: it does not run.
         """
         staging = await self._fleet.staging()
+        self._shared = not staging.in_memory
         private_directory(staging.directory)
         path = staging.directory / _LOCK
         lock = FileLock(path, partial(create_private_file, path))
@@ -88,6 +93,11 @@ class FleetSide:
             )
         self.running = await asyncio.to_thread(running_model, await self._fleet.model_path())
         return targets_of(self.running)
+
+    async def runs_elsewhere(self) -> bool:
+        """Whether servers run on other machines."""
+        status = await self._fleet.status()
+        return any(replica.node is not None for replica in status.replicas)
 
     def plan(self, given: Sequence[list[Block] | None]) -> Outline:
         """Which rank sends what, of the blocks that each has; None stands for those it had before.
@@ -122,7 +132,7 @@ class FleetSide:
         """
         if self._offered is not None and all("same" in memory for memory in memories):
             return self._offered
-        self._offered = None
+        last, self._offered = self._offered, None
         before = self._memories or [{}] * len(memories)
         self._memories = [
             old if "same" in memory else memory
@@ -130,7 +140,7 @@ class FleetSide:
         ]
         for rank, memory in enumerate(self._memories):
             if "exports" not in memory:
-                self._refused = f"rank {rank}: {memory.get('reason', 'it offers nothing')}"
+                self.refused = f"rank {rank}: {memory.get('reason', 'it offers nothing')}"
                 return None
         pieces = [
             [piece_row(block, place) for block, place in zip(own, m["places"], strict=True)]
@@ -139,15 +149,23 @@ class FleetSide:
         exports = [memory["exports"] for memory in self._memories]
         try:
             pids = tuple(memory["pid"] for memory in self._memories)
-            self._offered = await self._fleet.offer(Offer(tuple(pieces), tuple(exports), pids))
+            transport = self.transport
+            if transport == GLOO and (targets := targets_of(self.running)):
+                refuse_unlike(self._ranks, targets)
+            offer = Offer(tuple(pieces), tuple(exports), pids, transport)
+            if last is not None and last.key == offer.key:
+                self._offered = last  # it lies elsewhere, and is sent as before
+                return last
+            self.group.drop()
+            self._offered = await self._fleet.offer(offer)
         except PreflightError as error:
-            self._refused = error.message
+            self.refused = error.message
         return self._offered
 
     def outline(self, planned: Outline) -> Outline:
         """The plan by the way that was chosen."""
         if self._offered is None:
-            return replace(planned, reason=f"{planned.reason} ({self._refused})")
+            return replace(planned, reason=f"{planned.reason} ({self.refused})")
         sent = [
             [row for layout in self._offered.sums for row in layout.rows[rank]]
             for rank in range(len(self._ranks))
@@ -156,8 +174,32 @@ class FleetSide:
             RankShare(rank, len(rows), sum(row[2] * row[3] for row in rows))
             for rank, rows in enumerate(sent)
         )
-        reason = "servers copy out of the ranks' memory"
-        return replace(planned, way=LIVE, reason=reason, memory_bytes=0, ranks=shares)
+        reason, transport = "servers copy out of the ranks' memory", self.transport
+        if transport != IPC:
+            machine = self._offered.machine
+            because = f"servers run on {machine}" if machine else "it was asked for"
+            reason = f"ranks send to the servers' workers point to point ({because})"
+        return replace(
+            planned,
+            way=LIVE,
+            transport=transport,
+            reason=reason,
+            memory_bytes=0,
+            ranks=shares,
+        )
+
+    @property
+    def transport(self) -> str:
+        """How servers get at the ranks' memory."""
+        return str(self._memories[0].get("transport", IPC)) if self._memories else IPC
+
+    def meet(self, memories: Sequence[Body]) -> Body | None:
+        """Where ranks and workers meet, and the layout of each worker; None if none have to."""
+        if self._offered is None or self.transport == IPC:
+            return None
+        return self.group.meet(
+            [memory.get("group", "") for memory in memories], self._offered, self.transport
+        )
 
     def numbers(self, bodies: Sequence[Body]) -> dict[str, dict[str, int]]:
         """What parameters must hold, by layout and name, from what the ranks have summed."""
@@ -185,19 +227,26 @@ class FleetSide:
         Raises as `Fleet.sync_weights`.
         """
         assert self._offered is not None
-        push = PushLive(request, self._offered.key, numbers)
+        group, succeeded = self.group, False
+        push = PushLive(request, self._offered.key, numbers, group.wire, forms=not group.stands)
         try:
             job = await self._fleet.push_live(push)
+            reached("rank.started")
             result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+            group.stands = succeeded = True
+            away = self._offered.machine and not self._shared
             if request.keep:
                 result.notes.append(
                     f"a server writes the fleet's copy of {result.version} now; skyctl events says "
                     "when it is whole, and the next push waits for it"
                 )
-            elif len(result.servers) == 1:
+            elif away or len(result.servers) == 1:
+                holder = result.servers[0].server
+                holders = "servers of other machines have" if away else f"{holder} has"
                 result.notes.append(
-                    f"only {result.servers[0].server} has {result.version}: if it restarts, it "
-                    "stays closed until the next push; to keep it: skyctl weights save DIR"
+                    f"only {holders} {result.version}: one that restarts stays closed until the "
+                    "next push; "
+                    + ("set shared_dir" if away else "to keep it: skyctl weights save DIR")
                 )
             return result
         except NotFoundError:
@@ -206,8 +255,11 @@ class FleetSide:
         except PreflightError as error:
             if CHANGED not in error.message:
                 raise
-            self._offered = None
+            await self._withdraw()
             return None
+        finally:
+            if group.wire is not None and not succeeded:
+                await self._withdraw()  # no rank waits for a worker any more
 
     async def place(self) -> tuple[Path, list[Sent]]:
         """The file that ranks write next, and what each of them writes where.
@@ -247,12 +299,17 @@ class FleetSide:
 
     async def close(self) -> None:
         """Servers let go of the ranks' memory; others may be trainers. Never raises."""
+        await self._withdraw()
+        self._drop_files()
+        self._stack.close()
+
+    async def _withdraw(self) -> None:
+        """Servers let go of the ranks' memory, or leave the group. Never raises."""
+        self.group.drop()
         offered, self._offered = self._offered, None
         if offered is not None:
             with suppress(SkyctlError):
                 await self._fleet.withdraw(Withdraw(offered.key))
-        self._drop_files()
-        self._stack.close()
 
     def _free_file(self, staging: Staging) -> _File:
         """A file that nothing reads, and that the fleet does not need: that of the version before

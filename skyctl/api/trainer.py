@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -21,10 +21,11 @@ from skyctl.errors import PreflightError, UsageError
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
-from skyctl.live.model import MATCH, Names, Pair, Weights, addresses, dtype_name, read_pairs
+from skyctl.live.model import Pair, addresses, dtype_name, read_pairs
 from skyctl.live.offer import Offered
+from skyctl.live.options import TrainerOptions, transport_of
 from skyctl.live.outline import Outline
-from skyctl.live.ranks import PATIENCE_S, Body, Ranks, Step, failure_body
+from skyctl.live.ranks import Body, Ranks, Step, failure_body
 from skyctl.push.request import PushRequest, PushResult, usual_mode
 from skyctl.push.trial_file import trial_content
 from skyctl.states import LIVE, PauseMode
@@ -36,22 +37,8 @@ if TYPE_CHECKING:
     from skyctl.live.memory import RankMemory
 
 
-@dataclass(frozen=True)
-class TrainerOptions:
-    """What `Fleet.trainer` was given."""
-
-    weights: Weights
-    """The model, a mapping, or a function of slices."""
-    names: Names | None = None
-    """How the trainer's names become Hugging Face names."""
-    dtype: object = MATCH
-    """What tensors are sent as."""
-    group: Any = None
-    """The torch.distributed group of the ranks; None is the default group."""
-    patience_s: float = PATIENCE_S
-    """How long ranks wait for each other."""
-
-
+_SENT_TIMEOUT_S = 10.0
+"""What servers have received was sent: it takes no time to learn of it."""
 _ATTEMPTS = 3
 """How often weights are offered again because servers have changed meanwhile."""
 
@@ -76,6 +63,7 @@ class Trainer:
         self._sent: list[tuple[int, int]] = []
         self._windows: dict[str, Window] = {}
         self._memory: RankMemory | None = None
+        self._elsewhere = False
         self._addresses: list[tuple[int, int]] | None = None
         self._round = 0
         self._outline: Outline | None = None
@@ -201,6 +189,11 @@ class Trainer:
         made = await self._exchange("write", subject, written, send)
         reached("rank.answered")
         result: dict[str, Any] | None = made["result"]
+        if self._memory is not None and "group" in answer:
+            if result is None:
+                self._memory.leave_group()
+            else:
+                await asyncio.to_thread(self._memory.sent, _SENT_TIMEOUT_S)
         return result
 
     async def close(self) -> None:
@@ -227,13 +220,15 @@ class Trainer:
             self._side = FleetSide(fleet, self._holder._ref.name)
             self._stack.push_async_callback(self._side.close)
             targets = [target.to_wire() for target in await self._side.open()]
-            return [{"targets": targets}] * self.world_size
+            elsewhere = await self._side.runs_elsewhere()
+            return [{"targets": targets, "elsewhere": elsewhere}] * self.world_size
 
         async def plan(bodies: list[Body]) -> list[Body]:
             return (await self._offered(bodies))[0]
 
         answer = await self._exchange("gather", subject, {}, look_up)
         self._targets = [Target.from_wire(row) for row in answer["targets"]]
+        self._elsewhere = bool(answer["elsewhere"])
         body = await self._body(lambda: self._described([], live=True))
         answer = await self._exchange("write", subject, body, plan)
         self._outline = Outline.from_json(answer["plan"])
@@ -261,6 +256,8 @@ class Trainer:
             self._blocks = self._addresses = None
             if self._memory is not None:
                 self._memory.forget()
+            if self._side is not None:
+                self._side.group.drop()
             raise
 
     async def _body(self, make: Callable[[], Body]) -> Body:
@@ -287,21 +284,29 @@ class Trainer:
         if blocks != self._blocks:
             body["blocks"] = [block.to_wire() for block in blocks]
         self._blocks, self._addresses = blocks, None
-        if live and any(local.is_cuda for _, local in pairs):
+        if live and (
+            transport := transport_of(self._options.transport, pairs, elsewhere=self._elsewhere)
+        ):
             from skyctl.live.memory import RankMemory
 
-            self._memory = self._memory or RankMemory()
+            self._memory = self._memory or RankMemory(transport)
             body["memory"] = self._memory.describe(pairs)
             if "reason" not in body["memory"]:
                 self._addresses = now
         return body
 
     def _summed(self, answer: Body) -> Body:
-        """What this rank contributes to the numbers that servers must have."""
+        """What this rank contributes to the numbers that servers must have; where ranks send, it
+        begins to.
+        """
         assert self._memory is not None
         if "sums" in answer:
             self._memory.prepare(answer["key"], answer["sums"])
-        return self._memory.sum()
+        summed = self._memory.sum()
+        if "group" in answer:
+            store = self._side.group.store if self._side is not None else None
+            self._memory.send(self.rank, answer["group"], store)
+        return summed
 
     def _write(self, path: str, pairs: list[Pair], *, scan: bool) -> Body:
         """Write what this rank sends, where it goes in the file."""
@@ -326,7 +331,11 @@ class Trainer:
             if version != versions[0]:
                 raise UsageError(f"rank {rank} pushes {version}, and rank 0 {versions[0]}")
         answers, offered = await self._offered(bodies)
-        if offered is None:
+        if offered is not None:
+            group = self._fleet_side.meet([body["memory"] for body in bodies])
+            for answer in answers if group is not None else ():
+                answer["group"] = group
+        else:
             path, sent = await self._fleet_side.place()
             for answer, rows in zip(answers, sent, strict=True):
                 answer.update(path=str(path), sent=rows)
@@ -343,6 +352,11 @@ class Trainer:
         if all("memory" in body for body in bodies):
             offered = await side.offer([body["memory"] for body in bodies])
             plan = side.outline(Outline.from_json(plan)).to_json()
+            if offered is None and self._options.transport != "auto":
+                raise PreflightError(
+                    f"transport {self._options.transport}: {side.refused}",
+                    hint='transport="auto" takes a file where needed',
+                )
         answers: list[Body] = []
         for rank, body in enumerate(bodies):
             if offered is None:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Self
 
-from skyctl.api.trainer import Trainer, TrainerOptions, open_trainer
+from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import UsageError
+from skyctl.live.options import TrainerOptions
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import Hub, Link, Ranks
 from skyctl.push.request import PushResult

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from skyctl.api.direct import is_direct, push_direct
 from skyctl.api.session import SessionHolder
-from skyctl.api.trainer import TrainerOptions
 from skyctl.api.trainer_opening import TrainerOpening
 from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
@@ -22,6 +21,7 @@ from skyctl.core.requests import Forget, SaveWeights
 from skyctl.core.results import KeptVersion, SavedWeights, WeightsState, push_result
 from skyctl.errors import UsageError
 from skyctl.live.model import MATCH, Names, Weights
+from skyctl.live.options import TrainerOptions
 from skyctl.live.ranks import PATIENCE_S
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
@@ -155,6 +155,7 @@ class WeightsFleet(SessionHolder):
         dtype: object = MATCH,
         group: Any = None,
         patience_s: float = PATIENCE_S,
+        transport: Literal["auto", "ipc", "gloo", "nccl"] = "auto",
     ) -> TrainerOpening:
         """Connect a trainer, of which each rank has a part of the weights in memory.
 
@@ -174,6 +175,9 @@ class WeightsFleet(SessionHolder):
                 as of `sync_weights`.
             group: the ranks' torch.distributed group, if that is not the default group.
             patience_s: how long ranks wait for each other.
+            transport: how servers get at the ranks' memory: they map it ("ipc", one machine), or
+                ranks send it point to point ("nccl" between GPUs, "gloo" between CPUs). "auto" has
+                "ipc" on one machine, between several the others.
 
         Returns:
             What is to be awaited or entered by `async with`; `.blocking()` of it is for programs
@@ -184,7 +188,8 @@ class WeightsFleet(SessionHolder):
             ConflictError: another trainer is open on the fleet.
             RankFailed: a rank died or did not come. FleetDownError: the fleet does not run.
         """
-        return TrainerOpening(self, TrainerOptions(weights, names, dtype, group, patience_s))
+        options = TrainerOptions(weights, names, dtype, group, patience_s, transport)
+        return TrainerOpening(self, options)
 
     @asynccontextmanager
     async def update(

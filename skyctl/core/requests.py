@@ -145,8 +145,15 @@ class PushLive:
     """
 
     push: PushRequest
+    """What was typed."""
     key: str
+    """Names the offer."""
     numbers: dict[str, dict[str, int]]
+    """By layout and name."""
+    group: dict[str, Any] | None = None
+    """Where ranks and workers meet if ranks send (`wire/peer_group.py`)."""
+    forms: bool = False
+    """They have not met yet."""
 
 
 @dataclass(frozen=True)

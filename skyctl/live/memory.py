@@ -1,28 +1,39 @@
-"""What one rank of a trainer offers out of its GPU: exports of the storages that its tensors lie
-in, and sums of what the servers copy out of them.
+"""What one rank of a trainer offers out of its memory: exports of the storages that its tensors lie
+in, or what it sends of them, and sums of what the servers get.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from skyctl.live.model import Pair
+from skyctl.live.offer import GLOO, IPC
+from skyctl.live.sending import Sender
 from skyctl.live.sums import Summer
-from skyctl.wire.exports import Exporter
+from skyctl.wire.exports import Exporter, places_of
+
+if TYPE_CHECKING:
+    from skyctl.wire.group_store import GroupStore
 
 Body = dict[str, Any]
 
 
 class RankMemory:
-    """One rank's end. Keeps no tensor alive between pushes."""
+    """One rank's end. Keeps no tensor alive between pushes.
 
-    def __init__(self) -> None:
+    Args:
+        transport: how servers get at the tensors (`live/offer.py`).
+    """
+
+    def __init__(self, transport: str = IPC) -> None:
         self._exporter = Exporter()
+        self._transport = transport
+        self._sender = Sender()
         self._described: Body | None = None
         self._storages: list[tuple[StorageWeakRef, torch.dtype, torch.device]] = []
         self._summers: dict[str, Summer] = {}
@@ -35,32 +46,51 @@ class RankMemory:
         """
         tensors = [local for _, local in pairs]
         try:
-            exports, places = self._exporter.export(tensors)
+            exports, places = self._exported(tensors)
         except (ValueError, RuntimeError) as error:
             self.forget()
             return {"reason": str(error)}
-        described = {
-            "exports": [export.to_wire() for export in exports],
-            "places": places,
-            "pid": os.getpid(),
-        }
-        if described == self._described:
-            return self.unchanged()
-        self._described, self.key = described, ""
         firsts = {export: tensor for tensor, (export, _) in zip(tensors, places, strict=True)}
         self._storages = [
             (StorageWeakRef(tensor.untyped_storage()), tensor.dtype, tensor.device)
             for _, tensor in sorted(firsts.items())
         ]
-        return {**described, "key": ""}
+        described = {
+            "exports": exports,
+            "places": places,
+            "pid": os.getpid(),
+            "transport": self._transport,
+            "addresses": [tensor.untyped_storage().data_ptr() for tensor in firsts.values()],
+        }
+        if described == self._described:
+            return self.unchanged()
+        self._described, self.key = described, ""
+        return {**described, "key": "", "group": self._sender.group}
+
+    def _exported(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[tuple[int, int]]]:
+        """The exports as they travel, none where this rank sends; and the places. Raises
+        ValueError.
+        """
+        if self._transport == IPC:
+            exports, places = self._exporter.export(tensors)
+            return [export.to_wire() for export in exports], places
+        device = "cpu" if self._transport == GLOO else "cuda"
+        for tensor in tensors:
+            if tensor.device.type != device or not tensor.is_contiguous():
+                where = f"is on {tensor.device}" if tensor.is_contiguous() else "is not contiguous"
+                raise ValueError(f"a tensor {where}, and {self._transport} does not send it")
+        return [], places_of(tensors)[1]
 
     def unchanged(self) -> Body:
         """What `describe` says if all is where it was."""
-        return {"same": True, "key": self.key} if self._described is not None else {}
+        if self._described is None:
+            return {}
+        return {"same": True, "key": self.key, "group": self._sender.group}
 
     def forget(self) -> None:
         """What was described did not arrive."""
         self._described, self.key, self._storages = None, "", []
+        self._sender.leave_group()
 
     def prepare(self, key: str, sums: Sequence[Body]) -> None:
         """Get ready to sum the copies out of this rank, for each layout of the servers' workers."""
@@ -71,7 +101,26 @@ class RankMemory:
         self._names = {
             layout["layout"]: [name for name, _, _ in layout["parameters"]] for layout in sums
         }
+        if self._transport != IPC:
+            self._sender.prepare(sums)
         self.key = key
+
+    def send(self, rank: int, group: Body, store: GroupStore | None) -> None:
+        """Begin to send the servers' workers what they lack, in a thread. `group` says where they
+        meet, and which layout each has; `store` is that of rank 0.
+        """
+        self._sender.send(rank, group, self._flats(), store)
+
+    def sent(self, timeout_s: float) -> None:
+        """Return once all is sent; a group in which it was not is left."""
+        try:
+            self._sender.wait(timeout_s)
+        except RuntimeError:
+            self._sender.leave_group()
+
+    def leave_group(self) -> None:
+        """Leave the group; the next push forms another."""
+        self._sender.leave_group()
 
     def sum(self) -> Body:
         """What this rank contributes to the numbers of each layout, and the first parameter in

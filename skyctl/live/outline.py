@@ -35,6 +35,8 @@ class Outline:
     """What is taken beside the weights, at most, while the trainer is open."""
     ranks: tuple[RankShare, ...]
     """The share of each rank."""
+    transport: str = ""
+    """How they get to servers, if no file has them: "ipc", "gloo" or "nccl"."""
 
     @property
     def balance(self) -> float:

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.errors import SkyctlError, error_named
+from skyctl.errors import PreflightError, SkyctlError, error_named
 from skyctl.store.identity import peer
 from skyctl.store.owned import own
 from skyctl.units import count_of, format_seconds
@@ -130,8 +130,12 @@ class Hub(Ranks):
             with self._beating(step):
                 answers = await decide(await self._gather(step, body))
         except BaseException as error:
+            lost = next(iter(self._lost.values()), "")
+            if lost and isinstance(error, PreflightError):
+                # what servers say of a rank that has ended does not name it
+                error = RankFailed(f"{lost}: {step.subject} is given up ({error.message})")
             self._fail(step, error)
-            raise
+            raise error
         for rank, channel in self._channels.items():
             channel.send({"round": step.round, "step": step.name, "body": answers[rank]})
         return answers[0]

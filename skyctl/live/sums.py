@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from skyctl.live.plan import Row
-from skyctl.wire.copies import paired_runs
+from skyctl.wire.copies import cut_copy, paired_runs
 from skyctl.wire.device_digest import sum_of_words
 from skyctl.wire.layouts import Copy
 
@@ -210,7 +210,7 @@ class Summer:
         """
         batch: list[tuple[Copy, Copy]] = []
         size = 0
-        for copy in chain.from_iterable(_cut(whole, _BATCH_BYTES) for whole in copies):
+        for copy in chain.from_iterable(cut_copy(whole, _BATCH_BYTES) for whole in copies):
             dense = replace(copy, target=size, target_pitch=copy.row)
             batch.append((copy, dense))
             size += copy.rows * copy.row
@@ -249,7 +249,7 @@ class Summer:
         self, copy: Copy, sums: torch.Tensor, broken: torch.Tensor
     ) -> Iterator[tuple[int, int, int]]:
         """Adds the whole words, and returns the bytes of the others."""
-        for part in _cut(copy, _IMAGE_BYTES):
+        for part in cut_copy(copy, _IMAGE_BYTES):
             first = part.target // _WORD
             at = part.target - first * _WORD
             end = at + (part.rows - 1) * part.target_pitch + part.row
@@ -270,17 +270,3 @@ class Summer:
             sums[part.parameter] += sum_of_words(words[whole], places[whole]).sum()
             for word, value in zip(places[cut].tolist(), words[cut].tolist(), strict=True):
                 yield part.parameter, word, value % 2**64
-
-
-def _cut(copy: Copy, size: int) -> Iterator[Copy]:
-    """The copy in parts of about `size` bytes, cut where words end in the parameter."""
-    if copy.rows > 1:
-        each = max(1, size // max(copy.row, copy.target_pitch))
-        for run in range(0, copy.rows, each):
-            source = copy.source + run * copy.source_pitch
-            target = copy.target + run * copy.target_pitch
-            yield replace(copy, rows=min(each, copy.rows - run), source=source, target=target)
-        return
-    for begin in range(0, copy.row, size):
-        row = min(size, copy.row - begin)
-        yield replace(copy, row=row, source=copy.source + begin, target=copy.target + begin)

@@ -60,7 +60,9 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
         report = await weights_digest(
             server.control,
             timeout_s=timeout_s,
-            rows=() if server.proof.copied else source.rows,  # every byte is compared then
+            rows=()
+            if server.proof.copied
+            else server.proof.rows or source.rows,  # else every byte is
             numbered=numbered(server),
             finite=source.trainer is not None,
         )

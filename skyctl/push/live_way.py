@@ -1,25 +1,27 @@
-"""Weights that lie in the memory of a trainer's GPUs: servers copy them out of there.
+"""Weights that lie in the memory of a trainer's ranks: servers copy them out of there, or get them
+from the ranks point to point (`push/peers.py`).
 
     offer   the trainer's exports and pieces ─► plans for the layouts of the servers' workers
-    open    workers map the exports, which stay mapped; where they stage, they begin to copy
+    open    workers map the exports, or join the group; where they stage, they begin to copy
     update  frozen: each worker copies all that it needs into its parameters
 
-Workers compare every byte with the sums that the trainer's ranks made of their own parts. Only
-layouts that a push from files or a rehearsal has proven are filled so.
+Every byte is compared with the sums that the trainer's ranks made of their own parts. Only layouts
+that a push from files or a rehearsal has proven are filled so.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyctl import engines
-from skyctl.errors import PreflightError
+from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
-from skyctl.live.offer import CHANGED, Live, Offer, planned
+from skyctl.live.offer import CHANGED, GLOO, IPC, Live, Offer, Offered, planned
+from skyctl.push import peers
 from skyctl.push.layouts import ask_layouts
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ask_servers
@@ -51,14 +53,22 @@ async def take_offer(offer: Offer, fleet: PushFleet, client: ControlClient) -> L
         replace(server, before=Before(fact.dialect, fact.world_size, asleep=fact.asleep))
         for server, fact in zip(_servers(fleet, client), facts, strict=True)
     ]
-    reports = await _reports(servers, "")
+    reports = peers.reports_for(offer, await _reports(servers, "", offer.transport))
     try:
         every = [report for ranks in reports.values() for report in ranks]
-        return await asyncio.to_thread(planned, offer, every)
+        live = await asyncio.to_thread(planned, offer, every)
     except NotInLayout as error:
         raise _refused(error.reason) from error
     except (TypeError, ValueError) as error:
         raise PreflightError(f"an offer that is not understood: {error}") from error
+    layouts = {name: tuple(r.layout for r in ranks) for name, ranks in reports.items()}
+    return replace(live, servers=layouts)
+
+
+def answer_to(live: Live, fleet: PushFleet) -> Offered:
+    """What the trainer is told of its offer."""
+    machine, timeout_s = peers.machine_of(fleet), fleet.update_timeout_s
+    return replace(live.offered(), machine=machine, update_timeout_s=timeout_s)
 
 
 def _servers(fleet: PushFleet, client: ControlClient) -> list[PushedServer]:
@@ -69,9 +79,12 @@ def _servers(fleet: PushFleet, client: ControlClient) -> list[PushedServer]:
     ]
 
 
-async def _reports(servers: Sequence[PushedServer], key: str) -> Reports:
-    """Every worker's layout, by server; proven, or there is none to copy into."""
-    if away := [server.name for server in servers if server.given.node is not None]:
+async def _reports(servers: Sequence[PushedServer], key: str, transport: str) -> Reports:
+    """Every worker's layout, by server; proven, or there is none to copy into. On CPU there is
+    none, and none is needed.
+    """
+    away = [server.name for server in servers if server.given.node is not None]
+    if away and transport == IPC:
         raise _refused(f"{away[0]} is on another machine")
     try:
         # a push that copies everything mends one that broke off while it copied
@@ -79,9 +92,9 @@ async def _reports(servers: Sequence[PushedServer], key: str) -> Reports:
     except NotInLayout as error:
         raise _refused(error.reason) from error
     for name, ranks in reports.items():
-        if reason := next((report.reason for report in ranks if report.reason), ""):
+        if reason := next(filter(None, (peers.unsuited(transport, r) for r in ranks)), ""):
             raise _refused(f"{name}: {reason}")
-        if any(report.layout not in report.proven for report in ranks):
+        if transport != GLOO and any(report.layout not in report.proven for report in ranks):
             raise _refused(f"the layout of {name} is not proven yet; a push from files proves it")
     return reports
 
@@ -95,7 +108,7 @@ def _refused(reason: str) -> PreflightError:
 
 @dataclass(frozen=True)
 class LiveWay:
-    """Servers copy out of the trainer's memory."""
+    """Servers get the weights out of the trainer's memory."""
 
     live: Live
     """What the trainer offered, with the numbers of this push."""
@@ -107,23 +120,34 @@ class LiveWay:
     """Whether workers copy beside their parameters first; None: each where it suits."""
 
     name = LIVE
-    reason = "servers copy out of the trainer's memory"
     reads_every_byte = True
     layout_only_by_loader = False
+
+    @property
+    def reason(self) -> str:
+        if self.live.transport == IPC:
+            return "servers copy out of the trainer's memory"
+        return f"the trainer's ranks send to servers point to point, by {self.live.transport}"
 
     async def plan(
         self, question: Question, servers: Sequence[PushedServer]
     ) -> tuple[LiveWay, Plan]:
-        reports = await _reports(servers, self.live.key)
+        live, request = self.live, question.request
+        reports = await _reports(servers, live.mapped_key, live.transport)
+        staged = {"gpu": True, "stream": False}.get(request.stage)
+        if live.transport == GLOO:
+            staged = None  # a loader takes what has arrived
+        if live.transport != IPC:
+            reports = peers.as_planned(live, request, reports, staged)
         for name, ranks in reports.items():
-            if not all(report.layout in self.live.numbers for report in ranks):
+            if not all(report.layout in live.numbers for report in ranks):
                 raise PreflightError(
                     f"{name} {CHANGED}",
                     hint="offer it again, and push once more",
                 )
-        staged = {"gpu": True, "stream": False}.get(question.request.stage)
-        mapped = self.live.total_bytes if staged else 0
-        return LiveWay(self.live, self.fleet, reports, staged), Plan(1, mapped)
+        mapped = live.total_bytes if staged else 0
+        notes = () if live.transport == IPC else (self.reason,)
+        return LiveWay(live, self.fleet, reports, staged), Plan(1, mapped, notes)
 
     def delivery(self, senders: SenderPool, *, by_loader: bool = False) -> Delivery:
         return LiveDelivery(self)
@@ -140,27 +164,29 @@ class LiveDelivery(Delivery):
         self._fleet = way.fleet
         self._stages: dict[str, bool] = {}
         self._opened: list[PushedServer] = []
+        self._ready = False
+        by_loader = way.live.transport == GLOO
+        self._questions = peers.questions(way.live) if by_loader else []
 
     async def open(self, servers: Sequence[PushedServer]) -> None:
         self._opened = list(servers)
-        await self._all(
-            [server for server in servers if not self._has_mapped(server)],
-            WorkerMethod.LAYOUT_MAP,
-            self._mapping,
-        )
+        mapping = [server for server in servers if not self._has_mapped(server)]
+        await self._all(mapping, WorkerMethod.LAYOUT_MAP, self._mapping)
         staging = [server for server in servers if self._is_staged(server)]
-        await self._all(staging, WorkerMethod.LAYOUT_STAGE, lambda server: {})
-        await asyncio.gather(*map(self._wait_staged, staging))
-        for server in servers:
+        await self._all(staging, WorkerMethod.LAYOUT_STAGE, self._staging)
+        joining = [] if self._live.group is None else mapping
+        await self._arrived({server.name: server for server in (*joining, *staging)}.values())
+        for server in () if self._questions else servers:
             server.proof.expected = [
                 (self._live.plans[report.layout].program, dict(self._live.numbers[report.layout]))
                 for report in self._way.reports[server.name]
             ]
+        self._ready = True
 
     def _has_mapped(self, server: PushedServer) -> bool:
         staged = self._way.staged
         return all(
-            report.opened == self._live.key and staged in (None, report.stages)
+            report.opened == self._live.mapped_key and staged in (None, report.stages)
             for report in self._way.reports[server.name]
         )
 
@@ -169,24 +195,40 @@ class LiveDelivery(Delivery):
         return self._stages.get(server.name, any(r.stages or r.spare_bytes for r in reports))
 
     def _mapping(self, server: PushedServer) -> dict[str, Any]:
+        live = self._live
         layouts = [report.layout for report in self._way.reports[server.name]]
-        return {
-            "programs": [self._live.plans[layout].program.to_wire() for layout in layouts],
-            "exports": [self._live.rows(layout) for layout in layouts],
-            "key": self._live.key,
-            "pids": self._live.pids,
+        arguments = {
+            "programs": [live.plans[layout].program.to_wire() for layout in layouts],
+            "exports": [live.rows(layout) for layout in layouts],
+            "key": live.mapped_key,
+            "pids": live.pids,
             "staged": self._way.staged,
         }
+        return arguments if live.group is None else arguments | peers.joining(live, server)
 
-    async def _wait_staged(self, server: PushedServer) -> None:
-        """Return once its workers have staged all; they serve meanwhile."""
+    def _staging(self, server: PushedServer) -> dict[str, Any]:
+        if not self._questions:
+            return {}
+        layouts = [report.layout for report in self._way.reports[server.name]]
+        return {"numbers": [dict(self._live.numbers[layout]) for layout in layouts]}
+
+    async def _arrived(self, servers: Iterable[PushedServer]) -> None:
+        """Return once these have what they stage, and are in the group; they serve meanwhile."""
+        try:
+            async with asyncio.timeout(self._fleet.update_timeout_s):
+                await asyncio.gather(*map(self._wait_arrived, servers))
+        except TimeoutError:
+            raise _refused("the weights have not arrived in time") from None
+        except ServerError as error:
+            raise _refused(error.message) from error
+
+    async def _wait_arrived(self, server: PushedServer) -> None:
         wait_s = self._live.total_bytes / server.before.world_size / _BYTES_PER_S
-        async with asyncio.timeout(self._fleet.update_timeout_s):
-            while True:
-                await asyncio.sleep(wait_s)
-                if all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED)):
-                    return
-                wait_s = _POLL_S
+        while True:
+            await asyncio.sleep(wait_s)
+            if all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED)):
+                return
+            wait_s = _POLL_S
 
     async def _all(
         self,
@@ -215,19 +257,23 @@ class LiveDelivery(Delivery):
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
+        timeout_s = self._fleet.update_timeout_s
+        arguments: dict[str, Any] = {"chunks": None, "last": True}
+        if self._questions:
+            arguments["rows"] = peers.to_wire(self._questions)
+
         async def load(server: PushedServer) -> None:
-            server.proof.copied = True
+            server.proof.copied = not self._questions
             server.holds = Holds.UNKNOWN
             reached("push.update.call")
             with server.spans.loading():
-                await server.control.collective_rpc(
-                    WorkerMethod.LAYOUT_LOAD,
-                    kwargs={"chunks": None, "last": True},
-                    timeout_s=self._fleet.update_timeout_s,
+                answers = await server.control.ask_workers(
+                    WorkerMethod.LAYOUT_LOAD, arguments, timeout_s=timeout_s
                 )
+            if self._questions:
+                server.proof.rows = peers.known_rows(self._questions, answers[0])
             reached("push.update.sent")
 
-        timeout_s = self._fleet.update_timeout_s
         await each(alive(servers), load, timeout_s=timeout_s, call_name="update")
         on_progress(self._live.total_bytes)
 
@@ -236,9 +282,14 @@ class LiveDelivery(Delivery):
             server.holds = Holds.NEW
 
     async def close(self) -> None:
-        """Servers that failed let go of the trainer's memory; others keep it for its next push."""
+        """Servers that failed let go of the trainer's memory; others keep it for its next push. A
+        group of which one has failed is left by all.
+        """
         opened, self._opened = self._opened, []
-        await release([server for server in opened if server.failure])
+        failed = [server for server in opened if server.failure]
+        if self._live.group is not None and (failed or not self._ready):
+            failed = opened
+        await release(failed)
 
 
 async def release_all(fleet: PushFleet, client: ControlClient) -> None:

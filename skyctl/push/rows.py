@@ -61,15 +61,18 @@ class Compared:
 
 
 def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
-    """Choose questions about every kind of tensor, and about every layer of up to 64.
-
-    The choice follows from the checkpoint's identity: the same for every server and every attempt,
-    a different one for the next checkpoint.
+    """The questions about a checkpoint, which follow from its identity: the same for every server
+    and every attempt, others for the next checkpoint.
     """
-    chance = random.Random(checkpoint.identity_digest)
+    return questions_about(checkpoint.tensors, checkpoint.identity_digest)
+
+
+def questions_about(tensors: Iterable[Tensor], seed: str) -> list[RowQuestion]:
+    """Choose questions about every kind of tensor, and about every layer of up to 64."""
+    chance = random.Random(seed)
     kinds: dict[str, list[Tensor]] = {}
     layers: dict[str, list[Tensor]] = {}
-    for tensor in checkpoint.tensors:
+    for tensor in tensors:
         if tensor.nbytes and DTYPE_BITS[tensor.dtype] >= 8:
             kind = ".".join("#" if part.isdecimal() else part for part in tensor.name.split("."))
             kinds.setdefault(kind, []).append(tensor)

@@ -16,7 +16,7 @@ from skyctl.errors import ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
-from skyctl.push.rows import Compared
+from skyctl.push.rows import Compared, KnownRows
 from skyctl.states import PushState
 from skyctl.wire.layouts import Program
 
@@ -138,6 +138,8 @@ class Proof:
     """It copied the weights in the runtime layout; the engine's loader did not fill them."""
     expected: list[tuple[Program, dict[str, int]]] = field(default_factory=list)
     """By rank, the numbers that its parameters must have (`push/layouts.py`); [] if unknown."""
+    rows: tuple[KnownRows, ...] = ()
+    """Rows of what it received that its parameters must hold; () where files have them."""
 
 
 @dataclass

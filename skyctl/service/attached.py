@@ -202,18 +202,20 @@ class AttachedFleet(RecordedFleet):
             )
 
     async def offer(self, request: Offer) -> Offered:
-        from skyctl.push.live_way import take_offer
+        from skyctl.push.live_way import answer_to, take_offer
 
         with await self._turn(Act.PUSH, "a trainer's offer"):
-            live = await take_offer(request, await self._would_take(), self._client)
+            fleet = await self._would_take()
+            live = await take_offer(request, fleet, self._client)
             self._offers = {live.key: live}
-        return live.offered()
+        return answer_to(live, fleet)
 
     async def push_live(self, request: PushLive) -> str:
         live = self._offers.get(request.key)
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
-        return await self._begin(request.push, live=replace(live, numbers=request.numbers))
+        live = live.with_push(request.numbers, request.group, forms=request.forms)
+        return await self._begin(request.push, live=live)
 
     async def withdraw(self, request: Withdraw) -> None:
         from skyctl.push.live_way import release_all

@@ -54,7 +54,8 @@ class Copying:
         near = [
             replica
             for replica in running.replicas.values()
-            if replica.phase is Phase.UP and replica.spec.node is None
+            if replica.phase is Phase.UP
+            and (replica.spec.node is None or running.paths.shared is not None)
         ]
         try:
             with turn:

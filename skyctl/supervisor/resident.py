@@ -76,7 +76,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.live.offer import Live, Offer, Offered
-from skyctl.push.live_way import release_all, take_offer
+from skyctl.push.live_way import answer_to, release_all, take_offer
 from skyctl.push.request import PushRequest
 from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
@@ -449,15 +449,16 @@ class Supervisor(OperatedFleet, SupervisorService):
         await self.pushes.copying.over()
         with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
             await self.pushes.warming.stop()  # workers that are asked release what it mapped
-            live = await take_offer(request, self.pushes.would_take(), self.client)
+            fleet = self.pushes.would_take()
+            live = await take_offer(request, fleet, self.client)
             self.pushes.offers = {live.key: live}
-        return live.offered()
+        return answer_to(live, fleet)
 
     async def push_live(self, request: PushLive) -> str:
         live = self.pushes.offers.get(request.key)
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
-        live = replace(live, numbers=request.numbers)
+        live = live.with_push(request.numbers, request.group, forms=request.forms)
         await self.pushes.copying.over()
         return (await self._begin_push(request.push, live=live)).id
 

@@ -120,10 +120,13 @@ async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator
 
 
 def _sibling_of(replica: Replica, running: RunningFleet) -> Replica | None:
-    """A server on this machine that has the weights that this one is to have."""
+    """A server that has the weights that this one is to have, and writes them where this machine
+    reads them.
+    """
     doubts = in_doubt(running.state)
     for sibling in running.replicas.values():
-        up = sibling is not replica and sibling.phase is Phase.UP and sibling.spec.node is None
+        reaches = sibling.spec.node is None or running.paths.shared is not None
+        up = sibling is not replica and sibling.phase is Phase.UP and reaches
         row = running.state.server(sibling.name)  # recovery may have just released it
         whole = not row.quarantine and not row.sleep_level and sibling.name not in doubts
         same = running.state.weights_of(sibling.name) == running.state.weights_of(replica.name)

@@ -6,6 +6,7 @@ The sender uses it as well: it builds each parameter from its own chunks to numb
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import gcd
 
 import torch
@@ -66,6 +67,20 @@ def paired_runs(
             source_runs = _runs(octets, begin, rows, size, pitch, chunk.dtype)
             target_runs = _runs(target, copy.target, rows, row, target_pitch, dtype)
         yield target_runs, source_runs
+
+
+def cut_copy(copy: Copy, size: int) -> Iterator[Copy]:
+    """The copy in parts of about `size` bytes, cut where words end in the parameter."""
+    if copy.rows > 1:
+        each = max(1, size // max(copy.row, copy.target_pitch))
+        for run in range(0, copy.rows, each):
+            source = copy.source + run * copy.source_pitch
+            target = copy.target + run * copy.target_pitch
+            yield replace(copy, rows=min(each, copy.rows - run), source=source, target=target)
+        return
+    for begin in range(0, copy.row, size):
+        row = min(size, copy.row - begin)
+        yield replace(copy, row=row, source=copy.source + begin, target=copy.target + begin)
 
 
 def _runs(

@@ -67,19 +67,12 @@ class Exporter:
         Raises:
             ValueError: a tensor is not on a GPU, or has gaps; the message names its position.
         """
-        numbers: dict[tuple[int, int, torch.dtype], int] = {}
-        exports: list[Export] = []
-        places = []
-        for position, tensor in enumerate(tensors):
+        given = list(tensors)
+        for position, tensor in enumerate(given):
             if problem := self._problem(tensor):
                 raise ValueError(f"tensor {position} {problem}")
-            storage = tensor.untyped_storage()
-            key = (storage.data_ptr(), storage.nbytes(), tensor.dtype)
-            if key not in numbers:
-                numbers[key] = len(exports)
-                exports.append(self._export(storage, tensor.dtype))
-            places.append((numbers[key], tensor.storage_offset()))
-        return exports, places
+        firsts, places = places_of(given)
+        return [self._export(t.untyped_storage(), t.dtype) for t in firsts], places
 
     def _problem(self, tensor: torch.Tensor) -> str:
         """Why it cannot be exported; "" if it can."""
@@ -98,6 +91,25 @@ class Exporter:
         device = str(torch.cuda.get_device_properties(storage.device).uuid)
         place = str(dtype).removeprefix("torch."), device, _text(handle), int(size), int(offset)
         return Export(*place, _text(counter), int(counter_at), _text(event), bool(syncs))
+
+
+def places_of(
+    tensors: Iterable[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """A tensor of each storage that these lie in, and for each tensor the number of its storage and
+    its first element there. A storage with elements of several dtypes counts for each.
+    """
+    numbers: dict[tuple[int, int, torch.dtype], int] = {}
+    firsts: list[torch.Tensor] = []
+    places = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes(), tensor.dtype)
+        if key not in numbers:
+            numbers[key] = len(firsts)
+            firsts.append(tensor)
+        places.append((numbers[key], tensor.storage_offset()))
+    return firsts, places
 
 
 def opened(export: Export, device: torch.device) -> torch.Tensor:

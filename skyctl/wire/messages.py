@@ -87,6 +87,9 @@ DIGEST_VERSION = 4
 results of two versions cannot be compared. Workers of the first version report none.
 """
 
+NOT_ON_GPU = "its model is not on a GPU"
+"""Why a CPU worker has no layout."""
+
 ROW_WIDTH = 64
 """Maximum number of columns of a tensor that one question covers."""
 

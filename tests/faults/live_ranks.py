@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+Transport = Literal["auto", "gloo"]
 BOUND_S = 40.0
 ROWS = 12
 
@@ -37,6 +38,7 @@ class Job:
     point: str = ""
     stops: bool = False
     patience_s: float = 20.0
+    transport: Transport = "auto"
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,9 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
     import torch
 
     from skyctl import Fleet, kill_points
-    from skyctl.api.trainer import TrainerOptions, open_trainer
+    from skyctl.api.trainer import open_trainer
     from skyctl.errors import SkyctlError
+    from skyctl.live.options import TrainerOptions
     from skyctl.live.ranks import Hub, Link
 
     torch.set_num_threads(1)
@@ -116,7 +119,7 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
                 address.put(ranks.address)
         else:
             ranks = await Link.connect(await asyncio.to_thread(address.get), rank, job.ranks)
-        options = TrainerOptions(own, patience_s=job.patience_s)
+        options = TrainerOptions(own, patience_s=job.patience_s, transport=job.transport)
         live = await open_trainer(Fleet.load(file), ranks, options)
         for version in job.versions:
             weights["w"] = values(version, torch)

@@ -1,4 +1,5 @@
-"""Ranks of a trainer, and the supervisor, die at every step of a live push."""
+"""Ranks of a trainer, servers, and the supervisor die at every step of a live push: by a file in
+memory, and point to point."""
 
 from __future__ import annotations
 
@@ -9,23 +10,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import pytest
 
 from skyctl.core.registry import supervisor_running
 from skyctl.kill_points import RANK
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.client import listening
-from tests.faults.live_ranks import ROWS, Client, Ended, Job, forking_ranks
+from tests.faults.live_ranks import ROWS, Client, Ended, Job, Transport, forking_ranks
 from tests.faults.stub_fleet import ROOT, StubFleet
-from tests.pids import kill
+from tests.pids import gone, kill
 from tests.unit.push.checkpoints import filled, write_checkpoint
 
 pytest.importorskip("torch")
 REPEATED = int(os.environ.get("SKYCTL_TEST_DEATHS", "1"))
 """How often each death is tried: 20 for a report."""
 SETTLE_S = 20.0
+TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo")
 DEATHS = [
-    (point, rank) for point in RANK for rank in (0, 1) if (point, rank) != ("rank.started", 1)
+    (transport, point, rank)
+    for transport in TRANSPORTS
+    for point in RANK
+    for rank in (0, 1)
+    if (point, rank) != ("rank.started", 1) and (transport, point) != ("auto", "rank.sending")
 ]
 SUPERVISOR = (
     *("push.begun", "push.prepared", "push.pause.call", "push.update.call"),
@@ -72,10 +79,10 @@ class Deaths:
         self.stubs.run("status")
         del self.stubs.environ["SKYCTL_KILL_AT"]
 
-    def goes_on(self) -> None:
+    def goes_on(self, transport: Transport = "auto") -> None:
         """The next job pushes as if nothing had been, and leaves a single version in memory."""
         version = self.version()
-        ended = self.ranks.run(Job((version,)))
+        ended = self.ranks.run(Job((version,), transport=transport))
         assert [(row.pushed, row.error) for row in ended] == [((version,), "")] * 3, ended
         self.held = self.settled({version})
         until = time.monotonic() + SETTLE_S
@@ -94,7 +101,7 @@ class Deaths:
 def deaths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
     directory = tmp_path_factory.mktemp("deaths")
     stubs = StubFleet(directory)
-    stubs.write()
+    stubs.write(extra="auth: none")  # tests tell a server where to die
     write_checkpoint(directory / "model", {"w": filled([ROWS, 4], 1)})
     env = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
     env |= {"SKYCTL_HOME": str(directory / "home"), "PYTHONPATH": str(ROOT)}
@@ -114,12 +121,13 @@ def errors(ended: list[Ended], victim: int) -> list[str]:
 
 
 @pytest.mark.parametrize("_", range(REPEATED))
-@pytest.mark.parametrize(("point", "rank"), DEATHS)
+@pytest.mark.parametrize(("transport", "point", "rank"), DEATHS)
 def test_a_rank_dies_and_the_others_name_it_and_the_fleet_is_whole(
-    deaths: Deaths, point: str, rank: int, _: int
+    deaths: Deaths, transport: Transport, point: str, rank: int, _: int
 ) -> None:
     good, cut = deaths.version(), deaths.version()
-    ended = deaths.ranks.run(Job((good, cut), rank=rank, point=point))
+    job = Job((good, cut), rank=rank, point=point, transport=transport)
+    ended = deaths.ranks.run(job)
     assert ended[rank].killed, ended
     over = point == "rank.answered"  # the others may have their answers already
     for error in errors(ended, rank):
@@ -127,7 +135,26 @@ def test_a_rank_dies_and_the_others_name_it_and_the_fleet_is_whole(
     # once rank 0 has begun it, the supervisor carries it out
     allowed = {cut} if over else {good, cut} if point == "rank.started" else {good}
     deaths.held = deaths.settled(allowed)
-    deaths.goes_on()
+    deaths.goes_on(transport)
+
+
+@pytest.mark.parametrize("_", range(REPEATED))
+@pytest.mark.parametrize("step", ["map", "stage", "arrived", "load"])
+def test_a_server_dies_point_to_point_and_every_rank_learns_of_it(
+    deaths: Deaths, step: str, _: int
+) -> None:
+    deaths.goes_on("gloo")
+    cut, before = deaths.version(), deaths.held
+    doomed = deaths.stubs.replicas()["stubs-1"]
+    url = f"{doomed['url']}/stub/faults"
+    httpx.post(url, json={"dies_at": step}, trust_env=False).raise_for_status()
+    ended = deaths.ranks.run(Job((cut,), transport="gloo"))
+    assert gone(doomed["pid"], within_s=1.0), "it has not died"
+    assert len({row.error for row in ended}) == 1 and "stubs-1" in ended[0].error, ended
+    assert not any(row.killed for row in ended), ended
+    # in the freeze the other server has the new weights, which the dead one gets from it
+    assert deaths.settled({cut} if step == "load" else {before})
+    deaths.goes_on("gloo")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from skyctl.api import Fleet
+from skyctl.live.outline import Outline
+from skyctl.push.request import PushResult
 from tests.faults.remote_fleet import A, B, RemoteFleet, words
 from tests.tiny import make_tiny_checkpoint
 from tests.unit.adapters.files import lora, make_adapter
@@ -195,3 +197,38 @@ def test_what_has_died_for_certain_is_started_again_on_its_machine(
     row = lasting.until({"stubs-1": "ready"})["stubs-1"]
     assert row["pid"] != before["pid"] and why in row["restart_reason"]
     assert [one.pid for one in lasting.servers(B)] == [row["pid"]]
+
+
+async def push_live(fleet: RemoteFleet, seed: int) -> tuple[Outline, PushResult]:
+    """The plan and the result of a trainer that has these tensors in ordinary memory."""
+    tensors = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
+        for name, (_, shape, data) in tiny_tensors(seed).items()
+    }
+    async with (
+        Fleet.load(fleet.directory / "fleet.yaml") as pushed_to,
+        pushed_to.trainer(tensors) as live,
+    ):
+        return live.plan(), await live.push(f"step-{seed}")
+
+
+def test_a_trainer_sends_to_servers_on_other_machines(
+    fleet: RemoteFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = fleet.directory / "shared"
+    shared.mkdir()
+    fleet.lay_out(more=f"shared_dir: {shared}")
+    write_checkpoint(fleet.directory / "model")
+    fleet.run("up")
+    monkeypatch.setenv("SKYCTL_HOME", str(fleet.directory / "home"))
+    plan, pushed = asyncio.run(push_live(fleet, 5))
+    assert (plan.way, plan.transport, plan.memory_bytes) == ("live", "gloo", 0)
+    assert "servers run on 127.0.0." in plan.reason
+    assert pushed.transport == "live" and pushed.compared["of_bytes"] == pushed.total_bytes
+    assert fleet.json("weights", "verify")["data"]["agree"] is True
+    # no file has them: the other server writes them for it
+    psutil.Process(fleet.replicas()["stubs-1"]["pid"]).kill()
+    deadline = time.monotonic() + 30
+    while (row := fleet.replicas()["stubs-1"])["restarts"] == 0 or not row["reported_version"]:
+        assert time.monotonic() < deadline, row
+    assert row["weight_version"] == "step-5" == row["reported_version"]

@@ -17,7 +17,7 @@ from tests.stub import fit
 from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
-from tests.stub.group import StubGroup
+from tests.stub.group import StubGroup, StubPeers
 from tests.stub.rows import answers, parts, write
 from tests.stub.state import EngineRefused, StubEngine
 
@@ -61,6 +61,7 @@ class StubServer:
         self.engine_core = StubCore(self.engine)
         self._middleware = middleware
         self.group = StubGroup(self.engine)
+        self.peers = StubPeers(self.engine)
         self.adapters = StubAdapters(served_model)
         self.gate = TokenGate()
         self.served_model = served_model
@@ -302,6 +303,8 @@ class StubServer:
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})
+        if method.startswith("skyctl_layout") and workers == 1:
+            return JSONResponse({"results": [await self.peers.call(method, body["kwargs"])]})
         raise EngineRefused(f"Worker failed with error '{_missing(method)}'")
 
     async def _init_transfer(self, request: Request) -> Response:
@@ -405,9 +408,11 @@ class StubServer:
             self.adapters.running[adapter] -= 1
 
     async def _set_faults(self, request: Request) -> Response:
-        """Other faults from now on, counted from their first call; the tests' own route."""
-        faults = (await request.json()).items()
-        self.asgi.faults = {route: Fault.from_json(fault) for route, fault in faults}
+        """Other faults from now on, counted from their first call; the tests' own route. `dies_at`
+        names a step of a push point to point."""
+        faults = await request.json()
+        self.peers.dies_at = faults.pop("dies_at", "")
+        self.asgi.faults = {route: Fault.from_json(fault) for route, fault in faults.items()}
         self.asgi.calls.clear()
         return JSONResponse({})
 

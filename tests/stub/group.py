@@ -1,16 +1,20 @@
-"""A stub's place in a sender's gloo group, taken by the receiver that vLLM's workers have."""
+"""A stub's place in a sender's gloo group, or in a trainer's, taken by what vLLM's workers have."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from skyctl.wire.messages import ChunkUpdate, ReceiverInit
+from skyctl.wire.layouts import LayoutReport, Program
+from skyctl.wire.messages import NOT_ON_GPU, ChunkUpdate, ReceiverInit, RowQuestion
 from tests.stub.rows import KEPT_BYTES, Contents
 from tests.stub.state import EngineRefused, StubEngine
 
 if TYPE_CHECKING:
+    from skyctl.engines.vllm.inside.arrivals import Arrivals
     from skyctl.engines.vllm.inside.receivers import Receiver
 
 
@@ -47,6 +51,89 @@ class StubGroup:
             receiver.close()
 
 
+class StubPeers:
+    """A stub's place in the group in which a trainer's ranks send, taken by what vLLM's workers
+    have."""
+
+    def __init__(self, engine: StubEngine) -> None:
+        self.dies_at = ""
+        """The step at which this process is killed: map, stage, arrived or load."""
+        self._engine = engine
+        self._key = ""
+        self._arrivals: Arrivals | None = None
+        self._program: Program | None = None
+        self._tensors: dict[str, Any] = {}
+
+    async def call(self, method: str, kwargs: dict[str, Any]) -> Any:
+        """What the only worker answers to one of skyctl's methods."""
+        step = method.removeprefix("skyctl_layout").lstrip("_") or "report"
+        act = getattr(self, step)
+        if step == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return await asyncio.to_thread(act, **kwargs)
+        except RuntimeError as error:
+            raise EngineRefused(f"Worker failed with error '{error}'") from error
+
+    def report(self, key: str = "", **_: Any) -> dict[str, Any]:
+        if key != self._key:
+            self.close()
+        return LayoutReport(0, reason=NOT_ON_GPU, opened=self._key).to_wire()
+
+    def map(self, key: str, group: dict[str, Any], place: int, **given: Any) -> bool:
+        import torch
+
+        from skyctl.engines.vllm.inside.arrivals import Arrivals  # torch
+        from skyctl.wire.peer_group import Meeting
+
+        self.close()
+        self._program = program = Program.from_wire(given["programs"][0])
+        meeting, cpu = Meeting.from_wire(group), torch.device("cpu")
+        sources = given["exports"][0]
+        self._arrivals = Arrivals(meeting, place, cpu, program.copies, sources)
+        self._key = key
+        return True
+
+    def stage(self, numbers: list[dict[str, int]]) -> None:
+        from skyctl.engines.vllm.inside import arrivals
+        from skyctl.wire.copies import octets_of
+
+        assert self._program is not None and self._arrivals is not None
+        self._tensors = tensors = arrivals.empty_tensors(self._program)
+        targets = {n: octets_of(tensor) for n, tensor in enumerate(tensors.values())}
+        check = lambda: arrivals.require_numbers(tensors, numbers[0])  # noqa: E731
+        self._arrivals.receive(targets, check)
+
+    def arrived(self) -> bool:
+        assert self._arrivals is not None
+        return self._arrivals.have_come()
+
+    def load(self, rows: list[dict[str, Any]], **_: Any) -> list[dict[str, str]]:
+        from skyctl.engines.vllm.inside.arrivals import rows_of
+
+        assert self._arrivals is not None
+        self._arrivals.wait()
+        tensors, self._tensors = self._tensors, {}
+        assert tensors, "nothing was staged"
+        questions = [RowQuestion(**row) for row in rows]
+        answer = [rows_of(tensors[question.name], question) for question in questions]
+        contents = {
+            name: (str(tensor.dtype).removeprefix("torch."), _bytes(tensor))
+            for name, tensor in tensors.items()
+        }
+        self._engine.load(contents)
+        return answer
+
+    def close(self) -> None:
+        arrivals, self._arrivals, self._key = self._arrivals, None, ""
+        if arrivals is not None:
+            arrivals.close()
+
+
+def _bytes(tensor: Any) -> bytes:
+    return bytes(tensor.reshape(-1).view(dtype=_byte()).numpy())
+
+
 def _open(init: ReceiverInit) -> Receiver:
     from skyctl.engines.vllm.inside.receivers import open_receiver  # torch
 
@@ -61,7 +148,7 @@ def _receive(receiver: Receiver, update: ChunkUpdate) -> Contents:
     for (name, tensor), dtype, expected in zip(
         receiver.receive(update), update.dtype_names, update.crc32, strict=True
     ):
-        data = bytes(tensor.reshape(-1).view(dtype=_byte()).numpy())
+        data = _bytes(tensor)
         if zlib.crc32(data) != expected:
             raise RuntimeError(f"{name} was damaged on its way")
         if len(data) <= KEPT_BYTES:

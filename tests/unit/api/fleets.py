@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
-from skyctl.api.trainer import Trainer, TrainerOptions, open_trainer
+from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import SkyctlError
+from skyctl.live.options import TrainerOptions
 from skyctl.live.ranks import Hub, Link, Ranks
 from tests.stub.app import StubServer
 from tests.stub.running import running

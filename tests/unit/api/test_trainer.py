@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
-from skyctl.api.trainer import TrainerOptions, open_trainer
+from skyctl.api.trainer import open_trainer
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
+from skyctl.live.options import TrainerOptions
 from skyctl.live.ranks import RankFailed
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault

@@ -42,12 +42,13 @@ class Loader:
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch
 
-        from skyctl.engines.vllm.inside import layout_load
+        from skyctl.engines.vllm.inside import layout_load, peers
 
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(layout_load.LayoutLoader, "_map", lambda loader, payload: self.slots)
         self.slots = torch.zeros(0, dtype=torch.uint8)
-        self.loader = layout_load.LayoutLoader(
+        monkeypatch.setattr(peers.PeerLoader, "_packs", False)
+        self.loader = peers.PeerLoader(
             SimpleNamespace(
                 model_runner=SimpleNamespace(get_model=lambda: model),
                 device=torch.device("cpu"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +50,42 @@ class Trainer:
                 for rank, exports in enumerate(self.exports)
             ],
         )
+
+    @contextmanager
+    def sending(self, plan: WorkerPlan) -> Iterator[Callable[[Any, bool], None]]:
+        """A group of the ranks and a worker, over gloo. What it yields is called for each push: the
+        worker's loader joins in the first, and stages or does not.
+        """
+        from skyctl.live.sending import Sender
+        from skyctl.wire.group_store import GroupStore
+        from skyctl.wire.peer_group import Meeting
+
+        address, secret = "127.0.0.1", b"secret"
+        store = GroupStore(address, secret, ranks=RANKS, timeout_s=20)
+        place = ("group", "gloo", address, store.port, secret.hex())
+        meeting = Meeting(*place, RANKS + 1, 20.0, 20.0).to_wire()
+        senders = [Sender() for _ in range(RANKS)]
+        for sender, rows in zip(senders, plan.rows_by_rank(), strict=True):
+            body = {"layout": plan.layout, "parameters": plan.parameters, "rows": rows}
+            sender.prepare([body])
+
+        def push(loader: Any, staged: bool) -> None:
+            group = {"meeting": meeting, "workers": [plan.layout]}
+            for rank, sender in enumerate(senders):
+                sender.send(rank, group, self.exports[rank], None if rank else store)
+            if not loader.key:
+                sources = [list(source) for source in plan.sources]
+                assert loader.join(plan.program, sources, "key", staged, meeting, RANKS) is staged
+            if staged:
+                loader.stage_numbered(None)
+            loader.load(None, last=True)
+            for sender in senders:
+                sender.wait(20.0)
+
+        try:
+            yield push
+        finally:
+            store.close()
 
     def rows(self, plan: WorkerPlan) -> list[list[Any]]:
         """The exports that a worker maps: in place of handles, where they are."""
@@ -112,6 +150,45 @@ def test_parameters_become_the_trainers(
                 assert torch.equal(parameter, made[name]), name
         numbers = trainer.numbers(plan)
         assert come_to(SimpleNamespace(loader=loader), model, list(numbers)) == numbers
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("kind", "ranks"), [("dense", 1), ("dense", 2), ("experts", 2)])
+def test_parameters_become_what_the_ranks_send(
+    checkpoints: dict[str, list[Path]],
+    worker: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    ranks: int,
+    dtype: str,
+    staged: bool,
+) -> None:
+    import torch
+
+    from skyctl.wire import batches
+
+    monkeypatch.setattr(batches, "_LONG_BYTES", 2048)
+    monkeypatch.setattr(batches.batches, "__defaults__", (8192,))
+    before, after = checkpoints[kind]
+    with vllm_model(after, rank=ranks - 1, ranks=ranks) as model:
+        made = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = Trainer(after, dtype)
+    with vllm_model(before, rank=ranks - 1, ranks=ranks) as model:
+        report = report_of(model)
+        plan = plan_live(trainer.pieces, [report])[report.layout]
+        loader = worker(model).loader
+        loader.mark_proven(report.layout)
+        with trainer.sending(plan) as push:
+            for _ in range(2):  # the group stands from push to push
+                for parameter in model.parameters():
+                    parameter.data.zero_()
+                push(loader, staged)
+                for name, parameter in model.named_parameters():
+                    assert torch.equal(parameter, made[name]), name
+        numbers = trainer.numbers(plan)
+        assert come_to(SimpleNamespace(loader=loader), model, list(numbers)) == numbers
+        loader.close()
 
 
 def test_what_a_trainer_has_mapped_stays_until_it_no_longer_fits(

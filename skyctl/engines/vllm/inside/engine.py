@@ -9,6 +9,7 @@ upon.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,6 +129,23 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
                 f"{', '.join(missing[:_SHOWN])}"
             )
         self.shutdown()
+
+    def load_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load all of a model at once: what an update that broke off has left does not matter.
+
+        Raises:
+            RuntimeError: they are not all of the model, or vLLM cannot load them.
+        """
+        if problem := update_problem(self.model):
+            raise RuntimeError(problem)
+        if half_open(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._announced = set(tensors)
+        self.start_weight_update()
+        with disable_mtp_completeness_check():
+            self.model.load_weights(list(tensors.items()))
+        self._received = set(tensors)
+        self.finish_weight_update()
 
     @staticmethod
     def trainer_send_weights(*_: Any, **__: Any) -> None:

@@ -37,6 +37,7 @@ from skyctl.wire.layouts import (
     Program,
     layout_digest,
 )
+from skyctl.wire.messages import NOT_ON_GPU
 
 _NUM_BUFFERS = 2
 
@@ -100,7 +101,7 @@ class LayoutLoader:
         self._made = {}
         model = self._model
         if self._device.type != "cuda":
-            return LayoutReport(self.rank, reason="its model is not on a GPU")
+            return LayoutReport(self.rank, reason=NOT_ON_GPU, opened=self.key)
         if self._worker.vllm_config.parallel_config.data_parallel_size > 1:
             # of a call to all ranks, only the first rank's failure is reported
             return LayoutReport(self.rank, reason="it has data-parallel ranks")

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from skyctl.wire.exports import Export
 
 _ALIGNMENT = 256
-_SPARE_BYTES = 1 << 30
+SPARE_BYTES = 1 << 30
 """What staging leaves free on a GPU that it may take memory of without being told to."""
 
 
@@ -26,7 +26,7 @@ def suits_staging(
     own = str(torch.cuda.get_device_properties(device).uuid)
     size = sum(octets.numel() for octets in parameters.values())
     away = any(Export.from_wire(row).device != own for row in exports)
-    return away and torch.cuda.mem_get_info(device)[0] >= size + _SPARE_BYTES
+    return away and torch.cuda.mem_get_info(device)[0] >= size + SPARE_BYTES
 
 
 class Beside:

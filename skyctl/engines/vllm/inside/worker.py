@@ -21,7 +21,7 @@ from skyctl.wire.nccl import leave_group, nccl_problem, nccl_settings
 
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
-    from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+    from skyctl.engines.vllm.inside.peers import PeerLoader
 
 _STARTED_AT = time.time()
 pack_after_updates()  # vLLM imports this module in its workers, before they have a model
@@ -254,32 +254,46 @@ class SkyctlWorkerExtension:
         key: str,
         pids: Sequence[int],
         staged: bool | None,
+        group: Mapping[str, Any] | None = None,
+        place: int = 0,
     ) -> bool:
         """Get ready for a trainer's pushes: programs and exports by rank; see `layout_load.py`.
-        When one of the trainer's processes `pids` ends, its memory is released.
+        When one of the trainer's processes `pids` ends, its memory is released. With a `group` the
+        ranks send; `place` is that of this server's first worker there; see `peers.py`.
         """
         loader = self._skyctl_loader()
-        program = Program.from_wire(programs[loader.rank])
+        rank = loader.rank
+        program = Program.from_wire(programs[rank])
         with loader.lock:
-            stages = loader.map(program, exports[loader.rank], key, staged)
+            if group is not None:
+                return loader.join(program, exports[rank], key, staged, group, place + rank)
+            stages = loader.map(program, exports[rank], key, staged)
         when_ended(pids, lambda: self._skyctl_release(key))
         return stages
 
-    def skyctl_layout_stage(self) -> None:
-        """Begin to copy what a trainer exports to beside the parameters."""
+    def skyctl_layout_stage(self, numbers: Sequence[Mapping[str, int]] | None = None) -> None:
+        """Begin to copy what a trainer exports, or sends, to beside the parameters. `numbers`, by
+        rank, are those of tensors that are sent to vLLM's loader.
+        """
         loader = self._skyctl_loader()
         with loader.lock:
-            loader.stage()
+            loader.stage_numbered(None if numbers is None else numbers[loader.rank])
 
     def skyctl_layout_arrived(self) -> bool:
         """Whether that has ended."""
         return self._skyctl_loader().has_arrived()
 
-    def skyctl_layout_load(self, chunks: Sequence[int] | None, last: bool) -> None:
-        """Copy chunks from the sender's memory into the parameters; None: all."""
+    def skyctl_layout_load(
+        self, chunks: Sequence[int] | None, last: bool, rows: Sequence[dict[str, Any]] = ()
+    ) -> list[dict[str, str]]:
+        """Copy chunks from the sender's memory into the parameters; None: all. Returns these `rows`
+        of what vLLM's loader was given.
+        """
         loader = self._skyctl_loader()
         with loader.lock:
+            received = loader.received([RowQuestion(**row) for row in rows])
             loader.load(chunks, last)
+        return received
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
@@ -312,10 +326,10 @@ class SkyctlWorkerExtension:
             given = self._skyctl_given_adapters = GivenAdapters(self)
         return given
 
-    def _skyctl_loader(self) -> LayoutLoader:
-        from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+    def _skyctl_loader(self) -> PeerLoader:
+        from skyctl.engines.vllm.inside.peers import PeerLoader
 
-        loader: LayoutLoader | None = getattr(self, "_skyctl_layout_loader", None)
+        loader: PeerLoader | None = getattr(self, "_skyctl_layout_loader", None)
         if loader is None:
-            loader = self._skyctl_layout_loader = LayoutLoader(self)
+            loader = self._skyctl_layout_loader = PeerLoader(self)
         return loader

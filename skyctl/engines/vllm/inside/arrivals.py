@@ -1,0 +1,149 @@
+"""What a trainer's ranks send a worker: received in a thread, beside the worker's own work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+
+from skyctl.wire.batches import Batch, batches
+from skyctl.wire.copies import octets_of
+from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.layouts import Copy, Program
+from skyctl.wire.messages import RowQuestion
+from skyctl.wire.peer_group import Meeting, PeerGroup
+from skyctl.wire.peers import join
+
+Targets = Mapping[int, torch.Tensor]
+"""Flat bytes, by the number of the parameter."""
+
+
+class Arrivals:
+    """This worker's place in the group. Each call begins something in a thread, once the one before
+    has ended.
+
+    Args:
+        sources: of each chunk of the program, the rank that sends it and its number there.
+        place: of this worker in the group.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        place: int,
+        device: torch.device,
+        copies: Sequence[Copy],
+        sources: Sequence[Sequence[int]],
+    ) -> None:
+        self._group: PeerGroup | None = None
+        self._problem = ""
+        self._thread = threading.Thread()
+        self._steps = _steps(copies, sources)
+        self._timeout_s = meeting.transfer_timeout_s
+        self._closed = False
+        self._then(lambda: self._join(meeting, place, device))
+
+    def receive(self, targets: Targets, check: Callable[[], None] = lambda: None) -> None:
+        """Begin to receive all into the targets, and check it."""
+        self._then(lambda: self._receive(targets, check))
+
+    def have_come(self) -> bool:
+        """Whether what was begun has ended. Raises RuntimeError: it has failed."""
+        if self._thread.is_alive():
+            return False
+        if self._problem:
+            raise RuntimeError(self._problem)
+        return True
+
+    def wait(self) -> None:
+        """Return once it has ended. Raises RuntimeError."""
+        self._thread.join(2 * self._timeout_s)
+        if not self.have_come():
+            raise RuntimeError("the trainer's ranks have not sent all in time")
+
+    def close(self) -> None:
+        """Leave the group; what is under way ends by itself."""
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _then(self, act: Callable[[], None]) -> None:
+        before = self._thread
+
+        def run() -> None:
+            if before.ident is not None:
+                before.join()
+            if self._problem:
+                return
+            try:
+                act()
+            except Exception as error:
+                self._problem = f"{error}" or repr(error)
+                self.close()
+
+        self._thread = threading.Thread(target=run, name="skyctl-arrivals", daemon=True)
+        self._thread.start()
+
+    def _join(self, meeting: Meeting, place: int, device: torch.device) -> None:
+        group = join(meeting, place, device)
+        self._group = group
+        if self._closed:
+            self.close()
+
+    def _receive(self, targets: Targets, check: Callable[[], None]) -> None:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group with the trainer is closed")
+        with group.context(), torch.inference_mode():  # parameters may be of that mode
+            for step in self._steps:
+                landing = [(rank, batch, batch.landing(targets)) for rank, batch in step]
+                group.transfer([], [(rank, m) for rank, _, messages in landing for m in messages])
+                for _, batch, messages in landing:
+                    batch.unpack(messages, targets)
+            group.finish()
+            check()
+
+
+def _steps(
+    copies: Sequence[Copy], sources: Sequence[Sequence[int]]
+) -> list[list[tuple[int, Batch]]]:
+    """What arrives in each step: from which ranks, and what from each. Each rank has cut the same
+    copies, in the order of its exports.
+    """
+    by_rank: dict[int, list[tuple[int, Copy]]] = {}
+    for copy in copies:
+        rank, export = sources[copy.chunk]
+        by_rank.setdefault(int(rank), []).append((int(export), copy))
+    columns = []
+    for rank, sent in sorted(by_rank.items()):
+        sent.sort(key=lambda pair: pair[0])
+        columns.append([(rank, batch) for batch in batches(copy for _, copy in sent)])
+    rows = zip_longest(*columns)
+    return [[pair for pair in row if pair is not None] for row in rows]
+
+
+def empty_tensors(program: Program) -> dict[str, torch.Tensor]:
+    """Memory for the tensors of a program, by name."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, dtype, shape in program.parameters
+    }
+
+
+def require_numbers(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, int]) -> None:
+    """Raise RuntimeError unless every byte is what the ranks have."""
+    for name, number in zip(tensors, digest_on_device(list(tensors.values())), strict=True):
+        if numbers.get(name) != number:
+            raise RuntimeError(f"{name} was damaged on its way")
+
+
+def rows_of(tensor: torch.Tensor, question: RowQuestion) -> dict[str, str]:
+    """The asked columns of each row, in hexadecimal digits, by its number."""
+    height, width = question.matrix
+    size = tensor.dtype.itemsize
+    matrix = octets_of(tensor).view(height, width * size)
+    columns = slice(question.begin * size, question.end * size)
+    return {str(row): bytes(matrix[row, columns].tolist()).hex() for row in question.rows}

@@ -1,0 +1,140 @@
+"""Weights that a trainer's ranks send this worker point to point, instead of memory that it maps.
+
+Per push:  map ─► stage ─► load     what arrives lies beside the parameters when the freeze begins
+           map ───────────► load    without room for that: it arrives in the parameters, frozen
+
+The group forms, and weights arrive, in a thread: the model serves meanwhile, and a rank that dies
+stops nothing. On CPU vLLM packs weights, so they arrive as the trainer's tensors, are compared with
+its sums, and its loader takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from skyctl.engines.vllm.inside.arrivals import (
+    Arrivals,
+    Targets,
+    empty_tensors,
+    require_numbers,
+    rows_of,
+)
+from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES, Beside
+from skyctl.wire.copies import octets_of
+from skyctl.wire.layouts import Program
+from skyctl.wire.messages import RowQuestion
+from skyctl.wire.peer_group import Meeting
+
+
+class PeerLoader(LayoutLoader):
+    """A worker's end of pushes that also takes what a trainer's ranks send."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker)
+        self._arrivals: Arrivals | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._arriving: Targets = {}
+
+    @property
+    def _packs(self) -> bool:
+        """Whether vLLM computes with packed copies of the parameters."""
+        return bool(self._device.type == "cpu")
+
+    def join(
+        self,
+        program: Program,
+        sources: Sequence[Sequence[int]],
+        key: str,
+        staged: bool | None,
+        group: Mapping[str, Any],
+        place: int,
+    ) -> bool:
+        """As `map`, of a trainer whose ranks send: the group begins to form. Returns whether a push
+        must call `stage`.
+        """
+        self.close()
+        by_loader = self._packs
+        try:
+            if by_loader:
+                self._require_engine()
+                self._program = program
+            else:
+                self._begin(program, slots=len(sources))
+                self._arriving = targets = self._targets(program)
+                size = sum(octets.numel() for octets in targets.values())
+                if staged is None:
+                    staged = torch.cuda.mem_get_info(self._device)[0] >= size + SPARE_BYTES
+                if staged:
+                    self._beside = Beside(targets, self._device)
+                torch.cuda.synchronize(self._device)
+            self._arrivals = Arrivals(
+                Meeting.from_wire(group), place, self._device, program.copies, sources
+            )
+            self.key = key
+            return by_loader or self._beside is not None
+        except BaseException:
+            self.close()
+            raise
+
+    def stage_numbered(self, numbers: Mapping[str, int] | None) -> None:
+        """As `stage`; with `numbers`, what arrives for the loader must have these."""
+        if self._arrivals is None:
+            self.stage()
+        elif self._beside is not None:
+            self._require_proven()
+            self._arrivals.receive(self._beside.parameters)
+        else:
+            self._stage_tensors(self._arrivals, numbers or {})
+
+    def has_arrived(self) -> bool:
+        if self._arrivals is not None:
+            return self._arrivals.have_come()
+        return super().has_arrived()
+
+    def load(self, chunks: Sequence[int] | None, last: bool) -> None:
+        arrivals = self._arrivals
+        if arrivals is None:
+            super().load(chunks, last)
+            return
+        if self._tensors:
+            arrivals.wait()
+            tensors, self._tensors = self._tensors, {}
+            self._require_engine().load_whole(tensors)
+            return
+        self._require_proven()
+        if not self._in_place():
+            raise RuntimeError("the model's parameters are not where they were")
+        if self._beside is None:
+            torch.cuda.synchronize(self._device)
+            arrivals.receive(self._arriving)
+        arrivals.wait()
+        if self._beside is not None:
+            self._beside.move()
+        torch.cuda.synchronize(self._device)
+        self._finish()
+
+    def received(self, questions: Sequence[RowQuestion]) -> list[dict[str, str]]:
+        """The asked rows of what is about to be loaded, in hexadecimal digits."""
+        return [rows_of(self._tensors[question.name], question) for question in questions]
+
+    def close(self) -> None:
+        arrivals, self._arrivals = self._arrivals, None
+        self._tensors, self._arriving = {}, {}
+        if arrivals is not None:
+            arrivals.close()
+        super().close()
+
+    def _stage_tensors(self, arrivals: Arrivals, numbers: Mapping[str, int]) -> None:
+        self._tensors = tensors = empty_tensors(self._opened())
+        targets = {n: octets_of(tensor) for n, tensor in enumerate(tensors.values())}
+        arrivals.receive(targets, lambda: require_numbers(tensors, numbers))
+
+    def _require_engine(self) -> Any:
+        engine = getattr(self._worker, "weight_transfer_engine", None)
+        if not hasattr(engine, "load_whole"):
+            raise RuntimeError("it was started without skyctl's weight-transfer engine")
+        return engine
