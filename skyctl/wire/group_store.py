@@ -76,9 +76,12 @@ class GroupStore:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(
-            self._timeout_s + _CLOSE_TIMEOUT_S
-        )
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise ConnectionError("the group's store is closed") from error
+        return future.result(self._timeout_s + _CLOSE_TIMEOUT_S)
 
     def _run(self, listening: socket.socket) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
