@@ -105,6 +105,10 @@ class Live:
     """How servers get at the weights."""
     servers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The layouts of each server's workers, in the fleet's order."""
+    machine: str = ""
+    """The address of a machine that servers run on; "" if all are on this one."""
+    update_timeout_s: float = 0.0
+    """How long a transfer may take."""
     group: Mapping[str, Any] | None = None
     """Where the members of this push's group meet (`wire/peer_group.py`); None by IPC."""
     forms: bool = False
@@ -160,7 +164,9 @@ class Live:
             for layout, plan in self.plans.items()
         )
         workers = (layout for layouts in self.servers.values() for layout in layouts)
-        return Offered(self.key, tuple(sums), tuple(workers))
+        return Offered(
+            *(self.key, tuple(sums), tuple(workers)), self.machine, self.update_timeout_s
+        )
 
 
 def planned(offer: Offer, workers: Iterable[LayoutReport]) -> Live:

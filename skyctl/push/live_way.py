@@ -20,7 +20,7 @@ from skyctl import engines
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
-from skyctl.live.offer import CHANGED, GLOO, IPC, Live, Offer, Offered, planned
+from skyctl.live.offer import CHANGED, GLOO, IPC, Live, Offer, planned
 from skyctl.push import peers
 from skyctl.push.layouts import ask_layouts
 from skyctl.push.request import PushFleet
@@ -62,13 +62,8 @@ async def take_offer(offer: Offer, fleet: PushFleet, client: ControlClient) -> L
     except (TypeError, ValueError) as error:
         raise PreflightError(f"an offer that is not understood: {error}") from error
     layouts = {name: tuple(r.layout for r in ranks) for name, ranks in reports.items()}
-    return replace(live, servers=layouts)
-
-
-def answer_to(live: Live, fleet: PushFleet) -> Offered:
-    """What the trainer is told of its offer."""
     machine, timeout_s = peers.machine_of(fleet), fleet.update_timeout_s
-    return replace(live.offered(), machine=machine, update_timeout_s=timeout_s)
+    return replace(live, servers=layouts, machine=machine, update_timeout_s=timeout_s)
 
 
 def _servers(fleet: PushFleet, client: ControlClient) -> list[PushedServer]:

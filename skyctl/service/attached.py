@@ -202,13 +202,12 @@ class AttachedFleet(RecordedFleet):
             )
 
     async def offer(self, request: Offer) -> Offered:
-        from skyctl.push.live_way import answer_to, take_offer
+        from skyctl.push.live_way import take_offer
 
         with await self._turn(Act.PUSH, "a trainer's offer"):
-            fleet = await self._would_take()
-            live = await take_offer(request, fleet, self._client)
+            live = await take_offer(request, await self._would_take(), self._client)
             self._offers = {live.key: live}
-        return answer_to(live, fleet)
+        return live.offered()
 
     async def push_live(self, request: PushLive) -> str:
         live = self._offers.get(request.key)

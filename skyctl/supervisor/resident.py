@@ -76,7 +76,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.live.offer import Live, Offer, Offered
-from skyctl.push.live_way import answer_to, release_all, take_offer
+from skyctl.push.live_way import release_all, take_offer
 from skyctl.push.request import PushRequest
 from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
@@ -449,10 +449,9 @@ class Supervisor(OperatedFleet, SupervisorService):
         await self.pushes.copying.over()
         with await self.arbiter.turn(Act.PUSH, "a trainer's offer"):
             await self.pushes.warming.stop()  # workers that are asked release what it mapped
-            fleet = self.pushes.would_take()
-            live = await take_offer(request, fleet, self.client)
+            live = await take_offer(request, self.pushes.would_take(), self.client)
             self.pushes.offers = {live.key: live}
-        return answer_to(live, fleet)
+        return live.offered()
 
     async def push_live(self, request: PushLive) -> str:
         live = self.pushes.offers.get(request.key)
