@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,15 @@ class Case:
     """Shards in which the checkpoints differ; 0: all."""
     args: dict[str, Any] = field(default_factory=dict)
     """More arguments of vLLM."""
+
+    def beginning_at(self, first: int) -> Case:
+        """The same, with GPU `first` in place of GPU 0, and so on."""
+        return replace(
+            self,
+            trainer=tuple(gpu + first for gpu in self.trainer),
+            servers=tuple(tuple(gpu + first for gpu in gpus) for gpus in self.servers),
+            reference=tuple(gpu + first for gpu in self.reference),
+        )
 
 
 _TWO = ((0,), (1,))
@@ -474,6 +483,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--native-runs", type=int, default=5, help="of vLLM's own sender; 0: none")
+    parser.add_argument("--first-gpu", type=int, default=0, help="begin with this one")
     parser.add_argument("--trainer-env", nargs="*", default=[], help="NAME=VALUE for the trainer")
     parser.add_argument("--scratch", type=Path, default=SCRATCH)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -482,7 +492,7 @@ def main() -> None:
         trainer_main(options)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    case = CASES[options.case]
+    case = CASES[options.case].beginning_at(options.first_gpu)
     checkpoints = two_checkpoints(options.scratch, case.shape, differing=case.differing)
     wanted = fleet_options(case, options)
     fleet = fleet_of(wanted, checkpoints[0], wanted.gpus)
