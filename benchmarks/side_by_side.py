@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -38,12 +39,13 @@ def side_by_side(
         ]
         for process in processes:
             process.start()
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with suppress(KeyboardInterrupt):
-            for process in processes:
-                process.join(max(0.0, deadline + ENDING_S - time.monotonic()))
-        signal.signal(signal.SIGTERM, before)
-        late = [process for process in processes if process.is_alive()]
+        interrupted = threading.Event()  # `timeout` interrupts twice
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = [signal.signal(number, lambda *_: interrupted.set()) for number in signals]
+        while late := [process for process in processes if process.is_alive()]:
+            if interrupted.is_set() or time.monotonic() > deadline + ENDING_S:
+                break
+            late[0].join(0.2)
         for process in late:
             process.terminate()
         end = time.monotonic() + ENDING_S
@@ -54,6 +56,8 @@ def side_by_side(
             if process.is_alive():
                 process.kill()
                 lines.append({"error": f"{process.name} did not end in {2 * ENDING_S:.0f} s"})
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
         return lines
 
 

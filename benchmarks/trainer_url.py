@@ -324,6 +324,12 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 print(f"{pair.backend}: {error}", flush=True)
 
 
+def interrupt_once(*_: object) -> None:
+    """`timeout` interrupts twice, and the servers are to be taken down in between."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """Exit status 1 when a backend was not measured, or a server answered otherwise."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -346,12 +352,14 @@ def main() -> int:
         trainer_main(options)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGINT, interrupt_once)
     results = []
-    for result in measure(options):
-        machine = taken_on_gpus() if on_gpus else {"cpus": os.cpu_count()}
-        shape = {"options": f"{options.shape}, {options.warmups} warm-ups"}
-        save({**result, **machine, **shape}, f"-{options.shape}", options.out)
-        results.append(result)
+    with suppress(KeyboardInterrupt):  # what was measured until then is the result
+        for result in measure(options):
+            machine = taken_on_gpus() if on_gpus else {"cpus": os.cpu_count()}
+            shape = {"options": f"{options.shape}, {options.warmups} warm-ups"}
+            save({**result, **machine, **shape}, f"-{options.shape}", options.out)
+            results.append(result)
     columns = f"{'frozen, fleet URL':>18}{'directly':>10}{'ratio':>7}{'unlike':>8}{'asleep':>8}"
     print(f"{'backend':<9}{columns}")
     for result in results:
