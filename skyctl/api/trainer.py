@@ -201,6 +201,8 @@ class Trainer:
         has other weights or goes down. A second call does nothing.
         """
         self._windows = {}
+        if self._memory is not None:
+            self._memory.leave_group()
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
