@@ -102,7 +102,7 @@ class Trainer:
         dropped = self.models.pop(model, None)
         if dropped is not None and isinstance(dropped.parameters, Shards):
             del dropped
-            gc.collect()  # its module refers to itself
+            gc.collect()  # a sharded model refers to itself
 
     def save(self, model: str, directory: Path, *, optimizer: bool) -> int:
         """Write a checkpoint; returns its size in bytes. A whole model is in float32 if its
@@ -238,6 +238,8 @@ class Trainer:
             config, _ = self._checked(Path(directory), optimizer=False)
             while len(self._samplers) >= (4 if config.rank else 1):
                 del self._samplers[next(iter(self._samplers))]
+            if not config.rank:
+                gc.collect()  # a sharded model refers to itself
             self._samplers[directory] = self.base.read(Path(directory), config)
         return self._samplers[directory]
 

@@ -95,7 +95,7 @@ def test_recipes_run_to_their_end(fleet: FleetCli) -> None:
         "batch_size=32",
         "learning_rate=3e-3",
         "eval_every=0",
-        "num_epochs=3",
+        "num_epochs=6",
     )
     losses = [
         step["train_mean_nll"]
@@ -118,10 +118,9 @@ def test_recipes_run_to_their_end(fleet: FleetCli) -> None:
         "eval_every=0",
     )
     assert distilled
-    rl = ("group_size=4", "max_tokens=8", "max_steps=2", "eval_every=0")
-    for log, options in (
-        ("rl", ("loss_fn=importance_sampling", "kl_penalty_coef=0")),
-        ("ppo", ("loss_fn=ppo", "max_steps_off_policy=1")),
+    for log, count, options in (
+        ("rl", 8, ("loss_fn=importance_sampling", "kl_penalty_coef=0")),
+        ("ppo", 2, ("loss_fn=ppo", "max_steps_off_policy=1")),
     ):
         steps = run_recipe(
             fleet,
@@ -130,11 +129,15 @@ def test_recipes_run_to_their_end(fleet: FleetCli) -> None:
             f"load_checkpoint_path={start}",
             "groups_per_batch=8",
             "env=arithmetic",
-            *rl,
+            *("group_size=8", "max_tokens=16", "learning_rate=1e-3", "eval_every=0"),
+            f"max_steps={count}",
             *options,
         )
         rewards = [step[REWARD] for step in steps if REWARD in step]
-        assert len(rewards) == 2, [list(step) for step in steps]
+        assert len(rewards) == count, [list(step) for step in steps]
+        if count > 2:  # an answer that does not end costs 0.1
+            assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
+    rl = ("group_size=4", "max_tokens=8", "max_steps=2", "eval_every=0")
     shorter = run_recipe(fleet, "preference.shorter.train", "shorter", "batch_size=4", *rl)
     guesses = run_recipe(fleet, "multiplayer_rl.guess_number.train", "guess", "batch_size=4", *rl)
     assert shorter and guesses
