@@ -28,7 +28,7 @@ def is_direct(source: Any, request: PushRequest) -> bool:
         getattr(request, option) != getattr(plain, option)
         for option in (
             *("dry_run", "colocated", "sleep_after", "chunk_size", "stage_rate"),
-            *("layout", "allow_unproven_reload", "allow_config"),
+            *("layout", "allow_unproven_reload", "allow_config", "draft"),
         )
     )
     on_gpu = any(getattr(tensor, "is_cuda", False) for tensor in source.values())

@@ -53,6 +53,7 @@ class WeightsFleet(SessionHolder):
         allow_config: Sequence[str] = (),
         trial: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
+        draft: str | PathLike[str] | None = None,
         rolling: int = 0,
         colocated: bool = False,
         sleep_after: int = 0,
@@ -101,6 +102,7 @@ class WeightsFleet(SessionHolder):
             sleep_after: level to sleep at afterwards; 0 is none.
             keep: make the fleet's own copy first, and push that (`kept_weights` lists them). Of
                 weights that servers copied from a GPU, a server writes it after the push.
+            draft: the checkpoint of the model that servers draft tokens with.
             on_event: receives the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
@@ -130,6 +132,7 @@ class WeightsFleet(SessionHolder):
             rolling=rolling,
             colocated=colocated,
             sleep_after=sleep_after,
+            draft="" if draft is None else self._path(draft),
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):

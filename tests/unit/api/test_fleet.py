@@ -190,6 +190,21 @@ async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
     assert in_memory(home) == []
 
 
+async def test_tensors_of_a_model_and_a_draft_model_are_pushed_together(
+    tmp_path: Path, base: Path
+) -> None:
+    pytest.importorskip("torch")
+    draft, servers = write_checkpoint(tmp_path / "draft", tiny_tensors(70)), stubs(base)
+    for server in servers:
+        drafts = {"method": "draft_model", "model": str(base)}
+        server.engine.settings = {"speculative_config": drafts}
+    async with attached(tmp_path, servers) as fleet, fleet:
+        with pytest.raises(PreflightError, match="speculative decoding by draft_model"):
+            await fleet.sync_weights(state_dict(50))
+        assert (await fleet.sync_weights(state_dict(50), draft=draft)).draft == str(draft)
+    assert all(f"draft {draft}" in server.engine.log for server in servers)
+
+
 async def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(
     tmp_path: Path, base: Path, home: Path
 ) -> None:
