@@ -135,7 +135,9 @@ async def _uses(
     """What a server's draft model takes of these tensors, by their names."""
     try:
         answers = await server.control.ask_workers(
-            WorkerMethod.DRAFT_USES, {"tensors": tensors}, timeout_s=timeout_s
+            WorkerMethod.DRAFT_USES,
+            {"path": str(checkpoint.path), "tensors": tensors},
+            timeout_s=timeout_s,
         )
     except ServerError as error:
         if lacks_method(error):  # started without skyctl's worker extension

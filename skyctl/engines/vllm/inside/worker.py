@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.inside.ended import when_ended
@@ -165,14 +166,20 @@ class SkyctlWorkerExtension:
             "ties_output": ties_output(model),
         }
 
-    def skyctl_draft_uses(self, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> list[str]:
-        """What the draft model's loader does with each tensor (name, torch dtype, shape).
+    def skyctl_draft_uses(
+        self, path: str, tensors: Sequence[tuple[str, str, Sequence[int]]]
+    ) -> list[str]:
+        """What the draft model's loader does with each tensor (name, torch dtype, shape) of the
+        checkpoint at `path`.
 
         Raises:
-            RuntimeError: this worker has no draft model that could be loaded again.
+            RuntimeError: this worker has no draft model that could be loaded again, or no such
+                directory.
         """
         from skyctl.engines.vllm.inside.fit import uses
 
+        if not Path(path).is_dir():
+            raise RuntimeError(f"{path} is not on its machine")
         return list(uses(draft_model(self), tensors))
 
     def skyctl_load_draft(self, path: str) -> None:
