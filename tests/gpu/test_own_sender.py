@@ -37,8 +37,10 @@ def dying(sent):
         yield one
 
 class Dying(own_sender.Weights):
-    def __iter__(self):
-        return dying(super().__iter__())
+    def iter_full(self):
+        return dying(super().iter_full())
+
+    __iter__ = iter_full
 
 changes = own_sender.changes
 own_sender.Weights = Dying
