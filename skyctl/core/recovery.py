@@ -181,6 +181,11 @@ async def _release_one(case: _Case, actions: Actions) -> None:
             slept=slept,
         )
     except SkyctlError as error:
+        refusal = error.refusal if isinstance(error, ServerError) else ""
+        if record.by_verb and refusal == Refusal.FROZEN_BY_ANOTHER:  # and that fleet thaws it
+            clear(actions.state, case.name)
+            case.action = Action.NOTHING
+            return case.done()
         put_in_doubt(actions.state, {case.name: replace(record, half_updated=True)})
         case.action, case.problem = Action.PUSH, error.message
         return None
@@ -249,7 +254,7 @@ async def _bring(case: _Case, actions: Actions) -> WeightsGone | None:
         return error
     except SkyctlError as error:
         case.action = Action.RESTART
-        case.problem = case.problem or error.message
+        case.problem = error.message  # the interrupted push's record has why that was not repeated
     return None
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from skyctl.store.in_doubt import doubt_pause, in_doubt
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 from tests.unit.push.checkpoints import write_checkpoint
 
@@ -101,6 +103,21 @@ def test_a_fleet_whose_state_was_lost_says_what_to_type(scene: Scene) -> None:
     assert "skyctl resume --force" in json.dumps(refused)
     scene.other.run("resume", "--force")
     assert scene.paused() == {False}
+
+
+def test_recovery_leaves_frozen_what_another_fleet_froze(scene: Scene) -> None:
+    scene.other.run("resume")  # puts its servers on record
+    database = scene.other.directory / "home" / "fleets" / "far" / "state.sqlite"
+    with FleetState(database) as state:  # what a pause leaves that could not be undone
+        servers = [row.name for row in state.servers()]
+        doubt_pause(state, servers[0])
+    scene.fleet.run("pause", "--mode", "keep")
+    scene.other.run("recover", "--yes")
+    with FleetState(database) as state:
+        assert in_doubt(state) == {} and not any(row.quarantine for row in state.servers())
+    assert scene.paused() == {True}
+    scene.fleet.run("resume")
+    assert scene.states() == {"ready"}
 
 
 def test_what_was_frozen_by_hand_is_thawed_by_hand_after_a_push(

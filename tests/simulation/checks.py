@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _LOOK_S = 2.0
 """How long before its end a push looks at its servers for the last time."""
+_ELSEWHERE = "type: skyctl recover --fleet"
+"""What recovery says of a server that another fleet has to repair first."""
 
 
 def thawed_by_stranger(engine: Engine) -> bool:
@@ -155,7 +157,8 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
                 world.violate("quarantined: files are said to be overwritten, and are not")
             # of a server that is not ours, it may serve what it was restarted with
             continue
-        if row.name in doubts and not down:  # a new process is in no doubt
+        others = _ELSEWHERE in findings.get(row.name, "")  # recovery leaves it alone until then
+        if row.name in doubts and not down and not others:  # a new process is in no doubt
             world.violate("records: in doubt and not quarantined")
         if not engine.serving:
             continue
@@ -176,7 +179,7 @@ def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) ->
     if row.quarantine or row.intended != "running":
         return
     detail = findings.get(row.name, "")
-    if "type: skyctl recover --fleet" in detail:
+    if _ELSEWHERE in detail:
         return
     if engine.frozen_for_push and "stranger" not in world.faults:  # it leaves what was paused so
         world.violate("frozen: a push has left it so, and nobody says why")
@@ -187,9 +190,12 @@ def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) ->
 def _after_all(world: World, state: FleetState) -> None:
     if world.is_down():
         return
+    doubts = in_doubt(state)
     for engine in world.engines:
         row = state.server(world.name_of(engine))
         if row.quarantine:
             world.violate("quarantined: it stays so after a push of whole files")
+        elif row.name in doubts:
+            world.violate("records: it stays in doubt after all that can be typed")
         elif not engine.serving:
             world.violate("frozen: it does not serve after all that can be typed")

@@ -276,7 +276,7 @@ async def test_when_that_cannot_be_had_they_get_the_fleets_weights(actions: Acti
 
 async def test_and_are_restarted_when_that_fails_too(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=True)
-    actions.push_error = actions.bring_error = "no room"
+    actions.push_error, actions.bring_error = "/new was overwritten", "no room"
     assert outcomes(await recover(findings, actions)) == [("restart", True)]
     assert actions.done[-1] == "replace stub-0: no room"
 
