@@ -259,15 +259,15 @@ class StubServer:
         method, workers = body.get("method"), self.engine.world_size
         if method == "reload_weights":
             self.engine.reload(body["kwargs"]["weights_path"])
-            return JSONResponse({"results": [None] * workers})
+            return _results([None] * workers)
         if not self.engine.extension:
             raise EngineRefused(f"Call to collective_rpc method failed: {_missing(method)}")
         if method == "skyctl_draft_uses":
             uses = fit.draft_uses(self.engine, body["kwargs"]["tensors"])
-            return JSONResponse({"results": [uses] * workers})
+            return _results([uses] * workers)
         if method == "skyctl_load_draft":
             self.engine.load_draft(body["kwargs"]["path"])
-            return JSONResponse({"results": [None] * workers})
+            return _results([None] * workers)
         if method == "skyctl_weight_digest":
             asked = body["kwargs"].get("rows", [])
             drafts = body["kwargs"].get("draft", False)
@@ -278,33 +278,33 @@ class StubServer:
                 "not_finite": self.engine.not_finite,
                 "rows": answers(held, asked),
             }
-            return JSONResponse({"results": [answer] * workers})
+            return _results([answer] * workers)
         if method == "skyctl_tensor_parts":
             has = parts(self.engine.contents, body["kwargs"]["tensors"])
-            return JSONResponse({"results": [has] * workers})
+            return _results([has] * workers)
         if method == "skyctl_write_tensors":
             write(self.engine.contents, **body["kwargs"])
-            return JSONResponse({"results": [None] * workers})
+            return _results([None] * workers)
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
-            return JSONResponse({"results": [None] * workers})
+            return _results([None] * workers)
         if method == "skyctl_started_with":
-            return JSONResponse({"results": [self._config()] * workers})
+            return _results([self._config()] * workers)
         if method == "skyctl_update_problem":
-            return JSONResponse({"results": [self.engine.update_problem] * workers})
+            return _results([self.engine.update_problem] * workers)
         if method == "skyctl_fit":
-            return JSONResponse({"results": [fit.answer(self.engine, **body["kwargs"])] * workers})
+            return _results([fit.answer(self.engine, **body["kwargs"])] * workers)
         if method == "skyctl_adapter_fit":
             answer = {"unapplied": self.engine.unwrapped(body["kwargs"]["names"]), "unread": []}
-            return JSONResponse({"results": [answer] * workers})
+            return _results([answer] * workers)
         if method.startswith("skyctl_adapter_"):
             answer = self.adapters.rpc(method, body["kwargs"])
-            return JSONResponse({"results": [answer] * workers})
+            return _results([answer] * workers)
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
-            return JSONResponse({"results": [answer] * workers})
+            return _results([answer] * workers)
         if method.startswith("skyctl_layout") and workers == 1:
-            return JSONResponse({"results": [await self.peers.call(method, body["kwargs"])]})
+            return _results([await self.peers.call(method, body["kwargs"])])
         raise EngineRefused(f"Worker failed with error '{_missing(method)}'")
 
     async def _init_transfer(self, request: Request) -> Response:
@@ -491,6 +491,12 @@ def _guarded(handler: Handler) -> Handler:
             return _error(500, str(error))
 
     return guarded
+
+
+def _results(answers: list[Any]) -> Response:
+    """What workers answered, as vLLM sends it: all but containers as text."""
+    plain = (dict, list, type(None))
+    return JSONResponse({"results": [a if isinstance(a, plain) else str(a) for a in answers]})
 
 
 def _error(status: int, message: str) -> Response:

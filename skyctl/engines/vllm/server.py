@@ -41,6 +41,7 @@ _COUNTS = {
     "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
 }
 _USAGE, _SLEEP = "vllm:kv_cache_usage_perc", "vllm:engine_sleep_state"
+_BOOLEANS = {"True": True, "False": False}
 METRICS = (*_COUNTS.values(), _USAGE, _SLEEP)
 """The metrics that are read; every server has the first from its start."""
 
@@ -171,7 +172,7 @@ class VLLMServer(HttpServer):
     async def collective_rpc(
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None
     ) -> list[Any]:
-        """One result per worker, non-containers as strings."""
+        """One result per worker; vLLM makes all but containers text: booleans are read back."""
         body = {"method": method, "kwargs": dict(kwargs or {})}
         try:
             answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
@@ -183,9 +184,9 @@ class VLLMServer(HttpServer):
             if any(phrase.format(name) in error.message for phrase in words for name in methods):
                 error.refusal = Refusal.NO_METHOD
             raise
-        if not isinstance(answer, dict):
-            return []
-        return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
+        results = answer.get("results") if isinstance(answer, dict) else None
+        sent = self._understood("/collective_rpc", lambda: list(results or []))
+        return [_BOOLEANS.get(each, each) if isinstance(each, str) else each for each in sent]
 
     async def ask_workers(
         self, method: str, kwargs: Arguments | None = None, *, timeout_s: float | None = None

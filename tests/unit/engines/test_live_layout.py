@@ -78,6 +78,9 @@ class Trainer:
                 assert loader.join(plan.program, sources, "key", staged, meeting, RANKS) is staged
             if staged:
                 loader.stage_numbered(None)
+            else:
+                with pytest.raises(RuntimeError, match="nothing is staged"):
+                    loader.stage_numbered(None)
             loader.load(None, last=True)
             for sender in senders:
                 sender.wait(20.0)

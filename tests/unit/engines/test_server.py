@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -61,6 +63,25 @@ async def test_a_whole_push_reaches_the_server_stage_by_stage() -> None:
     assert stub.engine.log == ["init", "start", "update", "update", "finish"]
     assert stub.engine.update_infos == [{"names": ["a"]}, {"names": ["b"]}]
     assert [answer["digest"] for answer in answers] == [stub.engine.digest] != [before]
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_what_workers_say_is_what_vllms_route_was_given() -> None:
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.dev.rpc.api_router import attach_router
+
+    said: list[Any] = [False, True, None, ["a"], {"b": False}, "", "why not"]
+
+    async def rpc(**_: Any) -> list[Any]:
+        return said
+
+    app = FastAPI()
+    attach_router(app)
+    app.state.engine_client = SimpleNamespace(collective_rpc=rpc)
+    transport = ThroughHttpx(httpx.ASGITransport(app))
+    async with ControlClient(transport=transport) as client:
+        server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
+        assert await server.collective_rpc("skyctl_layout_arrived") == said
 
 
 async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:

@@ -81,7 +81,7 @@ def require_free(size: int, device: torch.device) -> None:
     """Raise RuntimeError if there is not so much memory to process parameters in."""
     if device.type != "cuda":
         return
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     if free < size:
         raise RuntimeError(

@@ -87,8 +87,10 @@ class PeerLoader(LayoutLoader):
         elif self._beside is not None:
             self._require_proven()
             self._arrivals.receive(self._beside.parameters)
-        else:
+        elif self._packs:
             self._stage_tensors(self._arrivals, numbers or {})
+        else:
+            raise RuntimeError("what is sent arrives in the parameters, and nothing is staged")
 
     def has_arrived(self) -> bool:
         if self._arrivals is not None:
