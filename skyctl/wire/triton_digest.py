@@ -54,8 +54,7 @@ def _sum_runs(  # type: ignore[no-untyped-def]
 
 
 def sum_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number per tensor, shape [len(tensors)], int64, on the tensors' GPU, which must be the
-    current one.
+    """One number per tensor, shape [len(tensors)], int64, on the tensors' GPU.
 
     Every tensor must be contiguous, begin at a multiple of 8 bytes and hold at least one. The first
     call in a process compiles the kernel.
@@ -67,7 +66,8 @@ def sum_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     table = _table(places, device)
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
     grid = (table.shape[1],)
-    _sum_runs[grid](*table, sums, GOLDEN, MIX, LANES=LANES, num_warps=8)
+    with torch.cuda.device_of(sums):  # Triton launches on the current device
+        _sum_runs[grid](*table, sums, GOLDEN, MIX, LANES=LANES, num_warps=8)
     return sums
 
 
@@ -130,7 +130,9 @@ def sum_pieces(base: int, table: torch.Tensor, sums: torch.Tensor, broken: torch
         sums: int64, on the GPU of the pieces.
         broken: int32, set to 1 where a piece holds NaN or infinity.
     """
-    if len(table):
+    if not len(table):
+        return
+    with torch.cuda.device_of(sums):  # Triton launches on the current device
         _sum_pieces[(len(table),)](
             *(base, table, sums, broken, GOLDEN, MIX), LANES=LANES, BLOCK=1024, num_warps=4
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, combinations, product
 
 import pytest
@@ -114,3 +115,30 @@ def test_each_of_several_tensors_gets_its_own_number() -> None:
     ones, zeros = torch.ones(8), torch.zeros(8)
     assert digest_on_device([ones, zeros]) == [number(ones), number(zeros)]
     assert digest_on_device([]) == []
+
+
+def test_kernels_start_on_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton starts them on the current one, which reads no memory of another."""
+    pytest.importorskip("triton")
+    from skyctl.wire import triton_digest
+
+    current: list[torch.Tensor] = []
+    started_on: list[torch.Tensor | None] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *_, **__: started_on.append(current[-1] if current else None)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for kernel in ("_sum_runs", "_sum_pieces"):
+        monkeypatch.setattr(triton_digest, kernel, Kernel())
+    sums, table = torch.zeros(1, dtype=torch.int64), torch.zeros((1, 8), dtype=torch.int64)
+    triton_digest.sum_pieces(0, table, sums, torch.zeros(1, dtype=torch.int32))
+    numbers = triton_digest.sum_words([torch.ones(8)])
+    assert started_on[0] is sums and started_on[1] is numbers
