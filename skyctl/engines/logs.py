@@ -15,9 +15,9 @@ from skyctl.sanitize import sanitized
 from skyctl.store.paths import create_private_file
 
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also after vLLM's `(EngineCore pid=7)` and
-# log prefixes.
+# log prefixes; not a traceback's `raise ValueError(`.
 _ERROR_LINE = re.compile(
-    r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Panic)\b:? ?.*)$"
+    r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Panic)\b(?!\():? ?.*)$"
 )
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"

@@ -132,6 +132,7 @@ VLLM_FAILURE = """
 (EngineCore pid=7) ERROR 11-20 23:00:00 [core.py:9] ValueError: no memory for the KV cache
 (APIServer pid=5) Traceback (most recent call last):
 (APIServer pid=5)   File "x.py", line 3, in <module>
+(APIServer pid=5)     raise RuntimeError(
 (APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.
 """.strip().splitlines()
 
