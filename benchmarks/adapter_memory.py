@@ -33,6 +33,7 @@ from skyctl.adapters.tensors import write_adapter
 from skyctl.checkpoints.header import read_header
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 
+GIB = 1 << 30
 RANK = 32
 CONFIG = {"r": RANK, "lora_alpha": RANK}
 USUAL = 5
@@ -196,8 +197,10 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     lora = {"max_adapters": 4, "max_rank": RANK}
     content = on_cpu(model, 1, lora=lora)
     if options.gpu:
-        content |= {"device": "cuda", "gpus": [options.gpu[0]]}
-        content["args"] |= {"gpu-memory-utilization": 0.5, "max-num-seqs": 32}
+        content |= {"device": "cuda", "gpus": [options.gpu[0]], "share_gpus": True}
+        # of a fixed size: vLLM would measure the memory that others take and free meanwhile
+        content["args"] |= {"max-num-seqs": 32, "kv-cache-memory-bytes": 2 * GIB}
+        content["args"] |= {"gpu-memory-utilization": 0.08}
         content["weight_transfer"] = {"warm": False}  # no rehearsal beside what is timed
     return content
 

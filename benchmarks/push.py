@@ -59,8 +59,15 @@ class Fleet:
             check=False,
         )
         if check and done.returncode:
+            if arguments[0] == "up":
+                print(self._errors(), file=sys.stderr)
             raise SystemExit(f"skyctl {' '.join(arguments)}: {done.returncode}\n{done.stdout}")
         return done.stdout
+
+    def _errors(self) -> str:
+        """What servers' logs have of errors: an engine says why it failed before its server."""
+        lines = self.run("logs", "-n", "2000", check=False).splitlines()
+        return "\n".join(line for line in lines if " ERROR " in line or "Error: " in line)[-8000:]
 
     def data(self, *arguments: str) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(self.run(*arguments, "--json"))["data"]
