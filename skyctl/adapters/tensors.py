@@ -92,12 +92,12 @@ def _examined(tensors: Sequence[tuple[str, Tensor]]) -> SentTensors:
     import torch
 
     from skyctl.wire.device_digest import digest_on_device
-    from skyctl.wire.finite import all_finite
+    from skyctl.wire.finite import finite_flags
 
     names, contents = [name for name, _ in tensors], [tensor for _, tensor in tensors]
     if not contents:
         return SentTensors(numbers=())
-    finite = torch.stack([all_finite(tensor) for tensor in contents]).tolist()
+    finite = finite_flags(contents)
     if not all(finite):
         raise PreflightError(
             f"{names[finite.index(False)]} holds NaN or infinity",

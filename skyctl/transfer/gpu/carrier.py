@@ -273,14 +273,12 @@ def _first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Pie
     none: one pass over the chunk, one wait. `chunk` is the slot's bytes (uint8) on any device;
     pieces without a dtype are skipped.
     """
-    import torch
-
-    from skyctl.wire.finite import all_finite, each_finite
+    from skyctl.wire.finite import each_finite, finite_flags
 
     runs = list(_runs(pieces))
     if not runs:
         return None
-    good = torch.stack([all_finite(_tensor(chunk, run)) for run in runs]).tolist()
+    good = finite_flags([_tensor(chunk, run) for run in runs])
     for run in (run for run, finite in zip(runs, good, strict=True) if not finite):
         for piece in run:
             finite = each_finite(_tensor(chunk, [piece]))

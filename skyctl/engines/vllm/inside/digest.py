@@ -29,7 +29,7 @@ import torch
 from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
 from skyctl.wire.copies import octets_of
 from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
-from skyctl.wire.finite import all_finite
+from skyctl.wire.finite import finite_flags
 from skyctl.wire.messages import RowAnswer, RowQuestion, row_number
 
 _EXACT_WIDTH = 512
@@ -162,21 +162,19 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
 
 def not_finite(model: torch.nn.Module) -> str:
     """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
-    with torch.inference_mode():
-        finite_by_name: dict[str, torch.Tensor] = {
-            name: all_finite(parameter)
+    with torch.inference_mode(), plain_tensors():
+        tensors = {
+            name: parameter
             for name, parameter in model.named_parameters()
             if parameter.numel() and parameter.is_floating_point()
         }
-        on_cpu = not finite_by_name or any(
-            flag.device.type == "cpu" for flag in finite_by_name.values()
-        )
+        finite_by_name = dict(zip(tensors, finite_flags([*tensors.values()]), strict=True))
+        on_cpu = not tensors or any(tensor.device.type == "cpu" for tensor in tensors.values())
         for name, layer in model.named_modules() if on_cpu else ():
             if is_packed(layer):
                 kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
-                finite_by_name[name] = torch.stack([all_finite(tensor) for tensor in kept]).all()
-        finite = torch.stack(list(finite_by_name.values())).tolist()
-    return next((name for name, good in zip(finite_by_name, finite, strict=True) if not good), "")
+                finite_by_name[name] = all(finite_flags(kept))
+    return next((name for name, good in finite_by_name.items() if not good), "")
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
