@@ -23,6 +23,38 @@ if TYPE_CHECKING:
 Body = dict[str, Any]
 
 
+class Flats(Sequence[torch.Tensor]):
+    """Each export as a flat tensor, made when it is looked at: most are read by their address, and
+    thousands of tensors take longer than a sum. Keeps the storages alive.
+
+    Raises:
+        RuntimeError: one was freed.
+    """
+
+    def __init__(
+        self, storages: Sequence[tuple[StorageWeakRef, torch.dtype, torch.device]]
+    ) -> None:
+        self._types = [(dtype, device) for _, dtype, device in storages]
+        self._storages = [
+            torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference, _, _ in storages
+        ]
+        if None in self._storages:
+            raise RuntimeError("a tensor was freed while it was offered")
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each begins."""
+        return [storage.data_ptr() for storage in self._storages]
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def __getitem__(self, number: Any) -> Any:
+        storage, (dtype, device) = self._storages[number], self._types[number]
+        empty = torch.empty(0, dtype=dtype, device=device)
+        return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))
+
+
 class RankMemory:
     """One rank's end. Keeps no tensor alive between pushes.
 
@@ -37,6 +69,7 @@ class RankMemory:
         self._described: Body | None = None
         self._storages: list[tuple[StorageWeakRef, torch.dtype, torch.device]] = []
         self._summers: dict[str, Summer] = {}
+        self._addresses: list[int] = []
         self._names: dict[str, list[str]] = {}
         self.key = ""
 
@@ -94,7 +127,8 @@ class RankMemory:
 
     def prepare(self, key: str, sums: Sequence[Body]) -> None:
         """Get ready to sum the copies out of this rank, for each layout of the servers' workers."""
-        flats = self._flats()
+        flats = Flats(self._storages)
+        self._addresses = flats.addresses
         self._summers = {
             layout["layout"]: Summer(layout["parameters"], layout["rows"], flats) for layout in sums
         }
@@ -109,7 +143,7 @@ class RankMemory:
         """Begin to send the servers' workers what they lack, in a thread. `group` says where they
         meet, and which layout each has; `store` is that of rank 0.
         """
-        self._sender.send(rank, group, self._flats(), store)
+        self._sender.send(rank, group, Flats(self._storages), store)
 
     def sent(self, timeout_s: float) -> None:
         """Return once all is sent; a group in which it was not is left."""
@@ -126,7 +160,8 @@ class RankMemory:
         """What this rank contributes to the numbers of each layout, and the first parameter in
         which it has NaN or infinity.
         """
-        flats = self._flats()
+        flats = Flats(self._storages)
+        assert flats.addresses == self._addresses
         partials = {layout: summer.sum(flats) for layout, summer in self._summers.items()}
         broken = [
             self._names[layout][number]
@@ -137,14 +172,3 @@ class RankMemory:
             "partials": {layout: partial.to_wire() for layout, partial in partials.items()},
             "not_finite": next(iter(broken), ""),
         }
-
-    def _flats(self) -> list[torch.Tensor]:
-        """Each export as a flat tensor. Raises RuntimeError if it was freed."""
-        flats = []
-        for reference, dtype, device in self._storages:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None:
-                raise RuntimeError("a tensor was freed while it was offered")
-            empty = torch.empty(0, dtype=dtype, device=device)
-            flats.append(empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,)))
-        return flats

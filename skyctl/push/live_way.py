@@ -12,6 +12,7 @@ that a push from files or a rehearsal has proven are filled so.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -167,10 +168,11 @@ class LiveDelivery(Delivery):
         self._opened = list(servers)
         mapping = [server for server in servers if not self._has_mapped(server)]
         await self._all(mapping, WorkerMethod.LAYOUT_MAP, self._mapping)
-        staging = [server for server in servers if self._is_staged(server)]
+        staging, began = [server for server in servers if self._is_staged(server)], time.monotonic()
         await self._all(staging, WorkerMethod.LAYOUT_STAGE, self._staging)
         joining = [] if self._live.group is None else mapping
-        await self._arrived({server.name: server for server in (*joining, *staging)}.values())
+        arriving = {server.name: server for server in (*joining, *staging)}.values()
+        await self._arrived(arriving, began)
         for server in () if self._questions else servers:
             server.proof.expected = [
                 (self._live.plans[report.layout].program, dict(self._live.numbers[report.layout]))
@@ -207,18 +209,21 @@ class LiveDelivery(Delivery):
         layouts = [report.layout for report in self._way.reports[server.name]]
         return {"numbers": [dict(self._live.numbers[layout]) for layout in layouts]}
 
-    async def _arrived(self, servers: Iterable[PushedServer]) -> None:
-        """Return once these have what they stage, and are in the group; they serve meanwhile."""
+    async def _arrived(self, servers: Iterable[PushedServer], began: float) -> None:
+        """Return once these have what they stage, and are in the group; they serve meanwhile.
+        `began`: when they were told to.
+        """
         try:
             async with asyncio.timeout(self._fleet.update_timeout_s):
-                await asyncio.gather(*map(self._wait_arrived, servers))
+                await asyncio.gather(*(self._wait_arrived(server, began) for server in servers))
         except TimeoutError:
             raise _refused("the weights have not arrived in time") from None
         except ServerError as error:
             raise _refused(error.message) from error
 
-    async def _wait_arrived(self, server: PushedServer) -> None:
-        wait_s = self._live.total_bytes / server.before.world_size / _BYTES_PER_S
+    async def _wait_arrived(self, server: PushedServer, began: float) -> None:
+        least_s = self._live.total_bytes / server.before.world_size / _BYTES_PER_S
+        wait_s = max(began + least_s - time.monotonic(), 0.0)  # a worker copies as it enqueues
         while True:
             await asyncio.sleep(wait_s)
             if all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED)):

@@ -15,6 +15,8 @@ from tests.unit.live.pieces import in_memory, parts, report, tensors
 
 torch = pytest.importorskip("torch")
 
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
 from skyctl.live.sums import Partial, Summer, added  # noqa: E402
 from skyctl.wire.copies import octets_of, paired_runs  # noqa: E402
 from skyctl.wire.device_digest import digest_on_device  # noqa: E402
@@ -89,3 +91,24 @@ def test_nan_and_infinity_are_seen(value: float, dtype: str) -> None:
     assert Summer(described, rows, [weight]).sum([weight]).not_finite == []
     weight[40 // weight.itemsize + 3] = value
     assert Summer(described, rows, [weight]).sum([weight]).not_finite == [1]
+
+
+def test_tensors_that_lie_in_words_are_not_made_to_be_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A push of thousands of exports would take longer for that than for their sums."""
+    from skyctl.live.memory import Flats
+
+    weight = torch.ones(4, 8, dtype=torch.bfloat16)
+    storages = [(StorageWeakRef(weight.untyped_storage()), weight.dtype, weight.device)]
+    flats = Flats(storages)
+    assert flats.addresses == [weight.data_ptr()] and len(flats) == 1
+    assert flats[0].equal(weight.view(-1)) and flats[0].data_ptr() == weight.data_ptr()
+    described, rows = [("w", "bfloat16", (4, 8))], [(0, 0, 1, 64, 0, 64, 0, 64)]
+    summer = Summer(described, rows, flats, by_kernel=True)
+    monkeypatch.setattr(Summer, "_sum_words", lambda *_: None)  # a kernel, by addresses
+    monkeypatch.setattr(Flats, "__getitem__", None)
+    assert summer.sum(flats).not_finite == []
+    del weight, flats, summer
+    with pytest.raises(RuntimeError, match="freed"):
+        Flats(storages)
