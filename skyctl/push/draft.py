@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.checkpoints.checkpoint import Checkpoint, locate, read_checkpoint
 from skyctl.checkpoints.compat import Answer, check_compatible, open_questions, read_running
 from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.checkpoints.header import torch_name
@@ -40,6 +41,8 @@ class Draft:
     """The names of these servers."""
     rows: tuple[KnownRows, ...]
     """What their draft models must hold afterwards."""
+    directory: str = ""
+    """The directory of these files; "" if they are the pushed checkpoint's own."""
 
     async def load(self, servers: Sequence[PushedServer], *, timeout_s: float) -> None:
         """Have the servers that hold the model's new weights load these."""
@@ -89,13 +92,10 @@ async def check_draft(
                 hint="leave --draft out",
             )
         return None, []
-    for fact, _ in drafting:
-        if not request.draft and (fact.drafts != _MTP or source.checkpoint is None):
-            raise _refused(fact.name, fact.drafts)
-    checkpoint = (
-        await asyncio.to_thread(read_checkpoint, request.draft) if request.draft else source.files
+    checkpoint, beside = await asyncio.to_thread(
+        _files, request, fleet, source, [fact for fact, _ in drafting]
     )
-    if request.draft and request.scan_nan is not False and not request.dry_run:
+    if beside and request.scan_nan is not False and not request.dry_run:
         await asyncio.to_thread(refuse_not_finite, checkpoint)
     first, timeout_s = drafting[0][0], fleet.control_timeout_s
     base = await asyncio.to_thread(read_running, first.draft_model or first.model)
@@ -106,7 +106,7 @@ async def check_draft(
         *(_uses(fact, server, checkpoint, tensors, timeout_s) for fact, server in drafting)
     )
     # the model's own configuration was compared already
-    running = base.config if request.draft else checkpoint.config
+    running = base.config if beside else checkpoint.config
     answers = [Answer(running, None, each, False) for each in uses]
     notes = await asyncio.to_thread(
         check_compatible, checkpoint, base, answers, allowed=request.allow_config
@@ -115,7 +115,36 @@ async def check_draft(
     part = replace(checkpoint, tensors=tuple(t for t in checkpoint.tensors if t.name in taken))
     rows = await asyncio.to_thread(read_rows, part)
     names = frozenset(fact.name for fact, _ in drafting)
-    return Draft(checkpoint, names, rows), notes if request.draft else []
+    draft = Draft(checkpoint, names, rows, str(checkpoint.path) if beside else "")
+    return draft, notes if beside else []
+
+
+def _files(
+    request: PushRequest, fleet: PushFleet, source: Source, facts: Sequence[ServerFacts]
+) -> tuple[Checkpoint, bool]:
+    """What these servers are to draft with, and whether it lies beside the pushed checkpoint. With
+    the model that they were started with goes the draft model that they were started with.
+    """
+    directory = request.draft or _at_start(fleet, source, facts)
+    if directory and (request.draft or Path(directory).resolve() != Path(source.path).resolve()):
+        return read_checkpoint(directory), True
+    for fact in facts:
+        if not directory and (fact.drafts != _MTP or source.checkpoint is None):
+            raise _refused(fact.name, fact.drafts)
+    return source.files, False
+
+
+def _at_start(fleet: PushFleet, source: Source, facts: Sequence[ServerFacts]) -> str:
+    """The draft model that all these servers were started with, if the source is the model that
+    they were started with; else "".
+    """
+    first, path = facts[0].draft_model, source.path and Path(source.path).resolve()
+    for fact in facts:
+        planned = fleet.model_path or ""  # perhaps with a revision, which servers do not name
+        model = locate(planned if planned.partition("@")[0] == fact.model else fact.model)
+        if model is None or model.resolve() != path or fact.draft_model != first:
+            return ""
+    return first
 
 
 def _refused(server: str, drafts: str) -> PreflightError:

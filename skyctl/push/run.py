@@ -232,7 +232,7 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
         compared=_compared(checked),
         layout_share=sum(server.proof.copied for server in checked.servers) / len(checked.servers),
         ranks=run.request.ranks,
-        draft=run.request.draft,
+        draft=checked.draft.directory if checked.draft else "",
         learned=run.learned.to_json(),
         plan=checked.to_json() if dry else None,
     )

@@ -323,6 +323,12 @@ def drafting(config: Mapping[str, Any]) -> str:
     return "" if method.strip("[]") in _WEIGHTLESS_DRAFTS else method
 
 
+def draft_reference(config: Mapping[str, Any]) -> str:
+    """The draft model of a speculative configuration: a path, or a hub id with its revision."""
+    parts = [str(config[key]) for key in ("model", "revision") if config.get(key)]
+    return "@".join(parts) if config.get("model") else ""
+
+
 def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by vLLM's defaults."""
 

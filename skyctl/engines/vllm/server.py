@@ -17,7 +17,7 @@ from skyctl.engines.base import (
 from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
-from skyctl.engines.vllm.command import drafting
+from skyctl.engines.vllm.command import draft_reference, drafting
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.errors import ServerError
 from skyctl.states import PauseMode
@@ -383,7 +383,7 @@ def read_start(config: Any) -> StartedWith:
         _kv_lease_s(section("kv_transfer_config")),
         update_problem(moves_experts=bool(section("parallel_config").get("enable_eplb"))),
         drafting(section("speculative_config")),
-        str(section("speculative_config").get("model") or ""),
+        draft_reference(section("speculative_config")),
         tuple(map(str, section("lora_config").get("target_modules") or ())),
     )
 

@@ -160,11 +160,17 @@ class Rotation:
         self.routed |= set(names)
 
 
-async def pushed(stubs: Stubs, observer: PushObserver | None = None, **changes: Any) -> PushResult:
+async def pushed(
+    stubs: Stubs,
+    observer: PushObserver | None = None,
+    rotation: Rotation | None = None,
+    **changes: Any,
+) -> PushResult:
     """Push the new checkpoint into all stubs, or what `changes` of its request say."""
     request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
+    observer = observer or Recorder()
     async with stubs.client() as client:
-        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
+        return await push(request, stubs.fleet, client=client, observer=observer, rotation=rotation)
 
 
 async def push_new(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> PushResult:

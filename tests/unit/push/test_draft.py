@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyctl.errors import PreflightError, PushError
+from skyctl.errors import PreflightError, PushError, TrialFailed
 from skyctl.push.rows import choose_rows
+from skyctl.store.fleet_weights import FleetWeights
 from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import BEFORE_FREEZE, Stubs, pushed
+from tests.unit.push.fleets import BEFORE_FREEZE, Rotation, Stubs, pushed
 
 LAST = "model.layers.1."
 
@@ -109,3 +111,30 @@ async def test_a_server_with_other_draft_weights_than_were_sent_is_not_resumed(
     with pytest.raises(PushError, match="draft model: ") as caught:
         await pushed(drafting, draft=str(drafts[0]))
     assert [engine.paused for engine in drafting.engines] == [True, True]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model"])
+async def test_the_model_that_servers_were_started_with_goes_back_with_their_own_draft(
+    stubs: Stubs, drafts: list[Path], method: str
+) -> None:
+    """After the trial of a first push, which failed; and by name."""
+    own, beside = (drafts[0], str(drafts[0])) if method == "eagle3" else (stubs.base, "")
+    for engine in stubs.engines:
+        drafts_by(engine, method, own)
+    base = str(stubs.base)
+    stubs.fleet = replace(stubs.fleet, committed=FleetWeights(checkpoint=base))
+    expect = [{"prompt": "ab", "max_tokens": 1, "expect": {"contains": "Z"}}]
+    with pytest.raises(TrialFailed, match="the checkpoint before was pushed back"):
+        trial = {"trial": {"prompts": expect}, "pause_mode": "wait"}
+        await pushed(stubs, rotation=Rotation(stubs), draft=str(drafts[1]), **trial)
+    for engine in stubs.engines:
+        assert [line for line in engine.log if "draft" in line] == [
+            f"draft {drafts[1]}",
+            f"draft {own}",
+        ]
+        assert not engine.paused
+    assert (await pushed(stubs, checkpoint=base)).draft == beside
+    drafts_by(stubs.engines[1], "eagle3", drafts[1])
+    if method == "eagle3":  # which of the two is not known
+        with pytest.raises(PreflightError, match="demo-0: it drafts"):
+            await pushed(stubs, checkpoint=base)
