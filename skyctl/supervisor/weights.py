@@ -157,6 +157,7 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
             yield PushRequest(
                 checkpoint=str(directory),
                 weight_version=sibling.row.weight_version,
+                draft=state.weights_of(sibling.name).draft,  # a server writes its model alone
                 verify=transfer.verify,
                 scan_nan=False,  # they were accepted when they were pushed
                 allow_config=(ALL_KEYS,),

@@ -29,13 +29,17 @@ from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
 
 
 @asynccontextmanager
-async def two_pushable(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Path]]:
-    """Servers `a` and `b` behind a router, on one checkpoint; and another to push."""
+async def two_pushable(
+    tmp_path: Path, draft: Path | None = None
+) -> AsyncIterator[tuple[Supervisor, Path]]:
+    """Servers `a` and `b` behind a router, on one checkpoint, and drafting with `draft`; and
+    another to push.
+    """
     base = write_checkpoint(tmp_path / "base")
     new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
     async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+        servers = [pushable(name, base, draft) for name in ("a", "b")]
+        await bring_up(supervisor, fleet_plan(servers, stub_router()))
         yield supervisor, new
 
 
@@ -79,6 +83,22 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_s
         await eventually(lambda: routed(supervisor) == {"a", "b"})
         assert (await stub_state(supervisor, "a"))["digest"] == expected
         assert not list(supervisor.paths.staging.iterdir())
+
+
+async def test_a_replica_that_takes_weights_from_its_sibling_takes_the_draft_from_its_files(
+    tmp_path: Path,
+) -> None:
+    drafts = [write_checkpoint(tmp_path / f"draft{n}", tiny_tensors(n)) for n in (70, 90)]
+    async with two_pushable(tmp_path, drafts[0]) as (supervisor, new):
+        await pushed(supervisor, new, draft=str(drafts[1]))
+        expected = await stub_state(supervisor, "b")
+        (new / "model.safetensors").unlink()
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: routed(supervisor) == {"b"})
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        state = await stub_state(supervisor, "a")
+        for digest in ("digest", "draft_digest"):
+            assert state[digest] == expected[digest]
 
 
 async def test_a_replica_whose_sibling_is_not_what_is_on_record_is_quarantined(

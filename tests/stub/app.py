@@ -422,6 +422,7 @@ class StubServer:
         return JSONResponse(
             {
                 "digest": engine.digest,
+                "draft_digest": engine.draft_digest,
                 "paused": engine.paused,
                 "asleep": sorted(engine.asleep),
                 "update_open": engine.update_open,

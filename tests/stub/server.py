@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--revision", default="main")
     parser.add_argument("--served-model-name", default=None)
     parser.add_argument("--weight-transfer-config", default='{"backend": ""}')
+    parser.add_argument("--speculative-config", type=json.loads, default={})
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--faults", default=os.environ.get("STUB_FAULTS", "{}"))
     parser.add_argument("--vllm-version", default="0.32.0")
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str]) -> int:
         version=options.vllm_version,
         world_size=options.tensor_parallel_size,
         transfer_backend=json.loads(options.weight_transfer_config)["backend"],
+        settings={"speculative_config": options.speculative_config},
     )
+    if options.speculative_config:
+        engine.load_draft(options.speculative_config["model"])
     if directory := os.environ.get(DIRECTORY):
         engine.memory = SharedMemory(Path(directory), options.model)
         engine.memory.take()

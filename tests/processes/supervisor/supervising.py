@@ -78,9 +78,13 @@ def full_server(name: str, *options: str) -> ServerSpec:
     return ServerSpec(name, argv, {"PYTHONPATH": str(ROOT)}, "127.0.0.1", port)
 
 
-def pushable(name: str, model: Path) -> ServerSpec:
-    """A stub that takes pushes and runs the checkpoint `model`."""
-    options = ("--model", str(model), "--served-model-name", "stub-model")
+def pushable(name: str, model: Path, draft: Path | None = None) -> ServerSpec:
+    """A stub that takes pushes, runs the checkpoint `model` and drafts with `draft`."""
+    drafts = {"method": "eagle3", "model": str(draft)} if draft else {}
+    options = (
+        *("--model", str(model), "--served-model-name", "stub-model"),
+        *("--speculative-config", json.dumps(drafts)),
+    )
     transfer = ("--weight-transfer-config", json.dumps({"backend": "skyctl"}))
     return replace(full_server(name, *options, *transfer), backend="skyctl")
 
@@ -97,9 +101,9 @@ async def set_faults(supervisor: Supervisor, name: str, faults: dict[str, Any]) 
         await client.post(f"{supervisor.replicas[name].spec.url}/stub/faults", json=faults)
 
 
-async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
+async def pushed(supervisor: Supervisor, checkpoint: Path, draft: str = "") -> None:
     before, router = (states(supervisor), routed(supervisor)), supervisor.router
-    job = await supervisor.start_push(PushRequest(str(checkpoint)))
+    job = await supervisor.start_push(PushRequest(str(checkpoint), draft=draft))
     await eventually(lambda: supervisor.push_job is None)
     assert supervisor.state.journal.job(job).state == "succeeded"
     assert router is not None
