@@ -294,26 +294,34 @@ class Training:
             return failed_with(
                 f"{path} is there already; give overwrite=True or another name", "user"
             )
-        directory = str(self._checkpoints / uuid.uuid4().hex)
-        answer, _ = await self._models.ask(
-            run, "save", model, directory=directory, optimizer=training
-        )
+        directory, size = await self._write(model, run, self._checkpoints, optimizer=training)
         config = (await self._models.row(model))["config"]
-        outcome = answered({"path": path, "size_bytes": answer["size"], "type": row["kind"]})
-        outcome.rows = [
-            *add_checkpoint(model, row["kind"], directory, config, answer["size"], extra)
-        ]
+        outcome = answered({"path": path, "size_bytes": size, "type": row["kind"]})
+        outcome.rows = [*add_checkpoint(model, row["kind"], directory, config, size, extra)]
         if "sampler" in extra:
             outcome.result = json.dumps({"sampling_session_id": extra["sampler"]}).encode()
             outcome.rows += add_sampler(model, extra)
         return outcome
 
     async def _snapshot(self, model: str, run: Run) -> str:
-        directory = str(self._snapshots / uuid.uuid4().hex)
         began = time.monotonic()
-        await self._models.ask(run, "save", model, directory=directory, optimizer=True)
+        directory, _ = await self._write(model, run, self._snapshots, optimizer=True)
         run.snapshot_took_s = time.monotonic() - began
         return directory
+
+    async def _write(
+        self, model: str, run: Run, parent: Path, *, optimizer: bool
+    ) -> tuple[str, int]:
+        """Have the worker save a model in a new directory of `parent`; returns it and its size."""
+        directory = parent / uuid.uuid4().hex
+        try:
+            answer, _ = await self._models.ask(
+                run, "save", model, directory=str(directory), optimizer=optimizer
+            )
+        except WorkerDied:  # all its ranks have ended, and none has removed what it wrote
+            await asyncio.to_thread(_remove_saved, directory)
+            raise
+        return str(directory), answer["size"]
 
     async def _record(
         self, model: str, run: Run, rows: list[sqlite3.Row], outcomes: list[Outcome]
@@ -372,3 +380,10 @@ class Training:
                 run.waiting = {seq for seq in run.waiting if seq >= run.next_seq}
                 run.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
+
+
+def _remove_saved(directory: Path) -> None:
+    """Remove what a save into this directory has written, and what each rank has beside it."""
+    with contextlib.suppress(OSError):  # the next process that loads the ledger tries again
+        for path in [directory, *directory.parent.glob(f".{directory.name}.*partial")]:
+            shutil.rmtree(path, ignore_errors=True)

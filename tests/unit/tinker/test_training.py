@@ -150,6 +150,35 @@ async def test_a_step_is_done_though_its_snapshot_cannot_be_written(
     task.cancel()
 
 
+@pytest.mark.parametrize("kind", [requests.OPTIM_STEP, requests.SAVE])
+async def test_what_a_worker_that_dies_in_a_save_has_written_is_removed(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    worker = Notes()
+    call, saves = worker.call, 0
+
+    def write_parts(directory: Path) -> None:
+        for part in ("0.partial", "1.partial", "partial"):
+            directory.with_name(f".{directory.name}.{part}").mkdir(parents=True)
+        directory.mkdir()
+
+    async def dying(header: dict[str, Any], *body: bytes, **options: Any) -> Any:
+        nonlocal saves
+        if header["do"] == "save":
+            saves += 1
+            write_parts(Path(header["directory"]))
+            raise WorkerDied("a rank ended")
+        return await call(header, *body, **options)
+
+    monkeypatch.setattr(worker, "call", dying)
+    scheduler = training_of(ledger, tmp_path, worker, snapshot_steps=1)
+    await add(ledger, scheduler, "m", requests.CREATE, kind)
+    task = asyncio.create_task(scheduler.run())
+    assert await until_ended(ledger, "m") == ["done", "failed"]
+    assert saves == 3 and await asyncio.to_thread(lambda: [*tmp_path.glob("*/*")]) == []
+    task.cancel()
+
+
 async def test_a_worker_that_dies_while_the_disk_is_full_ends_no_training(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
