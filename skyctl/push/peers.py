@@ -81,8 +81,11 @@ def as_planned(
 
 
 def joining(live: Live, server: PushedServer) -> dict[str, Any]:
-    """What a server's workers are told to join the group."""
-    return {"group": live.group, "place": live.place(server.name)}
+    """What a server's workers are told to join the group. Those of another machine do not watch
+    the ranks: their pids are this one's.
+    """
+    joined = {"group": live.group, "place": live.place(server.name)}
+    return joined if server.given.node is None else joined | {"pids": ()}
 
 
 def questions(live: Live) -> list[RowQuestion]:

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from skyctl.errors import PreflightError
+from skyctl.launch.base import Node
 from skyctl.live.offer import CHANGED, GLOO, IPC, NCCL, Live
-from skyctl.push.peers import as_planned, unsuited
+from skyctl.push.peers import as_planned, joining, unsuited
 from skyctl.push.request import PushRequest
 from skyctl.wire.layouts import LayoutReport
 from skyctl.wire.messages import NOT_ON_GPU
+from tests.unit.push.deliveries import site
 
 LIVE = Live(
     "key",
@@ -35,6 +37,13 @@ def test_servers_get_the_layout_and_the_place_that_were_planned() -> None:
         as_planned(replace(LIVE, forms=True), PushRequest(""), OUTSIDE, None).keys()
         == planned.keys()
     )
+
+
+def test_workers_of_another_machine_watch_no_process_there() -> None:
+    """The trainer's pids are other processes' on it."""
+    near = joining(LIVE, site(None))
+    away = joining(LIVE, site(None, node=Node("b", "b", "python", (), 60.0)))
+    assert "pids" not in near and away == {**near, "pids": ()}
 
 
 @pytest.mark.parametrize(

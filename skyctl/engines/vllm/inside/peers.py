@@ -123,6 +123,19 @@ class PeerLoader(LayoutLoader):
         """The asked rows of what is about to be loaded, in hexadecimal digits."""
         return [rows_of(self._tensors[question.name], question) for question in questions]
 
+    def release(self, key: str) -> None:
+        """Let go of a trainer that has ended, from another thread: of its memory, or of the group
+        with it and what lies beside the parameters.
+        """
+        arrivals = self._arrivals
+        if arrivals is not None and self.key == key:
+            arrivals.close()  # a load that waits for its ranks, and has the lock, fails
+        with self.lock:
+            if self.key == key:
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                self.close()
+
     def close(self) -> None:
         arrivals, self._arrivals = self._arrivals, None
         self._tensors, self._arriving = {}, {}

@@ -265,17 +265,19 @@ class SkyctlWorkerExtension:
         place: int = 0,
     ) -> bool:
         """Get ready for a trainer's pushes: programs and exports by rank; see `layout_load.py`.
-        When one of the trainer's processes `pids` ends, its memory is released. With a `group` the
-        ranks send; `place` is that of this server's first worker there; see `peers.py`.
+        When one of the trainer's processes `pids`, of this machine, ends, its memory is released,
+        or the group left. With a `group` the ranks send; `place` is that of this server's first
+        worker there; see `peers.py`.
         """
         loader = self._skyctl_loader()
         rank = loader.rank
         program = Program.from_wire(programs[rank])
         with loader.lock:
-            if group is not None:
-                return loader.join(program, exports[rank], key, staged, group, place + rank)
-            stages = loader.map(program, exports[rank], key, staged)
-        when_ended(pids, lambda: self._skyctl_release(key))
+            if group is None:
+                stages = loader.map(program, exports[rank], key, staged)
+            else:
+                stages = loader.join(program, exports[rank], key, staged, group, place + rank)
+        when_ended(pids, lambda: loader.release(key))
         return stages
 
     def skyctl_layout_stage(self, numbers: Sequence[Mapping[str, int]] | None = None) -> None:
@@ -314,16 +316,6 @@ class SkyctlWorkerExtension:
     def skyctl_layout_close(self) -> None:
         """Release the sender's memory."""
         self._skyctl_loader().close()
-
-    def _skyctl_release(self, key: str) -> None:
-        """Let go of the memory of a trainer that has ended, from another thread."""
-        import torch
-
-        loader = self._skyctl_loader()
-        with loader.lock:
-            if loader.key == key:
-                torch.cuda.synchronize(self.device)
-                loader.close()
 
     def _skyctl_adapters(self) -> GivenAdapters:
         from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
