@@ -29,6 +29,29 @@ class _Membership:
     """The group."""
     problem: str = ""
     """Why something was not sent."""
+    closed: bool = False
+    """It was left: a group that forms after that is closed at once."""
+
+    def join(
+        self, meeting: Meeting, rank: int, device: torch.device, store: GroupStore | None
+    ) -> PeerGroup:
+        """The group of this meeting, instead of the one before it. Raises as `join`."""
+        if self.group != meeting.name:
+            self.group = ""
+            if self.peers is not None:
+                self.peers.close()
+            self.peers = join(meeting, rank, device, store)
+            self.group = meeting.name
+            if self.closed:
+                self.peers.close()
+        assert self.peers is not None
+        return self.peers
+
+    def close(self) -> None:
+        """Close the group, or what is forming by now."""
+        self.closed = True
+        if self.peers is not None:
+            self.peers.close()
 
 
 class Sender:
@@ -65,14 +88,11 @@ class Sender:
         def run() -> None:
             try:
                 with torch.no_grad():
-                    if now.group != meeting.name:
-                        device = exports[0].device if exports else torch.device("cpu")
-                        now.peers = join(meeting, rank, device, store)
-                        now.group = meeting.name
-                    assert now.peers is not None
+                    device = exports[0].device if exports else torch.device("cpu")
+                    peers = now.join(meeting, rank, device, store)
                     reached("rank.sending")
                     ranks = meeting.members - len(group["workers"])
-                    self._send(now.peers, ranks, group["workers"], exports)
+                    self._send(peers, ranks, group["workers"], exports)
             except Exception as error:
                 now.problem = f"{error}" or repr(error)
 
@@ -92,8 +112,7 @@ class Sender:
         """Leave the group; the next push forms another. What is under way ends by itself."""
         before, self._now = self._now, _Membership()
         self._thread = None
-        if before.peers is not None:
-            before.peers.close()
+        before.close()
 
     def _send(
         self,
