@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ class NcclPeers(PeerGroup):
         self._device = device
         self._meet_s, self._transfer_s = meeting.meet_timeout_s, meeting.transfer_timeout_s
         self._communicator = _POINTER()
-        self._closing = threading.Event()
         self._abort = threading.Lock()
+        """For what uses the communicator: none of it waits, and aborting frees it."""
         unique_id = self._meet(store, rank, meeting.members)
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, _CONFIG_VERSION, 0)
         with torch.cuda.device(device):
@@ -148,17 +148,14 @@ class NcclPeers(PeerGroup):
             yield
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
-        if self._closing.is_set():
-            raise RuntimeError("the group with the trainer is closed")
         stream = _POINTER(self._stream.cuda_stream)
         with torch.cuda.device(self._device):
-            self._nccl.call("ncclGroupStart")
-            for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
-                for member, message in messages:
-                    place = _POINTER(message.data_ptr())
-                    size, to = message.numel(), (member, self._communicator, stream)
-                    self._nccl.call(name, place, size, _UINT8, *to)
-            self._nccl.call("ncclGroupEnd")
+            with self._opened() as communicator, self._grouped():
+                for name, messages in (("ncclRecv", receives), ("ncclSend", sends)):
+                    for member, message in messages:
+                        place = _POINTER(message.data_ptr())
+                        size, to = message.numel(), (member, communicator, stream)
+                        self._nccl.call(name, place, size, _UINT8, *to)
             self._wait_enqueued(time.monotonic() + self._transfer_s)
 
     def finish(self) -> None:
@@ -169,7 +166,6 @@ class NcclPeers(PeerGroup):
 
     def close(self) -> None:
         """Whatever waits in this group ends."""
-        self._closing.set()
         with self._abort:
             communicator, self._communicator = self._communicator, _POINTER()
         if communicator:
@@ -193,6 +189,28 @@ class NcclPeers(PeerGroup):
             )
         return given[_VERSION.size :]
 
+    @contextmanager
+    def _opened(self) -> Iterator[ctypes.c_void_p]:
+        """The communicator, which is not aborted meanwhile. Raises RuntimeError: it has been."""
+        with self._abort:
+            if not self._communicator:
+                raise RuntimeError("the group with the trainer is closed")
+            yield self._communicator
+
+    @contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """NCCL begins what is called within it together. This thread's group ends even if a call
+        fails, or its later calls, to any communicator, would begin nothing.
+        """
+        self._nccl.call("ncclGroupStart")
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._nccl.call("ncclGroupEnd")
+            raise
+        self._nccl.call("ncclGroupEnd")
+
     def _wait_enqueued(self, until: float) -> None:
         """Return once what was begun on the communicator has been carried out, or enqueued."""
         spin_until = time.monotonic() + _SPIN_S
@@ -202,10 +220,8 @@ class NcclPeers(PeerGroup):
 
     def _async_error(self) -> int:
         code = _INT()
-        with self._abort:
-            if not self._communicator:
-                raise RuntimeError("the group with the trainer is closed")
-            self._nccl.call("ncclCommGetAsyncError", self._communicator, ctypes.byref(code))
+        with self._opened() as communicator:
+            self._nccl.call("ncclCommGetAsyncError", communicator, ctypes.byref(code))
         if code.value not in (_SUCCESS, _IN_PROGRESS):
             self.close()
             raise RuntimeError(f"NCCL: {self._nccl.reason(code.value)}")
