@@ -76,9 +76,14 @@ class Offered:
     """How long a transfer may take."""
 
     def rows(self, rank: int) -> list[dict[str, Any]]:
-        """What one rank sums, as it travels."""
+        """What one rank sums, as it travels; `senders` have something to send."""
         return [
-            {"layout": s.layout, "parameters": s.parameters, "rows": s.rows[rank]}
+            {
+                "layout": s.layout,
+                "parameters": s.parameters,
+                "rows": s.rows[rank],
+                "senders": sum(map(bool, s.rows)),
+            }
             for s in self.sums
         ]
 

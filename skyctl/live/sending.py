@@ -72,7 +72,8 @@ class Sender:
         """Cut what each worker of these layouts gets from this rank into steps."""
         for layout in layouts:
             name = layout["layout"]
-            self._steps[name] = list(batches(Copy(*row) for row in layout["rows"]))
+            copies = (Copy(*row) for row in layout["rows"])
+            self._steps[name] = list(batches(copies, layout["senders"]))
             self._dtypes[name] = [getattr(torch, dtype) for _, dtype, _ in layout["parameters"]]
 
     def send(

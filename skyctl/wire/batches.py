@@ -14,7 +14,8 @@ from skyctl.wire.copies import copy_runs, cut_copy, octets_of
 from skyctl.wire.layouts import Copy
 
 STEP_BYTES = 128 << 20
-"""A step ends once it has this many bytes: a rank and a worker take up to twice this for it."""
+"""What one worker gets in a step, from all ranks that send to it: a step of a rank ends once it has
+its share of this, and takes up to twice that."""
 _LONG_BYTES = 1 << 20
 _ALIGNMENT = 16
 
@@ -63,15 +64,14 @@ class Batch:
             messages.append(buffer)
         return messages
 
-    def landing(self, targets: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Where the messages arrive: a buffer, and long runs in the parameters, flat bytes by their
-        number.
+    def landing(
+        self, buffer: torch.Tensor, targets: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Where the messages arrive: packed ones in a buffer of their size, and long runs in the
+        parameters, flat bytes by their number.
         """
         places = [targets[c.parameter][c.target : c.target + c.row] for c in self.long]
-        if not self.packed:
-            return places
-        first = targets[self.packed[0][0].parameter]
-        return [_octets(self.packed_bytes, first.device), *places]
+        return [buffer, *places] if self.packed else places
 
     def unpack(self, arrived: Sequence[torch.Tensor], targets: Mapping[int, torch.Tensor]) -> None:
         """Copy what has arrived in the buffer into the parameters."""
@@ -80,8 +80,11 @@ class Batch:
             copy_runs([dense], arrived[0], targets)
 
 
-def batches(copies: Iterable[Copy], step_bytes: int = STEP_BYTES) -> Iterator[Batch]:
-    """The copies of one rank into one worker, in the steps in which they travel."""
+def batches(copies: Iterable[Copy], senders: int, step_bytes: int = STEP_BYTES) -> Iterator[Batch]:
+    """The copies of one rank into one worker, in the steps in which they travel. `senders`: the
+    ranks that send to this worker.
+    """
+    step_bytes //= senders
     batch = Batch()
     for whole in copies:
         for copy in cut_copy(whole, step_bytes):

@@ -83,14 +83,14 @@ class StubPeers:
     def map(self, key: str, group: dict[str, Any], place: int, **given: Any) -> bool:
         import torch
 
-        from skyctl.engines.vllm.inside.arrivals import Arrivals  # torch
+        from skyctl.engines.vllm.inside.arrivals import Arrivals, steps_of  # torch
         from skyctl.wire.peer_group import Meeting
 
         self.close()
         self._program = program = Program.from_wire(given["programs"][0])
         meeting, cpu = Meeting.from_wire(group), torch.device("cpu")
-        sources = given["exports"][0]
-        self._arrivals = Arrivals(meeting, place, cpu, program.copies, sources)
+        steps = steps_of(program.copies, given["exports"][0])
+        self._arrivals = Arrivals(meeting, place, cpu, steps)
         self._key = key
         return True
 

@@ -67,6 +67,7 @@ class Trainer:
         senders = [Sender() for _ in range(RANKS)]
         for sender, rows in zip(senders, plan.rows_by_rank(), strict=True):
             body = {"layout": plan.layout, "parameters": plan.parameters, "rows": rows}
+            body["senders"] = sum(map(bool, plan.rows_by_rank()))
             sender.prepare([body])
 
         def push(loader: Any, staged: bool) -> None:

@@ -18,6 +18,8 @@ from skyctl.wire.peers import join
 
 Targets = Mapping[int, torch.Tensor]
 """Flat bytes, by the number of the parameter."""
+Steps = Sequence[Sequence[tuple[int, Batch]]]
+"""What arrives in each step: from which ranks, and what from each."""
 
 
 class Arrivals:
@@ -25,8 +27,8 @@ class Arrivals:
     has ended.
 
     Args:
-        sources: of each chunk of the program, the rank that sends it and its number there.
         place: of this worker in the group.
+        steps: what each push sends it.
     """
 
     def __init__(
@@ -34,13 +36,14 @@ class Arrivals:
         meeting: Meeting,
         place: int,
         device: torch.device,
-        copies: Sequence[Copy],
-        sources: Sequence[Sequence[int]],
+        steps: Steps,
     ) -> None:
         self._group: PeerGroup | None = None
         self._problem = ""
         self._thread = threading.Thread()
-        self._steps = _steps(copies, sources)
+        self._steps = steps
+        # allocated before a push begins: memory that ran out in one would leave half of the weights
+        self._landing = torch.empty(landing_bytes(steps), dtype=torch.uint8, device=device)
         self._timeout_s = meeting.transfer_timeout_s
         self._closed = False
         self._then(lambda: self._join(meeting, place, device))
@@ -99,7 +102,11 @@ class Arrivals:
             raise RuntimeError("the group with the trainer is closed")
         with group.context(), torch.inference_mode():  # parameters may be of that mode
             for step in self._steps:
-                landing = [(rank, batch, batch.landing(targets)) for rank, batch in step]
+                landing, end = [], 0
+                for rank, batch in step:
+                    begin, end = end, end + batch.packed_bytes
+                    messages = batch.landing(self._landing[begin:end], targets)
+                    landing.append((rank, batch, messages))
                 group.transfer([], [(rank, m) for rank, _, messages in landing for m in messages])
                 for _, batch, messages in landing:
                     batch.unpack(messages, targets)
@@ -107,11 +114,14 @@ class Arrivals:
             check()
 
 
-def _steps(
-    copies: Sequence[Copy], sources: Sequence[Sequence[int]]
-) -> list[list[tuple[int, Batch]]]:
-    """What arrives in each step: from which ranks, and what from each. Each rank has cut the same
-    copies, in the order of its exports.
+def landing_bytes(steps: Steps) -> int:
+    """What all that is packed in any of these steps takes."""
+    return max((sum(batch.packed_bytes for _, batch in step) for step in steps), default=0)
+
+
+def steps_of(copies: Sequence[Copy], sources: Sequence[Sequence[int]]) -> Steps:
+    """What arrives of these copies. Each rank has cut the same, in the order of its exports.
+    `sources`: of each chunk of the program, the rank that sends it and its number there.
     """
     by_rank: dict[int, list[tuple[int, Copy]]] = {}
     for copy in copies:
@@ -120,7 +130,7 @@ def _steps(
     columns = []
     for rank, sent in sorted(by_rank.items()):
         sent.sort(key=lambda pair: pair[0])
-        columns.append([(rank, batch) for batch in batches(copy for _, copy in sent)])
+        columns.append([(rank, batch) for batch in batches((c for _, c in sent), len(by_rank))])
     rows = zip_longest(*columns)
     return [[pair for pair in row if pair is not None] for row in rows]
 

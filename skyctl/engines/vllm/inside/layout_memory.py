@@ -78,14 +78,14 @@ class Beside:
 
 
 def require_free(size: int, device: torch.device) -> None:
-    """Raise RuntimeError if there is not so much memory to process parameters in."""
+    """Raise RuntimeError if there is not so much memory for a push."""
     if device.type != "cuda":
         return
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     if free < size:
         raise RuntimeError(
-            f"parameters are processed in {size >> 20} MiB of GPU memory, and {free >> 20} MiB "
+            f"a push takes {size >> 20} MiB of GPU memory beside the model, and {free >> 20} MiB "
             "are free"
         )
 

@@ -19,11 +19,13 @@ from skyctl.engines.vllm.inside.arrivals import (
     Arrivals,
     Targets,
     empty_tensors,
+    landing_bytes,
     require_numbers,
     rows_of,
+    steps_of,
 )
 from skyctl.engines.vllm.inside.layout_load import LayoutLoader
-from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES, Beside
+from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES, Beside, require_free
 from skyctl.wire.copies import octets_of
 from skyctl.wire.layouts import Program
 from skyctl.wire.messages import RowQuestion
@@ -57,7 +59,8 @@ class PeerLoader(LayoutLoader):
         must call `stage`.
         """
         self.close()
-        by_loader = self._packs
+        by_loader, steps = self._packs, steps_of(program.copies, sources)
+        landing = landing_bytes(steps)
         try:
             if by_loader:
                 self._require_engine()
@@ -67,13 +70,14 @@ class PeerLoader(LayoutLoader):
                 self._arriving = targets = self._targets(program)
                 size = sum(octets.numel() for octets in targets.values())
                 if staged is None:
-                    staged = torch.cuda.mem_get_info(self._device)[0] >= size + SPARE_BYTES
+                    staged = (
+                        torch.cuda.mem_get_info(self._device)[0] >= size + landing + SPARE_BYTES
+                    )
                 if staged:
                     self._beside = Beside(targets, self._device)
+                require_free(landing, self._device)
                 torch.cuda.synchronize(self._device)
-            self._arrivals = Arrivals(
-                Meeting.from_wire(group), place, self._device, program.copies, sources
-            )
+            self._arrivals = Arrivals(Meeting.from_wire(group), place, self._device, steps)
             self.key = key
             return by_loader or self._beside is not None
         except BaseException:

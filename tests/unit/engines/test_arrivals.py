@@ -1,0 +1,107 @@
+"""What ranks send lands in memory that was taken before the push, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from skyctl.engines.vllm.inside import arrivals, peers
+from skyctl.engines.vllm.inside.arrivals import Arrivals, landing_bytes, steps_of
+from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES
+from skyctl.wire import batches
+from skyctl.wire.layouts import Copy, Program
+from skyctl.wire.peer_group import Meeting, Messages, PeerGroup
+
+STEP = 1024
+SIZE = 64
+COUNT = 256
+MEETING = Meeting("group", "gloo", "127.0.0.1", 1, "00", 2, 30.0, 30.0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches.batches, "__defaults__", (STEP,))
+
+
+def copies_of(ranks: int) -> tuple[list[Copy], list[list[int]]]:
+    """One parameter, of which each rank sends every so many-th piece."""
+    copies = [Copy(n, 0, 1, SIZE, 0, SIZE, n * SIZE, SIZE) for n in range(COUNT)]
+    return copies, [[n % ranks, n // ranks] for n in range(COUNT)]
+
+
+class Group(PeerGroup):
+    """Sends its number in each byte of a message; notes where they land."""
+
+    def __init__(self) -> None:
+        self.storages: set[int] = set()
+
+    def transfer(self, sends: Messages, receives: Messages) -> None:
+        for rank, message in receives:
+            message.fill_(rank + 1)
+            self.storages.add(message.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_all_steps_land_in_memory_that_does_not_grow_with_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    group, target = Group(), torch.zeros(COUNT * SIZE, dtype=torch.uint8)
+    monkeypatch.setattr(arrivals, "join", lambda *_: group)
+    steps = steps_of(*copies_of(ranks))
+    assert len(steps) == COUNT * SIZE // STEP and landing_bytes(steps) == STEP
+    arriving = Arrivals(MEETING, 1, CPU, steps)
+    before = arriving._landing.untyped_storage().data_ptr()
+    arriving.receive({0: target})
+    arriving.wait()
+    assert group.storages == {before}
+    assert target.view(COUNT, SIZE)[:, 0].tolist() == [n % ranks + 1 for n in range(COUNT)]
+
+
+@pytest.mark.parametrize(("landing", "staged"), [(0, False), (STEP, True)])
+def test_a_worker_stages_where_there_is_room_for_what_lands_too(
+    monkeypatch: pytest.MonkeyPatch, landing: int, staged: bool
+) -> None:
+    required: list[int] = []
+    loader = loader_with(monkeypatch, free=COUNT * SIZE + SPARE_BYTES + landing)
+    monkeypatch.setattr(peers, "require_free", lambda size, device: required.append(size))
+    assert joined(loader) is staged
+    assert required == [STEP]
+
+
+def test_a_worker_without_memory_for_what_lands_refuses_before_the_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("0 MiB are free")
+
+    loader = loader_with(monkeypatch, free=0)
+    monkeypatch.setattr(peers, "require_free", refuse)
+    with pytest.raises(RuntimeError, match="0 MiB are free"):
+        joined(loader)
+    assert loader.key == ""
+
+
+def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
+    """The loader of a worker that packs nothing, with so much memory free."""
+    target = torch.zeros(COUNT * SIZE, dtype=torch.uint8)
+    monkeypatch.setattr(peers.PeerLoader, "_packs", False)
+    monkeypatch.setattr(peers.PeerLoader, "_begin", lambda *_, slots: None)
+    monkeypatch.setattr(peers.PeerLoader, "_targets", lambda *_: {0: target})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
+    monkeypatch.setattr(arrivals, "join", lambda *_: Group())
+    return peers.PeerLoader(SimpleNamespace(device=CPU))
+
+
+def joined(loader: Any) -> bool:
+    copies, sources = copies_of(4)
+    program = Program("layout", (("w", "uint8", (COUNT * SIZE,)),), tuple(copies))
+    staged: bool = loader.join(program, sources, "key", None, MEETING.to_wire(), 4)
+    return staged
