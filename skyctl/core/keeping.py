@@ -15,6 +15,7 @@ from skyctl.core.repeated import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.source import refuse_changed
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -34,29 +35,30 @@ class Keeping:
 
     def record(self, result: PushResult) -> None:
         """The push succeeded: what was pushed stays."""
-        self._remember(result.version, result.content_digest)
+        self._remember(FleetWeights.pushed(result.to_json()))
 
     def record_used(self) -> bool:
         """The push succeeded on some servers only: they run the copy, so it stays as well."""
         used = self.copy is not None and str(self.copy.path) in self.state.checkpoints()
         paths = [kept.checkpoint for kept in kept_weights(self.state)] if used else []
         if used and self.request.checkpoint not in paths:
-            self._remember(self.state.weights().version or self.request.checkpoint, "")
+            self._remember(replace(self.state.weights(), content_digest=""))
         return used
 
-    def _remember(self, version: str, content_digest: str) -> None:
+    def _remember(self, weights: FleetWeights) -> None:
         if self.source is None or self.copy is None:
             return
         kept = KeptWeights(
-            version=version,
+            version=weights.version or self.request.checkpoint,
             checkpoint=str(self.copy.path),
             source=str(self.source.path),
             checkpoint_digest=self.copy.identity_digest,
             source_digest=self.source.identity_digest,
-            content_digest=content_digest,
+            content_digest=weights.content_digest,
             bytes=self.copy.total_bytes,
             at=time.time(),
-            draft=self.request.draft,
+            draft=weights.draft,
+            draft_digest=weights.draft_digest,
         )
         remember(self.state, kept)
         mark_recorded(self.copy.path)

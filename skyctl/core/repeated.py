@@ -8,7 +8,7 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.push.request import PushRequest
-from skyctl.push.source import refuse_changed
+from skyctl.push.source import refuse_changed, refuse_changed_draft
 from skyctl.states import TRAINER
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import in_doubt
@@ -42,6 +42,7 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         request,
         checkpoint=prepared[-1]["checkpoint"],  # the fleet's own copy, if it made one
         expected_digest=prepared[-1]["checkpoint_digest"],
+        expected_draft=prepared[-1].get("draft_digest", ""),
         keep=False,
     )
     # a trial that did not finish has accepted nothing, and a roll is not the fleet's version
@@ -60,6 +61,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         raise SkyctlError("nothing was pushed into this fleet yet")
     if weights.checkpoint is None:
         raise WeightsGone(f"{weights.version} was sent by a trainer, and no file has it")
+    require_draft(weights)
     try:
         checkpoint = read_checkpoint(weights.checkpoint)
     except SkyctlError as error:
@@ -71,6 +73,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         expected_digest=weights.checkpoint_digest,
         expected_content=weights.content_digest,
         draft=weights.draft,
+        expected_draft=weights.draft_digest,
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
         allow_config=(ALL_KEYS,),
@@ -78,6 +81,20 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
     refuse_changed(request, checkpoint)
     # a trainer may overwrite them at any moment: the push reads what was checked here
     return replace(request, expected_digest=checkpoint.identity_digest)
+
+
+def require_draft(weights: FleetWeights) -> None:
+    """Raise WeightsGone if the draft model that belongs to these weights is gone, or is another
+    now.
+    """
+    if not weights.draft:
+        return
+    try:
+        checkpoint = read_checkpoint(weights.draft)
+    except SkyctlError as error:
+        message = f"the draft model of {weights.version} is gone: {error.message}"
+        raise WeightsGone(message) from error
+    refuse_changed_draft(weights.draft_digest, checkpoint)
 
 
 def needed(state: FleetState) -> set[str | None]:

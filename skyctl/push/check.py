@@ -60,6 +60,15 @@ class Checked:
     """What servers are to draft tokens with; None if none of them has weights for that."""
 
     @property
+    def draft_record(self) -> dict[str, str]:
+        """Its directory and the identity of its files; "" if they are the checkpoint's own."""
+        draft = self.draft if self.draft and self.draft.directory else None
+        return {
+            "draft": draft.directory if draft else "",
+            "draft_digest": draft.checkpoint.identity_digest if draft else "",
+        }
+
+    @property
     def engine(self) -> str:
         """The servers' engine version: they share one, or there is no push."""
         return self.facts[0].vllm_version

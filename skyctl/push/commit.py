@@ -205,7 +205,7 @@ def _record_verified(run: Run, verified: Verified) -> None:
             "checkpoint_digest": checked.source.identity,
             "content_digest": verified.content_digest,
             "transport": checked.way.name,
-            "draft": checked.draft.directory if checked.draft else "",
+            **checked.draft_record,
             "whole": not run.request.rolling,
             "servers": {server.name: server.proof.digest for server in loaded},
         },

@@ -23,7 +23,7 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.server_facts import ServerFacts
 from skyctl.push.servers import Holds, PushedServer, alive, each
-from skyctl.push.source import Source
+from skyctl.push.source import Source, refuse_changed_draft
 from skyctl.push.verify import weights_digest
 from skyctl.wire.messages import TensorUse
 from skyctl.wire.worker import WorkerMethod
@@ -82,7 +82,8 @@ async def check_draft(
     """The draft weights of a push, None if no server has any; and notes.
 
     Raises:
-        NotFoundError, PreflightError: they are missing, or do not fit; nothing was touched.
+        NotFoundError, PreflightError, WeightsGone: they are missing, or do not fit, or are not what
+            they were; nothing was touched.
     """
     drafting = [(fact, s) for fact, s in zip(facts, servers, strict=True) if fact.drafts]
     if not drafting:
@@ -127,7 +128,9 @@ def _files(
     """
     directory = request.draft or _at_start(fleet, source, facts)
     if directory and (request.draft or Path(directory).resolve() != Path(source.path).resolve()):
-        return read_checkpoint(directory), True
+        checkpoint = read_checkpoint(directory)
+        refuse_changed_draft(request.expected_draft, checkpoint)
+        return checkpoint, True
     for fact in facts:
         if not directory and (fact.drafts != _MTP or source.checkpoint is None):
             raise _refused(fact.name, fact.drafts)

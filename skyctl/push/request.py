@@ -99,6 +99,9 @@ class PushRequest:
     """Those of a canary, which alone get it; () for all servers."""
     draft: str = ""
     """The directory of the model that servers are to draft tokens with; "" if none was given."""
+    expected_draft: str = ""
+    """The `identity_digest` of that model when it was pushed before: one that has changed since is
+    refused."""
 
     @property
     def leaves_router(self) -> bool:
@@ -236,11 +239,12 @@ class PushObserver:
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
         """What a push records for whoever finds it dead.
 
-        prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a
-                  trainer sends and that are in no file, and a digest that no other push has)
-        verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole,
-                  servers}: these servers (name → weights digest, "" if not requested) hold all of
-                  it, paused; `whole`: it is the fleet's version
+        prepared  {checkpoint, checkpoint_digest, draft, draft_digest}: which files it pushes (""
+                  for weights that a trainer sends and that are in no file, and a digest that no
+                  other push has)
+        verified  {version, checkpoint, checkpoint_digest, content_digest, transport, draft,
+                  draft_digest, whole, servers}: these servers (name → weights digest, "" if not
+                  requested) hold all of it, paused; `whole`: it is the fleet's version
         """
 
 
@@ -353,7 +357,9 @@ class PushResult:
     ranks: int = 0
     """How many ranks of a trainer the weights came from; 0 if they were a checkpoint."""
     draft: str = ""
-    """The directory of the model that servers draft tokens with; "" if none was given."""
+    """The directory of the model that servers draft tokens with; "" if the checkpoint has it."""
+    draft_digest: str = ""
+    """The identity of that model's files."""
     learned: dict[str, Any] | None = None
     """What was found out for later pushes; not part of the JSON."""
     plan: dict[str, Any] | None = None

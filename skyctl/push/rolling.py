@@ -47,7 +47,11 @@ async def push_rolling(
     if request.dry_run:
         return checked
     # every part gets what was checked
-    part_request = replace(request, expected_digest=checked.checkpoint_digest)
+    part_request = replace(
+        request,
+        expected_digest=checked.checkpoint_digest,
+        expected_draft=checked.draft_digest,
+    )
     expected = fleet.expected
     parts: list[PushResult] = []
     for first in range(0, len(fleet.servers), request.rolling):

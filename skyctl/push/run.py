@@ -232,7 +232,8 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
         compared=_compared(checked),
         layout_share=sum(server.proof.copied for server in checked.servers) / len(checked.servers),
         ranks=run.request.ranks,
-        draft=checked.draft.directory if checked.draft else "",
+        draft=checked.draft_record["draft"],
+        draft_digest=checked.draft_record["draft_digest"],
         learned=run.learned.to_json(),
         plan=checked.to_json() if dry else None,
     )

@@ -108,6 +108,7 @@ def rollback(
             expected_digest=before.checkpoint_digest,
             expected_content=before.content_digest,
             draft=request.draft or before.draft,
+            expected_draft="" if request.draft else before.draft_digest,
         )
     first = {_given(push) for push in pushes} <= {None, current} and current not in (None, BASE)
     if base and (version == BASE or (version is None and first)):
@@ -149,6 +150,16 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
         f"{checkpoint.path} was overwritten since it was {pushed}",
         hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
     )
+
+
+def refuse_changed_draft(digest: str, checkpoint: Checkpoint) -> None:
+    """Raise WeightsGone if a draft model's files are not those with this digest; "" is any."""
+    if digest not in ("", checkpoint.identity_digest):
+        raise WeightsGone(
+            f"the draft model {checkpoint.path} was overwritten since it was pushed",
+            hint="push the model with what it is now: skyctl sync-weights CKPT --draft "
+            f"{checkpoint.path}",
+        )
 
 
 @dataclass(frozen=True)

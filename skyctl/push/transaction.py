@@ -137,7 +137,12 @@ async def _check(run: Run) -> Checked:
         refuse_paused(run.request, checked.servers)
         source = checked.source
         run.observer.fact(
-            "prepared", {"checkpoint": source.path, "checkpoint_digest": source.identity}
+            "prepared",
+            {
+                "checkpoint": source.path,
+                "checkpoint_digest": source.identity,
+                **checked.draft_record,
+            },
         )
         run.learned.digests += launch_digests(checked.servers)
         for server in checked.servers:

@@ -156,6 +156,7 @@ async def _push_back(
         weight_version=committed.version or loaded[0].before.version or "default",
         pause_mode="abort",
         draft=committed.draft,
+        expected_draft=committed.draft_digest,
         verify=run.request.verify,
         scan_nan=False,  # they were accepted when they were pushed
         allow_unproven_reload=run.request.allow_unproven_reload,

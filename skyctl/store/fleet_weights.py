@@ -27,6 +27,8 @@ class FleetWeights:
     """Covers every byte that was pushed; "" if it was not computed."""
     draft: str = ""
     """The directory of the model that servers draft tokens with; "" if none was given."""
+    draft_digest: str = ""
+    """The identity of that model's files when they were pushed."""
 
     @classmethod
     def pushed(cls, push: Mapping[str, Any]) -> FleetWeights:
@@ -41,6 +43,7 @@ class FleetWeights:
             again,
             push.get("content_digest") or "",
             push.get("draft") or "",
+            push.get("draft_digest") or "",
         )
 
 

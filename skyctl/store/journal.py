@@ -164,6 +164,11 @@ class PushRecord:
         """The directory of the model that servers drafted tokens with; "" if none was given."""
         return str(self.result.get("draft") or "")
 
+    @property
+    def draft_digest(self) -> str:
+        """The identity of that model's files."""
+        return str(self.result.get("draft_digest") or "")
+
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 

@@ -34,6 +34,8 @@ class KeptWeights:
     """When it was kept, in epoch seconds."""
     draft: str = ""
     """The directory of the model that servers drafted tokens with, which is not copied."""
+    draft_digest: str = ""
+    """The identity of that model's files when they were pushed."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -83,7 +83,10 @@ class Warming:
         from skyctl.push.rehearsal import rehearse
 
         request = PushRequest(
-            weights.checkpoint, verify=plan.config.weight_transfer.verify, draft=weights.draft
+            weights.checkpoint,
+            verify=plan.config.weight_transfer.verify,
+            draft=weights.draft,
+            expected_draft=weights.draft_digest,
         )
         fleet = admission.push_fleet(plan, replicas, state, plan.base)
         try:

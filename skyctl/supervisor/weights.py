@@ -16,7 +16,7 @@ from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.checkpoints.live import running_model
 from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.core.expectations import informed
-from skyctl.core.repeated import published
+from skyctl.core.repeated import published, require_draft
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.push.request import PushObserver, PushRequest
 from skyctl.push.saving import write_weights
@@ -99,9 +99,11 @@ async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator
     """
     state = running.state
     verify = running.require_plan().config.weight_transfer.verify
+    weights = state.weights_of(replica.name)
+    await asyncio.to_thread(require_draft, weights)  # no sibling writes one
     try:
         # may read a whole checkpoint
-        request = await asyncio.to_thread(published, state.weights_of(replica.name), verify=verify)
+        request = await asyncio.to_thread(published, weights, verify=verify)
     except WeightsGone as error:
         sibling, reason = _sibling_of(replica, running), error.message
         if sibling is None:
@@ -140,6 +142,7 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
     """A request with the weights that a sibling runs."""
     state, plan, paths = running.state, running.require_plan(), running.paths
     transfer = plan.config.weight_transfer
+    weights = state.weights_of(sibling.name)
     model = await asyncio.to_thread(running_model, plan.base)
     server = engines.server(running.client, sibling.target, timeout_s=plan.config.control_timeout_s)
     in_memory = paths.shared is None
@@ -157,7 +160,8 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
             yield PushRequest(
                 checkpoint=str(directory),
                 weight_version=sibling.row.weight_version,
-                draft=state.weights_of(sibling.name).draft,  # a server writes its model alone
+                draft=weights.draft,  # a server writes its model alone
+                expected_draft=weights.draft_digest,
                 verify=transfer.verify,
                 scan_nan=False,  # they were accepted when they were pushed
                 allow_config=(ALL_KEYS,),

@@ -352,12 +352,26 @@ async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(actions
 def test_the_fleets_weights_are_asked_for_by_the_files_that_were_looked_at(tmp_path: Path) -> None:
     """A trainer may overwrite them before the push reads them."""
     checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "step")))
-    weights = FleetWeights("v1", str(checkpoint.path), checkpoint.identity_digest, draft="/draft")
+    draft = read_checkpoint(str(write_checkpoint(tmp_path / "draft", tiny_tensors(70))))
+    weights = FleetWeights(
+        "v1",
+        str(checkpoint.path),
+        checkpoint.identity_digest,
+        draft=str(draft.path),
+        draft_digest=draft.identity_digest,
+    )
     again = published(weights, verify=True)
-    assert (again.expected_digest, again.draft) == (checkpoint.identity_digest, "/draft")
-    os.utime(checkpoint.shards[0].path, ns=(1, 1))
-    with pytest.raises(WeightsGone, match="was overwritten"):
+    assert (again.expected_digest, again.draft) == (checkpoint.identity_digest, str(draft.path))
+    assert again.expected_draft == draft.identity_digest
+    os.utime(draft.shards[0].path, ns=(1, 1))
+    with pytest.raises(WeightsGone, match=r"the draft model .* was overwritten"):
         published(weights, verify=True)
+    Path(draft.shards[0].path).unlink()
+    with pytest.raises(WeightsGone, match="the draft model of v1 is gone"):
+        published(weights, verify=True)
+    os.utime(checkpoint.shards[0].path, ns=(1, 1))
+    with pytest.raises(WeightsGone, match="step was overwritten"):
+        published(replace(weights, draft=""), verify=True)
 
 
 def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are_not(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.errors import PreflightError, PushError, TrialFailed
+from skyctl.errors import PreflightError, PushError, TrialFailed, WeightsGone
 from skyctl.push.rows import choose_rows
 from skyctl.store.fleet_weights import FleetWeights
 from tests.stub.faults import Fault
@@ -88,6 +88,19 @@ async def test_what_has_no_draft_weights_or_other_ones_is_refused_untouched(
     with pytest.raises(PreflightError, match=r"its draft weights cannot be pushed: .*no draft"):
         await pushed(drafting, draft=str(drafts[1]))
     assert all(engine.log == [] for engine in drafting.engines)
+
+
+async def test_a_draft_that_was_overwritten_since_it_was_pushed_is_not_pushed_again(
+    drafting: Stubs, drafts: list[Path]
+) -> None:
+    result = await pushed(drafting, draft=str(drafts[1]))
+    again = {"draft": str(drafts[1]), "expected_draft": result.draft_digest}
+    assert (await pushed(drafting, **again)).draft_digest == result.draft_digest
+    logs = [list(engine.log) for engine in drafting.engines]
+    write_checkpoint(drafts[1], tiny_tensors(110))
+    with pytest.raises(WeightsGone, match=r"the draft model .* was overwritten"):
+        await pushed(drafting, **again)
+    assert [engine.log for engine in drafting.engines] == logs
 
 
 async def test_a_draft_for_servers_that_draft_nothing_is_refused(stubs: Stubs) -> None:

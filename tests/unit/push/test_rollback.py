@@ -25,7 +25,7 @@ def pushed(version: str, *, ok: bool = True) -> PushRecord:
         version,
         f"runs/{version}",
         f"digest {version}",
-        {"draft": f"drafts/{version}"},
+        {"draft": f"drafts/{version}", "draft_digest": f"draft {version}"},
     )
 
 
@@ -34,8 +34,9 @@ def test_the_version_before_the_current_one_is_taken_and_failed_pushes_are_passe
     request = rollback(PushRequest("", pause_mode="wait"), pushes)
     assert (request.checkpoint, request.weight_version) == ("runs/1", "1")
     assert (request.expected_digest, request.pause_mode) == ("digest 1", "wait")
-    assert request.draft == "drafts/1"
-    assert rollback(PushRequest("", draft="d"), pushes).draft == "d"
+    assert (request.draft, request.expected_draft) == ("drafts/1", "draft 1")
+    other = rollback(PushRequest("", draft="d"), pushes)
+    assert (other.draft, other.expected_draft) == ("d", "")
 
 
 def test_a_push_that_some_servers_have_made_its_version_the_current_one() -> None:
