@@ -19,7 +19,8 @@ servers' locks (`store/server_locks.py`), which are taken with it, by the same t
 that attach the same servers share neither.
 
 vLLM has no fencing token: a server carries out whatever reaches it. After a holder died with the
-lock (a verb's, too), the next one therefore waits for `LATE_S` before it acts.
+lock (a verb's, too), the next one therefore waits for `LATE_S` before it acts. So does a supervisor
+that takes over servers which the one before was admitting, without a turn.
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class InDoubt:
         return self.job == _PAUSE
 
     @property
+    def by_admission(self) -> bool:
+        """Whether the supervisor pushed to it alone, and so without the fleet's turn."""
+        return self.job == _ADMISSION
+
+    @property
     def whole(self) -> bool:
         """It holds whole weights, and no push froze it: they are not the fleet's."""
         return self.stage == PushStage.NO_PUSH
@@ -70,6 +75,8 @@ class InDoubt:
 
 _PAUSE = "pause"
 """The job of a doubt that a pause left."""
+_ADMISSION = "a push of its own"
+"""The job of a doubt that a server's admission left."""
 _SENDER = "sender"
 """Key of the trainer that sends: `{"job": …}` and its process; "" once it has reported its end."""
 
@@ -214,14 +221,14 @@ def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
         )
 
 
-def touch(state: FleetState, name: str, admission: str) -> None:
+def touch(state: FleetState, name: str) -> None:
     """A server is about to be pushed to by its own admission, which has no journal.
 
     Raises:
         StateUnwritable: it cannot be put on record.
     """
     with state.durable():
-        _save(state, InDoubt(name, admission, PushStage.UPDATE, True, True))
+        _save(state, InDoubt(name, _ADMISSION, PushStage.UPDATE, True, True))
 
 
 def doubt_pause(state: FleetState, name: str) -> None:

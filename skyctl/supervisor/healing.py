@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from skyctl.core.arbiter import Act
+from skyctl.core.arbiter import LATE_S, Act
 from skyctl.core.diagnosis import healthy, judge
 from skyctl.core.findings import Finding
 from skyctl.core.observation import Observed, observe
@@ -167,6 +167,8 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
     another skyctl, and its pending requests are on disk.
     """
     host = HOSTS[plan.config.launcher]
+    if any(record.by_admission for record in in_doubt(running.state).values()):
+        await asyncio.sleep(LATE_S)  # the supervisor before may have died amid it
     for row in running.state.unrecorded_processes():
         running.state.add_event(row.name, "ended a process that was not on record")
         try:

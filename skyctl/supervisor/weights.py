@@ -71,7 +71,7 @@ async def _push_alone(replica: Replica, running: RunningFleet) -> None:
     async with _request_for(replica, running) as request:
         fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
         # first: this process may die meanwhile
-        touch(state, replica.name, "a push of its own")
+        touch(state, replica.name)
         try:
             result = await push(request, fleet, client=running.client, observer=PushObserver())
         except SkyctlError as error:

@@ -244,7 +244,7 @@ def _write_state(path: Path, directory: Path) -> None:
             )
             state.update_server("f-0", paused=True, weight_version="v")
             state.set_weights(FleetWeights("v", "/c", "d"))
-            touch(state, "f-0", "its admission")
+            touch(state, "f-0")
             state.update_server("f-0", weights_awake=True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
             state.journal.add_events(job.id, JobEvent.stage("pause"))

@@ -25,7 +25,7 @@ _POLL_S = 0.02
 class _Heard:
     """A reply that always arrives."""
 
-    heard = True
+    heard, by_push = True, False
 
     def __init__(self, answered: asyncio.Future[Answer]) -> None:
         self._answered = answered

@@ -236,8 +236,7 @@ class Engine:
             reply(200, b"")
             return
         if path in ("/version", "/v1/models", "/server_info", "/metrics", "/metrics/"):
-            if caller is self.loading_by:
-                self.looked_at = self._loop.now
+            self._note_look(reply, caller)
             reply(200, self._fact(path))
             return
         answer: Callable[[int, bytes], None] = reply
@@ -246,14 +245,14 @@ class Engine:
             if not passing.passes:
                 self._watch(self, f"refuses {path} of {caller}")
                 return
-        self._act(request, caller, answer, lambda: reply.heard)
+        self._act(request, caller, answer, reply)
 
     def _act(
         self,
         request: Request,
         caller: Process | None,
         reply: Callable[[int, bytes], None],
-        heard: Callable[[], bool],
+        asked: Reply,
     ) -> None:
         """Answer a request, once all that came before it are answered."""
         path, _, query = request.path.partition("?")
@@ -284,9 +283,11 @@ class Engine:
             if answer is None:
                 reply(404, b'{"detail": "Not Found"}')
             else:
-                pushes = caller is not None and caller.label.startswith("push")
-                if path == "/is_paused" and heard() and not pushes:
-                    self.seen_at = loop.now
+                if path == "/is_paused":
+                    self._note_look(asked, caller)
+                    pushes = caller is not None and caller.label.startswith("push")
+                    if asked.heard and not pushes:
+                        self.seen_at = loop.now
                 reply(200, body(answer))
 
         def drained() -> None:
@@ -338,9 +339,11 @@ class Engine:
     def _world_size(self, *_: Any) -> Any:
         return {"world_size": self.ranks}
 
-    def _is_paused(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
-        if caller is self.loading_by:
+    def _note_look(self, asked: Reply, caller: Process | None) -> None:
+        if asked.by_push and caller is self.loading_by:
             self.looked_at = self._loop.now
+
+    def _is_paused(self, *_: Any) -> Any:
         return {"is_paused": self.paused}
 
     def _is_sleeping(self, *_: Any) -> Any:

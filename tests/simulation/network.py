@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnsw
 from tests.simulation.kernel import Process, current
 from tests.simulation.loop import Killed, VirtualLoop
 
+PUSHING: ContextVar[bool] = ContextVar("pushing", default=False)
+"""Whether what runs is part of a push, and not another task of a supervisor that pushes."""
 _LINGERS_S = 0.9
 """How long after it was sent a request of a sender that died may arrive."""
 
@@ -97,6 +100,7 @@ class Reply:
     """
 
     __slots__ = (
+        "by_push",
         "caller",
         "delay_s",
         "future",
@@ -116,7 +120,7 @@ class Reply:
         future: asyncio.Future[Answer],
     ) -> None:
         self.network, self.request, self.caller, self.future = network, request, caller, future
-        self.delay_s = 0.0
+        self.delay_s, self.by_push = 0.0, PUSHING.get()
         weather, dice = network.weather, network.dice
         luck = dice.random()
         # a socket of this machine breaks or answers: what is lost on it is lost with a process

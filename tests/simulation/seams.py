@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.header import FileIdentity
 from skyctl.errors import StateUnwritable
+from skyctl.push.request import PushResult
+from skyctl.push.run import Run
+from skyctl.push.transaction import carry_out
 from skyctl.store import owned
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
 from skyctl.store.unrecorded import LOST
 from tests.simulation.kernel import Flock, current
-from tests.simulation.network import SimTransport
+from tests.simulation.network import PUSHING, SimTransport
 from tests.simulation.sender import SimSender
 
 if TYPE_CHECKING:
@@ -210,6 +213,11 @@ def _create_private_file(path: Path, flags: int = 0) -> int:
     return _OS.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
+async def _carry_out(run: Run) -> PushResult:
+    PUSHING.set(True)
+    return await carry_out(run)
+
+
 _TASKS = f"asyncio.tasks.{'_all' if sys.version_info < (3, 12) else '_scheduled'}_tasks.add"
 SEAMS: dict[str, Any] = {
     "time.time": lambda: EPOCH + _now(),
@@ -241,6 +249,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.http.client.KeptConnections": SimTransport,
     "skyctl.transfer.sender_pool.SenderProcess": SimSender,
     "skyctl.core.guardian._spawn": _spawn_guardian,
+    "skyctl.push.transaction.carry_out": _carry_out,
     "skyctl.push.sender_way.check_memory": lambda needed_bytes: None,
     "skyctl.kill_points._point": _Point(),
 }

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.core.requests import Restart
 from skyctl.engines.inside.guard import HELD_VARIABLE
+from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
 from skyctl.launch.base import ChosenPlace
@@ -423,7 +424,13 @@ class SupervisedWorld(World):
 def _spawn_supervisor(paths: FleetPaths) -> Any:
     world = SimManaged.world
     process = world.kernel.spawn("supervisor", lambda: daemon.serve(paths))
-    process.on_death.append(lambda: world.tell("the fleet has no supervisor"))
+
+    def died() -> None:
+        world.tell("the fleet has no supervisor")
+        if process.error is not None and not isinstance(process.error, SkyctlError):
+            world.violate(f"bug: supervisor: {plain(repr(process.error))[:120]}")
+
+    process.on_death.append(died)
     return SimpleNamespace(poll=lambda: 0 if process.dead else None)
 
 

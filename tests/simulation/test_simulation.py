@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.http.transport import Request
 from skyctl.launch.base import ChildProcess
 from tests.simulation import reinserted, seams
+from tests.simulation.network import PUSHING
 from tests.simulation.supervised import SimManaged
-from tests.simulation.world import KINDS, Schedule, play
+from tests.simulation.world import KINDS, Schedule, World, play
 
 FIRST, SCHEDULES = 5_000, 100
 FOUND_BY = {
@@ -39,6 +41,25 @@ def test_no_schedule_violates_anything(kind: str, tmp_path: Path) -> None:
     assert sum(one.succeeded for one in ended) > SCHEDULES / 4  # else nothing was tried
     frozen = [one.excused == 0 for one in ended if one.frozen]
     assert sum(frozen) >= 0.9 * len(frozen)
+
+
+def test_a_probe_of_a_supervisor_that_pushes_is_no_look_of_its_push(tmp_path: Path) -> None:
+    with seams.installed():
+        world = World(Schedule(0, only=frozenset()), tmp_path)
+        [engine, *_], pusher = world.engines, world.kernel.spawn("supervisor", None)
+        engine.start(world.kernel.spawn("server", None))
+        engine.loading_by = pusher
+        looks = []
+        for pushing in (False, True):
+            for path in ("/metrics", "/is_paused"):
+                world.loop.run_until(world.loop.now + 1.0)
+                began = world.loop.now
+                pusher.context.run(PUSHING.set, pushing)
+                call = world.network.call(Request("GET", engine.url, path, {}, None), 9.0)
+                world.loop.create_task(call, context=pusher.context.copy())
+                world.loop.run_until(began + 5.0)
+                looks.append(engine.looked_at > began)
+    assert looks == [False, False, True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,8 @@ from skyctl.engines.vllm.router import RouterClient
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.host import port_holder
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.states import Phase
+from skyctl.states import Phase, PushStage
+from skyctl.store.in_doubt import InDoubt, put_in_doubt, touch
 from skyctl.supervisor import healing, replica, rollout
 from skyctl.supervisor.interface import Adopt
 from skyctl.supervisor.resident import Supervisor
@@ -102,6 +103,36 @@ async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_wai
         assert not stopped.is_set()
         stopped.set()
         assert await ended(later) == ""
+        await later.down(Down(0.0))
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+async def test_a_takeover_lets_requests_of_an_admission_arrive_before_it_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, admitted: bool
+) -> None:
+    """It had no turn, whose next holder would wait for them."""
+    monkeypatch.setattr(healing, "LATE_S", 0.0625)
+    adopted_by_then, sleep = list[list[str]](), asyncio.sleep
+
+    async def watched(delay: float) -> None:
+        if delay == healing.LATE_S:
+            adopted_by_then.append(list(later.replicas))
+        await sleep(delay)
+
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")])
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        if admitted:
+            touch(supervisor.state, "a")
+        else:
+            whole = InDoubt("a", "push-1", PushStage.PAUSE, half_updated=False, thaw=True)
+            put_in_doubt(supervisor.state, {"a": whole})
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        monkeypatch.setattr(asyncio, "sleep", watched)
+        await later.adopt(Adopt(plan))
+        await ended(later)
+        assert adopted_by_then == [[]] * admitted and list(later.replicas) == ["a"]
         await later.down(Down(0.0))
 
 

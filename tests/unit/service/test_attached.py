@@ -240,7 +240,7 @@ async def test_what_a_dead_push_left_is_not_thawed_by_hand(
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
         await fleet.pause(Pause(mode="keep", clear_cache=False))
-        touch(fleet.state, "far-0", "a push")
+        touch(fleet.state, "far-0")
         if quarantined:
             fleet.state.update_server("far-0", quarantine="push-1 broke off")
         skipped, done = await getattr(fleet, verb)()

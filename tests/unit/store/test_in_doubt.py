@@ -203,13 +203,13 @@ def test_what_was_verified_keeps_its_label_until_something_is_sent(
 
 
 def test_a_push_of_its_own_is_remembered_without_a_quarantine(state: FleetState) -> None:
-    touch(state, "a", "a push of its own")
+    touch(state, "a")
     assert in_doubt(state)["a"].half_updated and in_doubt(state)["a"].thaw
     assert state.server("a").quarantine is None
 
 
 def test_nothing_is_in_doubt_after_down(state: FleetState) -> None:
-    touch(state, "a", "a push of its own")
+    touch(state, "a")
     state.forget_run()
     assert in_doubt(state) == {}
 
