@@ -11,6 +11,7 @@ from skyctl.store.state import FleetState
 from tests.simulation.engine import Engine
 from tests.simulation.kernel import Process
 from tests.simulation.people import STRANGER
+from tests.simulation.seams import EPOCH
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -87,11 +88,14 @@ def labelled_anew(world: World, engine: Engine) -> None:
         world.violate("label: a server gets it, and its files came to other weights before")
 
 
-def push_ended(world: World, pusher: Process | None) -> None:
+def push_ended(world: World, job: Job, pusher: Process | None) -> None:
     """What was thawed while the push loaded it is frozen again, unless that was after it had looked
     for the last time."""
+    assert job.finished_at is not None
+    ended = job.finished_at - EPOCH  # its command may notice much later
     for engine in world.engines:
-        late = world.loop.now - engine.looked_at < _LOOK_S or not world.network_well
+        late = engine.thawed_at > ended or ended - engine.looked_at < _LOOK_S
+        late = late or not world.network_well
         if engine.answered and engine.loading_by is pusher and engine.serving and not late:
             world.violate(
                 "thawed: a push has ended, and leaves a server so that was thawed amid it"

@@ -205,6 +205,8 @@ class World:
                 engine.meddled_at = self.loop.now
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
+        elif path == "/finish_weight_update" and engine.open and not engine.next_chunk:
+            engine.loading_by = None  # undone
         elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
             if engine.loading_by is not None:
                 engine.unseen = engine.looked_at < engine.meddled_at
@@ -335,7 +337,7 @@ class World:
                 on_record = self._on_record(fleet)
                 urls = {target.name: target.url for target in self._targets(fleet)}
                 checks.push_succeeded(self, job, number, urls, on_record=on_record)
-            checks.push_ended(self, self._pusher())
+            checks.push_ended(self, job, self._pusher())
             return job
 
         return await self._fleet(use, ref)
