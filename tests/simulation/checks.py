@@ -16,8 +16,6 @@ from tests.simulation.seams import EPOCH
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-_LOOK_S = 2.0
-"""How long before its end a push looks at its servers for the last time."""
 _ELSEWHERE = "type: skyctl recover --fleet"
 """What recovery says of a server that another fleet has to repair first."""
 
@@ -90,12 +88,12 @@ def labelled_anew(world: World, engine: Engine) -> None:
 
 def push_ended(world: World, job: Job, pusher: Process | None) -> None:
     """What was thawed while the push loaded it is frozen again, unless that was after it had looked
-    for the last time."""
+    for the last time: it looks again once it writes to no server any more."""
     assert job.finished_at is not None
     ended = job.finished_at - EPOCH  # its command may notice much later
     for engine in world.engines:
-        late = engine.thawed_at > ended or ended - engine.looked_at < _LOOK_S
-        late = late or not world.network_well
+        looked = engine.looked_at >= world.last_write_of(pusher, ended)
+        late = engine.thawed_at > ended or looked or not world.network_well
         if engine.answered and engine.loading_by is pusher and engine.serving and not late:
             world.violate(
                 "thawed: a push has ended, and leaves a server so that was thawed amid it"

@@ -330,6 +330,9 @@ class SupervisedWorld(World):
     def _pusher(self) -> Process | None:
         return self.supervising
 
+    def last_write_of(self, pusher: Process | None, ended: float) -> float:
+        return ended - 2.0  # it may be bringing a server that has restarted by now
+
     def _push_under_way(self) -> bool:
         return self.supervisor is not None and self.supervisor.push_job is not None
 

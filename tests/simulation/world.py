@@ -39,6 +39,7 @@ _BEGINNING_S = 120.0
 _PATIENCE_S = 300.0
 _QUIET_S = 20.0
 _FREEZING, _THAWING = ("/pause", "/sleep"), ("/resume", "/wake_up")
+_WRITING = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 
 
 @dataclass
@@ -101,6 +102,7 @@ class World:
         self.pushes = self.succeeded = self.frozen = self.excused = 0
         self.accepted: dict[int, Any] = {}  # the weights that a version came to
         self.commands: list[Process] = []
+        self.written_at: dict[Process | None, float] = {}  # who last wrote to any server, and when
         self.faults = self._choose_faults()
         self.base = self.checkpoints.write("base", 0)
         self.engines = self._make_engines(dice.choice((1, 2, 2, 2, 3)), dice.choice((1, 1, 1, 2)))
@@ -203,6 +205,8 @@ class World:
             engine.thawed_by, engine.thawed_at = caller, self.loop.now
             if checks.thawed_by_stranger(engine):
                 engine.meddled_at = self.loop.now
+        if path in _WRITING:
+            self.written_at[caller] = self.loop.now
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
         elif path == "/finish_weight_update" and engine.open and not engine.next_chunk:
@@ -345,6 +349,10 @@ class World:
     def _pusher(self) -> Process | None:
         """The process that acts on servers for the command that runs."""
         return current()
+
+    def last_write_of(self, pusher: Process | None, ended: float) -> float:
+        """When a push that ended then wrote to any server for the last time, at the latest."""
+        return self.written_at.get(pusher, 0.0)
 
     @property
     def network_well(self) -> bool:
