@@ -303,8 +303,10 @@ def _shared_memory() -> set[str]:
     directory = Path("/dev/shm")
     if not directory.is_dir():
         return set()
-    found = (path.name for path in directory.iterdir())
-    return {name for name in found if name.startswith("skyctl") or "-cpushm_" in name}
+    shared = directory / f"skyctl-{os.getuid()}"  # stays, and is empty once all is down
+    names = {path.name for path in directory.iterdir() if path != shared}
+    ours = {name for name in names if name.startswith("skyctl") or "-cpushm_" in name}
+    return ours | {path.name for path in shared.glob("*")}
 
 
 def main() -> int:

@@ -180,19 +180,19 @@ def _remove_unless_in_use(entry: Path, memory_root: Path) -> None:
 
 
 def _memory_home(memory_root: Path) -> Path:
+    """All fleets of this user share it. It stays when it is empty, because another fleet may be
+    about to use it.
+    """
     return memory_root / f"skyctl-{os.getuid()}"
 
 
 def _memory_directory(memory_root: Path, entry: Path) -> Path:
     """A directory in memory for an entry. Its owner is recorded before it is made."""
-    for _ in range(_TRIES):
-        home = private_directory(_memory_home(memory_root))
-        with suppress(FileNotFoundError):  # a sweep took the empty home
-            (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
-            directory = home / entry.name
-            directory.mkdir(mode=0o700)
-            return directory
-    raise SkyctlError(f"cannot make a directory for weights in {memory_root}")
+    home = private_directory(_memory_home(memory_root))
+    (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
+    directory = home / entry.name
+    directory.mkdir(mode=0o700)
+    return directory
 
 
 def _sweep_memory(memory_root: Path) -> None:
@@ -201,8 +201,6 @@ def _sweep_memory(memory_root: Path) -> None:
         if origin.suffix == _ORIGIN and origin.is_symlink() and not origin.exists():
             shutil.rmtree(origin.with_suffix(""), ignore_errors=True)
             origin.unlink(missing_ok=True)
-    with suppress(OSError):  # not empty, or not there
-        _memory_home(memory_root).rmdir()
 
 
 def _list(directory: Path) -> list[Path]:

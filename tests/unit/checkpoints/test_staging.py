@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -108,10 +107,3 @@ def test_a_half_made_entry_is_swept(tmp_path: Path, memory: Path) -> None:
     (home / "0123").mkdir(parents=True)
     sweep(home, (), memory_root=memory)
     assert names_below(home) == []
-
-
-def test_a_sweep_takes_the_empty_home_in_memory_away(tmp_path: Path) -> None:
-    home = tmp_path / f"skyctl-{os.getuid()}"
-    home.mkdir()
-    sweep(tmp_path / "nothing", [], memory_root=tmp_path)
-    assert not home.exists()
