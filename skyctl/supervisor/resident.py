@@ -615,8 +615,8 @@ class Supervisor(OperatedFleet, SupervisorService):
         plan, slept = self.require_plan(), replica.asleep
         if slept:
             await admission.wake(replica, self.client)
-        while not replica.row.quarantine:
-            await self.pushes.over.wait()
+        # a push that is under way quarantines its predecessor, and forgets that in the end
+        while await self.pushes.over.wait() and not replica.row.quarantine:
             if replica.reached_by_push:
                 raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
             if not replica.compared:

@@ -50,6 +50,7 @@ class FakePush:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str]]] = []
+        self.observer: Any = None  # of the last call
         self.error: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -59,6 +60,7 @@ class FakePush:
     ) -> PushResult:
         names = [server.name for server in fleet.servers]
         self.calls.append((request.checkpoint, names))
+        self.observer = observer
         observer.stage("update")
         for name in names:
             observer.server(name, "updating")
@@ -278,6 +280,39 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
         assert (pid_of(supervisor, "b") != pid) is reached
         assert replica.row.quarantine is None and replica.row.weight_version is None
+
+
+async def test_a_replica_that_is_back_before_the_push_it_died_in_has_ended_stays_closed_to_users(
+    tmp_path: Path, push: FakePush, checkpoint: object
+) -> None:
+    """The push says that its last process is quarantined; this one has the base weights."""
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
+        await push_ended(supervisor)
+        push.gate.clear()
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
+        await eventually(lambda: len(push.calls) == 2)
+        replica, pid = supervisor.replicas["b"], pid_of(supervisor, "b")
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: replica.process is not None and replica.process.pid != pid)
+        push.observer.server("b", "quarantined", "connection lost")
+        await eventually(lambda: replica.phase in ("admitting", "up"))
+        await asyncio.sleep(0.1)
+        left = [
+            ServerPush("a", True, "ready", "v1"),
+            ServerPush("b", False, "quarantined", None, detail="connection lost"),
+        ]
+        push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
+        ends, push.gate = push.gate, asyncio.Event()
+        ends.set()
+        await eventually(lambda: supervisor.push_job is None)
+        push.error = None
+        await eventually(lambda: len(push.calls) == 3)
+        assert push.calls[2] == ("/ckpt", ["b"]) and replica.phase == "admitting"
+        assert supervisor.paths.hold_file("b").exists()
+        push.gate.set()
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert replica.row.weight_version == "v1"
 
 
 async def test_a_status_that_need_not_be_fresh_shows_others_pauses_with_the_next_probe(
