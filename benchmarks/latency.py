@@ -126,7 +126,8 @@ def attached(count: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         file = Path(work) / "fleet.yaml"
         file.write_text(f"name: stubs\nservers: {json.dumps(stubs.urls)}\n")
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-        yield str(file), stubs.urls, environ | {"SKYCTL_HOME": work, "PYTHONPATH": str(ROOT)}
+        modules = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
+        yield str(file), stubs.urls, environ | {"SKYCTL_HOME": work, "PYTHONPATH": modules}
 
 
 def on_stubs(runs: int) -> dict[str, Any]:

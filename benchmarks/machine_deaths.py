@@ -391,7 +391,8 @@ def made(way: str, cluster: RayCluster | None, **options: Any) -> Iterator[Remot
         assert often in text
         file.write_text(text)
         home = f"{directory}/home"
-        os.environ.update({"PYTHONPATH": str(ROOT), **fleet.environ, "SKYCTL_HOME": home})
+        modules = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        os.environ.update({"PYTHONPATH": modules, **fleet.environ, "SKYCTL_HOME": home})
         try:
             yield fleet
         finally:

@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
+_IMPORT_PATH = "PYTHONPATH"
 _AGAIN_S = 0.01  # longer than a finalizer
 _ours: set[str] = set()  # variables that this module set
 _commands = False
@@ -122,5 +124,12 @@ def exit_now(code: object) -> None:
 
 
 def inherited_environment() -> dict[str, str]:
-    """The environment as this process was given it, for those that it starts."""
-    return {name: value for name, value in os.environ.items() if name not in _ours}
+    """The environment as this process was given it, for those that it starts. Relative entries of
+    PYTHONPATH become absolute, because a supervisor and a guardian run in another directory.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _ours}
+    if entries := environment.get(_IMPORT_PATH):
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            absolute = [entry and str(Path(entry).absolute()) for entry in entries.split(":")]
+            environment[_IMPORT_PATH] = ":".join(absolute)
+    return environment

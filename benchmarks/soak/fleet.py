@@ -80,7 +80,8 @@ class SoakFleet:
     @property
     def env(self) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-        return {**inherited, "SKYCTL_HOME": str(self.home), "PYTHONPATH": str(_ROOT)}
+        modules = f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        return {**inherited, "SKYCTL_HOME": str(self.home), "PYTHONPATH": modules}
 
     async def prepare(self) -> None:
         """Write the fleet's files and its disk. Raises SkyctlError where that fails."""

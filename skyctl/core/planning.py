@@ -22,6 +22,7 @@ from skyctl.launch import HOSTS
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
 from skyctl.launch.remote.machines import read_machines
 from skyctl.launch.remote.record import begun
+from skyctl.startup import inherited_environment
 from skyctl.store.paths import fleet_paths
 from skyctl.store.processes import ProcessRow
 
@@ -56,7 +57,7 @@ def plan_here(
         gpus=[] if config.device == "cpu" else host.gpus(),
         cpus=host.cpus(),
         next_port=lambda: host.free_port("127.0.0.1"),
-        environ=os.environ,
+        environ=inherited_environment(),
         known_ports=known_ports,
         machines=machines,
         pins=meanings,

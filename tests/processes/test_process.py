@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.local.process import ManagedProcess, start_detached
 from skyctl.store.identity import ProcessIdentity, identify
-from skyctl.store.paths import flocked
+from skyctl.store.paths import FleetPaths, flocked
 from tests.pids import gone
 from tests.unit.launch.logs import first_line
 from tests.unit.supervisor.fleets import eventually
@@ -52,6 +52,20 @@ async def test_a_child_has_its_own_session_and_a_private_log(tmp_path: Path) -> 
     assert os.getsid(process.pid) == process.pid
     assert stat.S_IMODE((tmp_path / "tree.log").stat().st_mode) == 0o600
     await process.stop(5)
+
+
+def test_a_supervisor_and_a_guardian_have_the_import_path_of_what_starts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be relative, and they run in another directory."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "only_there.py").write_text("print('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "modules")
+    log = tmp_path / "child.log"
+    argv = [sys.executable, "-m", "only_there"]
+    start_detached(argv, FleetPaths(tmp_path / "home", "stubs"), log).wait(30)
+    assert log.read_text() == "imported\n"
 
 
 async def test_stopping_ends_the_whole_tree_gently(tmp_path: Path) -> None:

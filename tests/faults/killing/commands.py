@@ -37,7 +37,7 @@ class Commands:
         """
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         ours = {
-            "PYTHONPATH": str(_ROOT),
+            "PYTHONPATH": f"{_ROOT}:{os.environ.get('PYTHONPATH', '')}",
             "SKYCTL_HOME": str(self._directory / "home"),
             forking.CYCLE: "guarded" if guardian else "by hand",
             **({kill_points.VARIABLE: kill_at} if kill_at else {}),
