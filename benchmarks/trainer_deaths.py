@@ -3,14 +3,15 @@
     python -m benchmarks.trainer_deaths [--rounds 20] [--only trainer server] [--write]
     python -m benchmarks.trainer_deaths --jobs 16 --seconds 240 --write    160 deaths, 16 fleets
 
-Two stub servers with their supervisor, and four clients that generate on them throughout. The
-trainer dies once a call is answered, or while it is under way (two rounds of four); a server dies
-while it is under way. After each death comes `skyctl recover --yes`, and another update.
-A violation is an answer that no committed weights give, a server that served such weights, servers
-that are not ready with the same weights in the end, and an update that fails although nothing
-dies. In every other round the served weights are in no file: a server takes them from the other,
-and where the update has overwritten both, they serve nobody until the next one, which is counted as
-`waited`.
+Two stub servers with their supervisor and guards, and four clients that generate on them past the
+router. The trainer dies once a call is answered, or while it is under way (two rounds of
+four); a server dies while it is under way. After each death comes `skyctl recover --yes`, and
+another update. A violation is an answer that no committed weights give, a server that served such
+weights, servers that are not ready with the same weights in the end, and an update that fails
+although nothing dies. After the first round, the weights that servers start with count as
+uncommitted. In every other round the served weights are in no file: a server takes them from the
+other, and where the update has overwritten both, they serve nobody until the next one, which is
+counted as `waited`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 RESULT = Path(__file__).parent / "results" / "trainer-deaths.json"
 CLIENTS = 4
 TOKENS = 4
+_MORE = "check_args: false\nargs: {token-delay-s: 0.01}\n"  # some are frozen amid an answer
 BOUND_S = 600.0
 """Of whatever ends at once on an idle machine."""
 
@@ -58,13 +60,20 @@ class Asked(Fleet):
         return {row["name"]: row for row in status.to_json()["replicas"]}
 
 
+def given_by(digests: set[str], prompt: str, tokens: list[int], aborted: bool) -> bool:
+    """Whether these are the tokens of one of the weights: the first of them, if it was aborted."""
+    count = len(tokens) if aborted else TOKENS
+    return any(tokens == expected(digest, prompt, TOKENS)[:count] for digest in digests)
+
+
 class Clients:
     """Requests to both servers, and what each got: compared in the end, when it is known which
     weights were committed."""
 
-    def __init__(self, urls: Sequence[str], model: str) -> None:
+    def __init__(self, urls: Sequence[str], model: str, key: str) -> None:
         self._urls, self._model = urls, model
-        self._answers: list[tuple[str, tuple[int, ...], str]] = []
+        self._headers = {"Authorization": f"Bearer {key}"}
+        self._answers: list[tuple[str, list[int], bool]] = []  # whether it was aborted
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
 
@@ -81,15 +90,11 @@ class Clients:
     def wrong(self, digests: set[str]) -> tuple[int, int]:
         """How many were answered, and how many of those by no committed weights."""
         answers, self._answers = self._answers, []
-        return len(answers), sum(
-            all(list(tokens) != expected(digest, prompt, TOKENS) for digest in digests)
-            for prompt, tokens, versions in answers
-            if versions != "straddles"
-        )
+        return len(answers), sum(not given_by(digests, *answer) for answer in answers)
 
     def _ask(self, number: int) -> None:
         url = self._urls[number % len(self._urls)]
-        with httpx.Client(trust_env=False, timeout=BOUND_S) as client:
+        with httpx.Client(headers=self._headers, trust_env=False, timeout=BOUND_S) as client:
             for count in range(10**9):
                 if self._over.wait(0.1):
                     return
@@ -102,8 +107,10 @@ class Clients:
                 if answer.status_code != 200:
                     continue
                 begin, end = (answer.headers.get(f"x-weight-version-{x}") for x in ("begin", "end"))
-                tokens = answer.json()["choices"][0]["token_ids"]
-                self._answers.append((prompt, tuple(tokens), "" if begin == end else "straddles"))
+                if begin == end:  # others have tokens of two versions
+                    choice = answer.json()["choices"][0]
+                    aborted = choice["finish_reason"] == "abort"
+                    self._answers.append((prompt, choice["token_ids"], aborted))
 
 
 class Rounds:
@@ -112,7 +119,9 @@ class Rounds:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._model: str = fleet.json("urls")["data"]["model"]
-        self._committed = {state["digest"] for state in fleet.states()}
+        self._key: str = fleet.json("urls", "--show-key")["data"]["api_key"]
+        self._base = {state["digest"] for state in fleet.states()}
+        self._committed = set(self._base)
         self._label = 0
         self._checkpoints = [
             write_checkpoint(fleet.directory / name, tiny_tensors(seed))
@@ -124,12 +133,13 @@ class Rounds:
         self._label += 1
         counts = Counter(rounds=1)
         urls = [row["url"] for row in self.fleet.replicas().values()]
-        with Clients(urls, self._model) as clients:
+        with Clients(urls, self._model, self._key) as clients:
             violations = list(self._death(number, victim, call, dice, counts))
         answered, wrong = clients.wrong(self._committed)
         counts["answers"] = answered
         if wrong or not answered:
             violations.append(f"{wrong} of {answered} answers are of no committed weights")
+        self._committed -= self._base  # a server that dies has them again, and must not serve them
         counts["violations"] = len(violations)
         death = f"{victim} at {call}"
         texts = [f"{death}, round {number}: {violation}" for violation in violations]
@@ -212,7 +222,7 @@ def deaths(order: list[tuple[int, str, str]], deadline: float) -> Iterator[dict[
     with (
         tempfile.TemporaryDirectory(prefix="trainer-deaths-") as directory,
         mock.patch.dict(os.environ, SKYCTL_HOME=f"{directory}/home"),
-        trainer_fleet(Path(directory), free_port("127.0.0.1"), kind=Asked) as fleet,
+        trainer_fleet(Path(directory), free_port("127.0.0.1"), "all", Asked, _MORE) as fleet,
     ):
         fleet.bound_s = BOUND_S
         rounds = Rounds(fleet)

@@ -30,10 +30,11 @@ async def train(
     """A trainer's process to its end: exit code, and what it said."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
     run = ("-m", "tests.stub.trainer", str(directory / "fleet.yaml"), version, str(seed))
+    modules = f"{ROOT}:{environ.get('PYTHONPATH', '')}"
     process = command(
         [sys.executable, *run, *options],
         cwd=directory,
-        env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), VARIABLE: kill_at},
+        env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, VARIABLE: kill_at},
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -47,13 +48,27 @@ async def train(
 class Supervised(StubFleet):
     """Two stubs with a supervisor."""
 
+    token = ""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of requests to a stub's own routes, which also pass while a push has frozen it."""
+        token = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return {**token, "skyctl-freeze": "take-over"}
+
     def train(self, version: str, seed: int, *options: str) -> tuple[int, str]:
         home = self.directory / "home"
         return asyncio.run(train(self.directory, home, version, seed, *options))
 
     def states(self) -> list[dict[str, Any]]:
         urls = [row["url"] for row in self.replicas().values()]
-        return [httpx.get(f"{url}/stub/state", trust_env=False).json() for url in urls]
+        return [self.state(url) for url in urls]
+
+    def state(self, url: str) -> dict[str, Any]:
+        """What the stub at this URL says of itself."""
+        answer = httpx.get(f"{url}/stub/state", headers=self.headers, trust_env=False)
+        state: dict[str, Any] = answer.json()
+        return state
 
     def until(self, state: str, *names: str) -> dict[str, dict[str, Any]]:
         """The replicas, once these are in this state, or all."""
@@ -84,7 +99,6 @@ class Fleet(Supervised):
     """Two stubs, their supervisor and the fleet URL."""
 
     port: int
-    token = ""
 
     @property
     def url(self) -> str:
@@ -127,20 +141,21 @@ class Fleet(Supervised):
         """Servers answer a trainer's call late: these, or all."""
         rows = self.replicas()
         fault = {f"/{call}": {"kind": "delay", "seconds": seconds}}
+        how: dict[str, Any] = {"headers": self.headers, "trust_env": False}
         for name in names or rows:
-            httpx.post(f"{rows[name]['url']}/stub/faults", json=fault, trust_env=False)
+            httpx.post(f"{rows[name]['url']}/stub/faults", json=fault, **how)
         try:
             yield
         finally:
             for name in names or rows:  # a server that died is without it anyway
                 with suppress(httpx.TransportError):
-                    httpx.post(f"{rows[name]['url']}/stub/faults", json={}, trust_env=False)
+                    httpx.post(f"{rows[name]['url']}/stub/faults", json={}, **how)
 
     def until_called(self, url: str, call: str) -> None:
         """Return once a server carries the next such call out."""
-        state, deadline = f"{url}/stub/state", time.monotonic() + BOUND_S
-        before = httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0)
-        while httpx.get(state, trust_env=False).json()["calls"].get(f"/{call}", 0) == before:
+        deadline = time.monotonic() + BOUND_S
+        before = self.state(url)["calls"].get(f"/{call}", 0)
+        while self.state(url)["calls"].get(f"/{call}", 0) == before:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
