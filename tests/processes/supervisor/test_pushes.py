@@ -20,7 +20,7 @@ from skyctl.core.status import Operation, OperationKind
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, PushError
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.request import PushRequest, ServerPush
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.supervisor import admission, healing, replica
@@ -29,6 +29,7 @@ from skyctl.supervisor.interface import Adopt
 from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.weights import push_alone
+from tests.processes.supervisor.played import FakeCheckpoint, FakePush, push_ended
 from tests.processes.supervisor.supervising import bring_up, pid_of, routed, states, supervising
 from tests.unit.supervisor.fleets import (
     command_server,
@@ -37,62 +38,6 @@ from tests.unit.supervisor.fleets import (
     stub_router,
     stub_server,
 )
-
-
-def pushed(request: PushRequest, names: list[str]) -> PushResult:
-    version = request.weight_version or "v1"
-    servers = [ServerPush(name, True, "ready", version, "digest-" + version) for name in names]
-    return PushResult(version, request.checkpoint, "same", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
-
-
-class FakePush:
-    """Stands in for weights.push.push: remembers its calls, answers or fails as told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, list[str]]] = []
-        self.observer: Any = None  # of the last call
-        self.error: Exception | None = None
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def __call__(
-        self, request: PushRequest, fleet: Any, *, observer: Any, **_: Any
-    ) -> PushResult:
-        names = [server.name for server in fleet.servers]
-        self.calls.append((request.checkpoint, names))
-        self.observer = observer
-        observer.stage("update")
-        for name in names:
-            observer.server(name, "updating")
-        await self.gate.wait()
-        if self.error is not None:
-            raise self.error
-        return pushed(request, names)
-
-
-async def push_ended(supervisor: Supervisor, version: str = "v1") -> str:
-    """A push of /ckpt that has ended; its job."""
-    job = await supervisor.start_push(PushRequest("/ckpt", weight_version=version))
-    await eventually(lambda: supervisor.push_job is None)
-    return job
-
-
-@pytest.fixture
-def push(monkeypatch: pytest.MonkeyPatch) -> FakePush:
-    fake = FakePush()
-    monkeypatch.setattr("skyctl.push.transaction.push", fake)
-    return fake
-
-
-class FakeCheckpoint:
-    identity_digest = layout_digest = "same"
-    path = Path("/ckpt")
-
-
-@pytest.fixture
-def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
-    monkeypatch.setattr("skyctl.core.repeated.read_checkpoint", lambda path: FakeCheckpoint)
-    return FakeCheckpoint
 
 
 def overwrite(checkpoint: type[FakeCheckpoint], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,64 +200,6 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
         assert supervisor.replicas["b"].row.quarantine == "half updated"
         await eventually(lambda: routed(supervisor) == {"a"})
         assert [record.ok for record in supervisor.state.journal.pushes()] == [False]
-
-
-@pytest.mark.parametrize("reached", [False, True])
-async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_was_left_in(
-    tmp_path: Path, push: FakePush, reached: bool
-) -> None:
-    """Unless the push may have reached the next process as well, which is ended then."""
-    async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
-        push.gate.clear()
-        left = [ServerPush("b", False, "quarantined", None, detail="connection lost")]
-        push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: len(push.calls) == 1)
-        pid = pid_of(supervisor, "b")
-        os.kill(pid, signal.SIGKILL)
-        replica = supervisor.replicas["b"]
-        await eventually(lambda: replica.process is not None and replica.process.pid != pid)
-        pid = pid_of(supervisor, "b")
-        if reached:
-            put_in_doubt(supervisor.state, {"b": InDoubt("b", "push-1", "update", True, True)})
-        push.gate.set()
-        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
-        assert (pid_of(supervisor, "b") != pid) is reached
-        assert replica.row.quarantine is None and replica.row.weight_version is None
-
-
-async def test_a_replica_that_is_back_before_the_push_it_died_in_has_ended_stays_closed_to_users(
-    tmp_path: Path, push: FakePush, checkpoint: object
-) -> None:
-    """The push says that its last process is quarantined; this one has the base weights."""
-    async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
-        await push_ended(supervisor)
-        push.gate.clear()
-        await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
-        await eventually(lambda: len(push.calls) == 2)
-        replica, pid = supervisor.replicas["b"], pid_of(supervisor, "b")
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: replica.process is not None and replica.process.pid != pid)
-        push.observer.server("b", "quarantined", "connection lost")
-        await eventually(lambda: replica.phase in ("admitting", "up"))
-        await asyncio.sleep(0.1)
-        left = [
-            ServerPush("a", True, "ready", "v1"),
-            ServerPush("b", False, "quarantined", None, detail="connection lost"),
-        ]
-        push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
-        ends, push.gate = push.gate, asyncio.Event()
-        ends.set()
-        await eventually(lambda: supervisor.push_job is None)
-        push.error = None
-        await eventually(lambda: len(push.calls) == 3)
-        assert push.calls[2] == ("/ckpt", ["b"]) and replica.phase == "admitting"
-        assert supervisor.paths.hold_file("b").exists()
-        push.gate.set()
-        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
-        assert replica.row.weight_version == "v1"
 
 
 async def test_a_status_that_need_not_be_fresh_shows_others_pauses_with_the_next_probe(
