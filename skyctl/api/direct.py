@@ -69,7 +69,7 @@ async def push_direct(
             trial=request.trial,
             rolling=request.rolling,
             keep=request.keep,
-            transport=LIVE,
+            transport=request.transport,
             stage="auto" if request.stage == "host" else request.stage,
             on_event=on_event,
             timeout_s=timeout_s,

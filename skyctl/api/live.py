@@ -69,6 +69,8 @@ class FleetSide:
         self._offered: Offered | None = None
         self.refused = ""
         """Why servers cannot get at the ranks' memory."""
+        self.unkept = ""
+        """Why this push goes through a file although servers can get at the ranks' memory."""
         self.group = TrainerGroup()
         self._shared = False
         self.running = running_model(None)
@@ -290,6 +292,8 @@ class FleetSide:
         job = await self._fleet.start_push(request)
         reached("rank.started")
         result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+        if self.unkept:
+            result.notes.append(f"sent through a file, to be kept: {self.unkept}")
         if result.checkpoint == request.checkpoint:
             result.notes.append(
                 f"a server that restarts loads {result.version} from {result.checkpoint}, in "

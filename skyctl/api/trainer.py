@@ -12,6 +12,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -109,7 +110,8 @@ class Trainer:
             version: label of the new weights, the same on every rank; "" derives it from them.
             scan_nan: refuse NaN and infinity before anything is paused.
             keep: the fleet makes its own copy on disk; `Fleet.kept_weights` lists these. Of weights
-                that servers copied, a server writes it after the push, and the next push waits.
+                that servers copied, a server writes it after the push, and the next push waits;
+                where none could, the weights go through a file.
             transport: "live" has servers copy out of the ranks' GPUs; others are how they take the
                 file. "auto" takes the first that works; on CPU each server reads by itself.
             stage: whether servers copy beside their parameters before they freeze ("gpu"), straight
@@ -150,25 +152,22 @@ class Trainer:
                 result = await side.push(path, request, on_event, timeout_s)
             return [{"result": result and result.to_json()}] * self.world_size
 
-        # of an attached fleet, no process is there to write a copy after the push
-        by_file = keep and getattr(self._holder._ref, "attached", False)
-        allowed = transport in ("auto", LIVE) and not by_file
         for _ in range(_ATTEMPTS):
-            result = await self._attempt(version, send, live=allowed, scan=scan_nan)
+            result = await self._attempt(request, send, scan=scan_nan)
             if result is not None:
                 return PushResult.from_json(result)
         raise PreflightError("the fleet's servers change as fast as they are offered weights")
 
     async def _attempt(
         self,
-        version: str,
+        request: PushRequest,
         send: Callable[[list[Body]], Awaitable[list[Body]]],
         *,
-        live: bool,
         scan: bool,
     ) -> dict[str, Any] | None:
         """One round; None if servers had changed, and it must be repeated."""
         self._round += 1
+        version, live = request.weight_version or "", request.transport in ("auto", LIVE)
         subject = f"push {version}"
         pairs: list[Pair] = []
 
@@ -180,7 +179,7 @@ class Trainer:
 
         given = await self._body(lambda: {"version": version, **self._described(pairs, live=live)})
         reached("rank.read")
-        answer = await self._exchange("gather", subject, given, self._place)
+        answer = await self._exchange("gather", subject, given, partial(self._place, request))
         if "plan" in answer:
             self._outline = Outline.from_json(answer["plan"])
         reached("rank.placed")
@@ -326,19 +325,27 @@ class Trainer:
             ]
         ).to_json()
 
-    async def _place(self, bodies: list[Body]) -> list[Body]:
+    async def _place(self, request: PushRequest, bodies: list[Body]) -> list[Body]:
         """Which file is written, and by whom where if that has changed. On rank 0 only."""
         versions = [body["version"] for body in bodies]
         for rank, version in enumerate(versions):
             if version != versions[0]:
                 raise UsageError(f"rank {rank} pushes {version}, and rank 0 {versions[0]}")
         answers, offered = await self._offered(bodies)
+        side = self._fleet_side
+        side.unkept = offered.unkept if offered is not None and request.keep else ""
+        if request.transport == LIVE and (side.unkept or offered is None):
+            reason = side.unkept or side.refused or "the weights are not in a GPU's memory"
+            raise PreflightError(reason, hint='transport="auto" takes a file where needed')
+        if side.unkept:  # the file is what the fleet copies
+            plans = [{"plan": answer["plan"]} if "plan" in answer else {} for answer in answers]
+            answers, offered = plans, None
         if offered is not None:
-            group = self._fleet_side.meet([body["memory"] for body in bodies])
+            group = side.meet([body["memory"] for body in bodies])
             for answer in answers if group is not None else ():
                 answer["group"] = group
         else:
-            path, sent = await self._fleet_side.place()
+            path, sent = await side.place()
             for answer, rows in zip(answers, sent, strict=True):
                 answer.update(path=str(path), sent=rows)
         return answers

@@ -228,7 +228,8 @@ class WeightsFleet(SessionHolder):
             pause_mode: what becomes of running requests.
             verify: whether to compare at all.
             keep: a server then writes what it got into a copy of the fleet's own on disk, which
-                servers that restart get; the next push waits until that is whole.
+                servers that restart get; the next push waits until that is whole. Refused if none
+                could.
             timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
 
         Raises:

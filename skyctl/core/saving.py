@@ -16,10 +16,10 @@ from skyctl.checkpoints.keeping import copy_small_files, mark_recorded, sweep_ke
 from skyctl.checkpoints.live import running_model
 from skyctl.core.requests import SaveWeights
 from skyctl.core.results import SavedWeights
-from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlError
+from skyctl.errors import ConflictError, NotFoundError, PreflightError, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.saving import write_weights
+from skyctl.push.saving import tensors_to_write, write_weights
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
 from skyctl.store.paths import private_directory, sync_directory
@@ -47,7 +47,7 @@ async def save_weights(
             f"the fleet serves {version or 'what it was started with'}, not {request.version}",
             hint="versions with a copy: skyctl weights kept",
         )
-    target = _source(targets, state)
+    target = source_of(targets, state)
     model = await asyncio.to_thread(running_model, base)
     directory = Path(request.directory)
     partial = await asyncio.to_thread(_begin, directory)
@@ -67,6 +67,23 @@ async def save_weights(
         *(str(directory), version, target.name, written.digest),
         *(written.tensors, written.total_bytes, time.monotonic() - began),
     )
+
+
+async def unsavable(
+    targets: Sequence[ServerTarget], *, base: str | None, client: ControlClient
+) -> str:
+    """Why none of these servers could save its weights; "" if one can. Changes nothing."""
+    reason = "no server is up that sees the fleet's directory; name one with shared_dir"
+    model = await asyncio.to_thread(running_model, base)
+    for target in targets:
+        server = engines.server(client, target, timeout_s=CALL_TIMEOUT_S)
+        try:
+            await tensors_to_write(server, model, timeout_s=CALL_TIMEOUT_S)
+        except (PreflightError, ServerError) as error:
+            reason = error.message
+        else:
+            return ""
+    return reason
 
 
 async def keep_weights(
@@ -126,8 +143,10 @@ def _record(state: FleetState, own: KeptWeights) -> None:
         state.update_servers({row.name: file for row in rows})
 
 
-def _source(targets: Sequence[ServerTarget], state: FleetState) -> ServerTarget:
-    """Raises PreflightError if none of them has the fleet's weights."""
+def source_of(targets: Sequence[ServerTarget], state: FleetState) -> ServerTarget:
+    """The first of these servers that has the fleet's weights, and is awake. Raises PreflightError
+    if none is.
+    """
     version, doubts = state.weights().version, in_doubt(state)
     for target in targets:
         row = state.server(target.name)

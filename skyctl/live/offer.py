@@ -74,6 +74,8 @@ class Offered:
     """The address of a machine that servers run on; "" if all are on this one."""
     update_timeout_s: float = 0.0
     """How long a transfer may take."""
+    unkept: str = ""
+    """Why no server could write the fleet's copy of what was copied; "" if one could."""
 
     def rows(self, rank: int) -> list[dict[str, Any]]:
         """What one rank sums, as it travels; `senders` have something to send."""
@@ -162,15 +164,16 @@ class Live:
             for b in blocks
         ]
 
-    def offered(self) -> Offered:
-        """What the trainer is told."""
+    def offered(self, *, unkept: str = "") -> Offered:
+        """What the trainer is told; `unkept` as there."""
         sums = (
             LayoutSums(layout, list(plan.parameters), plan.rows_by_rank())
             for layout, plan in self.plans.items()
         )
         workers = (layout for layouts in self.servers.values() for layout in layouts)
         return Offered(
-            *(self.key, tuple(sums), tuple(workers)), self.machine, self.update_timeout_s
+            *(self.key, tuple(sums), tuple(workers)),
+            *(self.machine, self.update_timeout_s, unkept),
         )
 
 

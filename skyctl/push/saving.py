@@ -55,19 +55,7 @@ async def write_weights(
         ServerError: it does not answer, or its weights are not those on record.
     """
     name = server.target.name
-    if not model.tensors:
-        raise PreflightError(
-            f"{name} cannot be saved: the tensors of its model are unknown on this machine"
-        )
-    if not can_compare(server.target):
-        raise PreflightError(f"{name} cannot be saved: its engine does not let weights be read")
-    tensors = [
-        ReadTensor(tensor.name, torch_name(tensor.dtype, tensor.name), list(tensor.shape))
-        for tensor in model.tensors
-        if tensor.nbytes
-    ]
-    dtypes = await _dtypes(server, tensors, timeout_s=timeout_s)
-    tensors = [replace(t, dtype=dtypes[t.name]) for t in tensors if t.name in dtypes]
+    tensors = await tensors_to_write(server, model, timeout_s=timeout_s)
     before = await weights_digest(server, timeout_s=timeout_s)
     if digest and digest != before.digest:
         raise ServerError(f"{name} does not hold the weights that are on record for it")
@@ -87,6 +75,31 @@ async def write_weights(
     if after.digest != before.digest:
         raise ServerError(f"{name} got other weights while its weights were saved")
     return Written(len(tensors), checkpoint.total_bytes, after.digest)
+
+
+async def tensors_to_write(
+    server: Server, model: RunningModel, *, timeout_s: float
+) -> list[ReadTensor]:
+    """What `write_weights` has the server write. Changes nothing.
+
+    Raises:
+        PreflightError: they cannot be read out of it, or not as a whole.
+        ServerError: it does not answer.
+    """
+    name = server.target.name
+    if not model.tensors:
+        raise PreflightError(
+            f"{name} cannot be saved: the tensors of its model are unknown on this machine"
+        )
+    if not can_compare(server.target):
+        raise PreflightError(f"{name} cannot be saved: its engine does not let weights be read")
+    tensors = [
+        ReadTensor(tensor.name, torch_name(tensor.dtype, tensor.name), list(tensor.shape))
+        for tensor in model.tensors
+        if tensor.nbytes
+    ]
+    dtypes = await _dtypes(server, tensors, timeout_s=timeout_s)
+    return [replace(t, dtype=dtypes[t.name]) for t in tensors if t.name in dtypes]
 
 
 async def _dtypes(

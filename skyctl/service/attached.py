@@ -207,7 +207,7 @@ class AttachedFleet(RecordedFleet):
         with await self._turn(Act.PUSH, "a trainer's offer"):
             live = await take_offer(request, await self._would_take(), self._client)
             self._offers = {live.key: live}
-        return live.offered()
+        return live.offered(unkept="no process of an attached fleet is there after the push")
 
     async def push_live(self, request: PushLive) -> str:
         live = self._offers.get(request.key)
@@ -299,9 +299,9 @@ class AttachedFleet(RecordedFleet):
         with await self._turn(Act.VERB, f"skyctl adapters, {request.name}"):
             fleet = await self._adapter_fleet()
             change = await change_all(fleet, request)
-            await keep(fleet)  # no process does it later
+            unkept = await keep(fleet)  # no process does it later
             await retire(fleet)
-        return change
+        return replace(change, notes=change.notes + unkept)
 
     async def _adapter_fleet(self) -> AdapterFleet:
         from skyctl.adapters.fleet import AdapterFleet

@@ -61,9 +61,10 @@ async def find(running: RunningFleet) -> list[Finding]:
 async def heal_in_turn(running: RunningFleet, pushes: Pushes) -> None:
     """`heal`, once the current turn on the fleet has ended."""
     servers = running.urls_of(running.replicas.values())
-    turn = running.arbiter.turn(Act.RECOVER, "recovery", servers=servers, wait_s=_TURN_WAIT_S)
-    with await turn:
-        await heal(running, pushes)
+    async with pushes.copying.aside():
+        turn = running.arbiter.turn(Act.RECOVER, "recovery", servers=servers, wait_s=_TURN_WAIT_S)
+        with await turn:
+            await heal(running, pushes)
 
 
 async def heal(running: RunningFleet, pushes: Pushes) -> None:

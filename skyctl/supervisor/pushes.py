@@ -24,7 +24,7 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import CANCELLED, SendTarget, Trainer
 from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.in_doubt import in_doubt, refuse_held
-from skyctl.store.journal import Job, JobEvent, JobState
+from skyctl.store.journal import Job, JobEvent
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
 from skyctl.supervisor.copying import Copying
@@ -179,7 +179,7 @@ class Pushes:
         undone; after it, the first cancellation only asks it to complete.
         """
         await self.warming.stop()
-        await self.copying.stop()
+        await self.copying.stop("the fleet went down meanwhile")
         if self.trainer is not None:
             self.trainer.report("the fleet is taken down")
         task, patience_s = self._task, _UNDO_TIMEOUT_S
@@ -191,7 +191,6 @@ class Pushes:
     async def close(self) -> None:
         """End the sender that is kept between pushes."""
         await self.warming.stop()
-        await self.copying.stop()
         await self.senders.close()
 
     def _open(self, request: PushRequest, up: Sequence[Replica], turn: Turn, *, heals: bool) -> Job:
@@ -214,6 +213,8 @@ class Pushes:
         running.push_job = job
         self._repairs, self._cancelled = not heals, False
         self.over.clear()
+        if request.keep and not request.checkpoint:
+            self.copying.follow(job)
         work = self._run(job, request, plan, up, turn, heals)
         self._task = asyncio.create_task(work, name=job.id)
         return job
@@ -241,17 +242,10 @@ class Pushes:
             self.over.set()
             if not (heals and self._heal_after(job, turn)):
                 turn.release()
-                if request.keep and not request.checkpoint:
-                    self._keep(job)
+                self.copying.begin_if_due()
             running.changed()  # the push may have stopped a rehearsal
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, running.paths.staging, keep)
-
-    def _keep(self, job: Job) -> None:
-        """Copy what this push has left in no file, if it has succeeded."""
-        state = self._running.state
-        if state.journal.job(job.id).state is JobState.SUCCEEDED:
-            self.copying.begin(state.weights().version or "")
 
     async def _push(
         self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]

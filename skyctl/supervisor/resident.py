@@ -257,6 +257,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self._begin(OperationKind.RECOVER, f"after {job.id}", healing.heal(self, self.pushes))
         assert self._operation_task is not None  # just begun
         self._operation_task.add_done_callback(lambda task: turn.release())
+        self._operation_task.add_done_callback(lambda task: self.changed())
         return True
 
     async def restart(self, request: Restart = Restart()) -> int:
@@ -344,7 +345,11 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     async def control(self, request: Control) -> Outcomes:
         act, servers = Act.of_verb(request.verb), self.urls_of(self.named(request.servers))
-        with await self.arbiter.turn(act, f"skyctl {request.verb}", servers=servers):
+        async with contextlib.AsyncExitStack() as stack:
+            if act is Act.SLEEP:
+                await stack.enter_async_context(self.pushes.copying.aside())
+            activity = f"skyctl {request.verb}"
+            stack.enter_context(await self.arbiter.turn(act, activity, servers=servers))
             if isinstance(request, Wake):
                 self.member.require_awake()
             if isinstance(request, Sleep) and request.hands_to:
@@ -451,20 +456,19 @@ class Supervisor(OperatedFleet, SupervisorService):
             await self.pushes.warming.stop()  # workers that are asked release what it mapped
             live = await take_offer(request, self.pushes.would_take(), self.client)
             self.pushes.offers = {live.key: live}
-        return live.offered()
+        return live.offered(unkept=await self.pushes.copying.unkept())
 
     async def push_live(self, request: PushLive) -> str:
         live = self.pushes.offers.get(request.key)
         if live is None:
             raise NotFoundError("the trainer's offer is not known any more", hint="offer it again")
         live = live.with_push(request.numbers, request.group, forms=request.forms)
-        await self.pushes.copying.over()
         return (await self._begin_push(request.push, live=live)).id
 
     async def withdraw(self, request: Withdraw) -> None:
         if self.pushes.offers.pop(request.key, None) is not None:
-            await self.pushes.copying.over()
-            with await self.arbiter.turn(Act.PUSH, "the end of a trainer"):
+            # workers let go of memory, and no weights change: a copy may go on
+            with await self.arbiter.turn(Act.VERB, "the end of a trainer"):
                 await self.pushes.warming.stop()
                 await release_all(self.pushes.would_take(), self.client)
 
@@ -482,10 +486,14 @@ class Supervisor(OperatedFleet, SupervisorService):
         check = check or partial(refuse_push, self.state)
         self.require_plan()
         check()
+        await self.pushes.copying.over()
         until = time.monotonic() + SETTLE_WAIT_S
-        while (self._settles() or self.pushes.copying.under_way) and time.monotonic() < until:  # noqa: ASYNC110
+        while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_SETTLE_POLL_S)
+        await self.pushes.copying.over()  # of the push that was settled
         self._refuse_beside_operation()
+        if request.keep and not request.checkpoint:
+            await self.pushes.copying.require()
         request = await asyncio.to_thread(jobs.resolved, request)
         if request.checkpoint and any(spec.node for spec in self.require_plan().servers):
             await asyncio.to_thread(refuse_unseen, self.require_plan(), request, self.paths)
@@ -507,6 +515,7 @@ class Supervisor(OperatedFleet, SupervisorService):
 
     def _note_states(self) -> None:
         super()._note_states()
+        self.pushes.copying.begin_if_due()
         self.pushes.warming.begin_if_due()
 
     def _take(self, plan: FleetPlan) -> None:

@@ -7,10 +7,12 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import skyctl
@@ -142,6 +144,53 @@ def test_weights_in_no_file_are_kept_on_disk_and_the_next_update_waits_for_it(
     for name, pid in pids.items():
         supervised.until_restarted(name, pid)
     assert {state["digest"] for state in supervised.states()} == digests
+
+
+def set_faults(supervised: Supervised, *names: str, **faults: Any) -> None:
+    """Of these servers, or all."""
+    rows = supervised.replicas()
+    for url in (rows[name]["url"] for name in names or rows):
+        httpx.post(f"{url}/stub/faults", json=faults, trust_env=False).raise_for_status()
+
+
+def test_a_copy_that_is_written_keeps_nobody_waiting_and_is_written_in_the_end(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    """Beside it the fleet sleeps, wakes and recovers; its supervisor and a server may die."""
+
+    def until_begun() -> None:
+        deadline = time.monotonic() + BOUND_S
+        while not [*FleetPaths(tmp_path / "home", "stubs").kept.glob("*/weights.partial")]:
+            assert time.monotonic() < deadline, supervised.json("events")
+            time.sleep(0.1)
+
+    set_faults(supervised, holds_writes=True)
+    code, said = supervised.train(SENT, 1, "--keep")
+    assert code == 0, said
+    for verb in ("sleep", "wake", "recover"):
+        if verb != "wake":
+            until_begun()
+        supervised.run(verb, *(["--yes"] if verb == "recover" else []))
+    until_begun()
+    os.kill(supervised.json("status")["data"]["supervisor_pid"], signal.SIGKILL)
+    supervised.run("recover", "--yes")
+    set_faults(supervised)
+    supervised.until_event(f"{SENT} is kept in")
+    set_faults(supervised, "stubs-0", holds_writes=True)
+    code, said = supervised.train(NEXT, 2, "--keep")
+    assert code == 0, said
+    until_begun()
+    os.kill(supervised.replicas()["stubs-0"]["pid"], signal.SIGKILL)
+    supervised.until_event(f"{NEXT} is kept in")
+    assert "was not kept" not in str(supervised.json("events")["data"])
+
+
+def test_what_no_server_could_write_is_refused_before_it_is_sent(supervised: Supervised) -> None:
+    before = [state["digest"] for state in supervised.states()]
+    set_faults(supervised, unwritable="its dtype is packed")
+    code, said = supervised.train(SENT, 1, "--keep")
+    assert code and "its dtype is packed" in said
+    assert [state["digest"] for state in supervised.states()] == before
 
 
 @pytest.mark.parametrize("sent_to", [0, 1, 2])

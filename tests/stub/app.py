@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -64,6 +65,8 @@ class StubServer:
         self.peers = StubPeers(self.engine)
         self.adapters = StubAdapters(served_model)
         self.gate = TokenGate()
+        self.unwritable, self.writes = "", asyncio.Event()
+        self.writes.set()
         self.served_model = served_model
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self._api_key = api_key
@@ -281,8 +284,10 @@ class StubServer:
             return _results([answer] * workers)
         if method == "skyctl_tensor_parts":
             has = parts(self.engine.contents, body["kwargs"]["tensors"])
+            has = [{**part, "reason": part["reason"] or self.unwritable} for part in has]
             return _results([has] * workers)
         if method == "skyctl_write_tensors":
+            await self.writes.wait()
             write(self.engine.contents, **body["kwargs"])
             return _results([None] * workers)
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
@@ -409,9 +414,12 @@ class StubServer:
 
     async def _set_faults(self, request: Request) -> Response:
         """Other faults from now on, counted from their first call; the tests' own route. `dies_at`
-        names a step of a push point to point."""
+        names a step of a push point to point; `unwritable` says why it cannot write its weights,
+        and `holds_writes` lets no call that writes them end."""
         faults = await request.json()
         self.peers.dies_at = faults.pop("dies_at", "")
+        self.unwritable = faults.pop("unwritable", "")
+        self.writes.clear() if faults.pop("holds_writes", False) else self.writes.set()
         self.asgi.faults = {route: Fault.from_json(fault) for route, fault in faults.items()}
         self.asgi.calls.clear()
         return JSONResponse({})

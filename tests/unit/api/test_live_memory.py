@@ -13,9 +13,9 @@ import pytest
 
 from skyctl.api.live import FleetSide
 from skyctl.errors import PreflightError
-from skyctl.live.offer import Offer, Offered, planned
+from skyctl.live.offer import Live, Offer, planned
+from skyctl.push import live_way
 from skyctl.push.request import PushResult
-from skyctl.service.attached import AttachedFleet
 from skyctl.wire.layouts import LayoutReport, ParameterLayout, Part, layout_digest
 from tests.unit.api.fleets import attached, everywhere, state_dict, stubs, trainers
 from tests.unit.push.checkpoints import write_checkpoint
@@ -36,14 +36,14 @@ class Copying:
         self.numbers: list[dict[str, int]] = []
         self.forgets = 0
 
-    async def offer(self, fleet: Any, request: Offer) -> Offered:
+    async def offer(self, request: Offer, *_: Any) -> Live:
         self.offers.append(request)
         parameters = tuple(
             ParameterLayout(name, "float32", shape, (Part(name, shape, 1, n, 0, n, 0, n),))
             for name, shape in SHAPES.items()
             if (n := math.prod(shape))
         )
-        return planned(request, [LayoutReport(0, layout_digest(parameters), parameters)]).offered()
+        return planned(request, [LayoutReport(0, layout_digest(parameters), parameters)])
 
     async def push_live(
         self, side: FleetSide, numbers: dict[str, dict[str, int]], request: Any, *_: Any
@@ -69,7 +69,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Copying:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(exports.Exporter, "_problem", lambda *_: "")
     monkeypatch.setattr(exports.Exporter, "_export", export)
-    monkeypatch.setattr(AttachedFleet, "offer", lambda *given: made.offer(*given))
+    monkeypatch.setattr(live_way, "take_offer", lambda *given: made.offer(*given))
     monkeypatch.setattr(FleetSide, "push_live", lambda *given: made.push_live(*given))
     return made
 
@@ -188,10 +188,10 @@ async def test_tensors_on_a_gpu_are_copied_without_a_file(tmp_path: Path, copyin
 async def test_tensors_that_servers_cannot_copy_go_through_a_file_with_a_note(
     tmp_path: Path, copying: Copying, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    async def offer(*_: Any) -> Offered:
+    async def offer(*_: Any) -> Live:
         raise PreflightError("not proven yet")
 
-    monkeypatch.setattr(AttachedFleet, "offer", offer)
+    monkeypatch.setattr(live_way, "take_offer", offer)
     async with attached(tmp_path, stubs(write_checkpoint(tmp_path / "base"))) as fleet:
         if transport == "live":
             with pytest.raises(PreflightError, match="not proven yet"):
@@ -199,3 +199,28 @@ async def test_tensors_that_servers_cannot_copy_go_through_a_file_with_a_note(
         else:
             result = await fleet.sync_weights(state_dict(50))
             assert result.transport != "live" and "not proven yet" in result.notes[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_is_to_be_kept_goes_through_a_file_where_no_server_can_write_it(
+    tmp_path: Path, copying: Copying, ranks: int
+) -> None:
+    """Nobody is there to have it written: the fleet is attached."""
+    parts = halves() if ranks == 2 else [state_dict(50)]
+    async with attached(tmp_path, stubs(write_checkpoint(tmp_path / "base"))) as fleet, fleet:
+        if ranks == 1:
+            results = [await fleet.sync_weights(parts[0], keep=True)]
+            with pytest.raises(PreflightError, match="attached"):
+                await fleet.sync_weights(parts[0], keep=True, transport="live")
+        else:
+            given = [slices_of(parts, rank) for rank in (0, 1)]
+            async with trainers(fleet, given) as live:
+                pushing = (trainer.push("step-1", keep=True) for trainer in live)
+                results = await asyncio.gather(*pushing)
+                assert not copying.numbers
+                await push(live, 2)  # and the next is copied out of memory
+            assert copying.numbers == [expected(parts)]
+        [kept] = await fleet.kept_weights()
+        for result in results:
+            assert result.version == kept.kept.version and result.transport != "live"
+            assert any("attached" in note for note in result.notes)
