@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +27,7 @@ CANNOT_TAKE = "cannot copy the adapter out of the trainer's memory"
 """In the message of a refusal after which the tensors can go through a file."""
 
 _WRITE_TIMEOUT_S = 60.0
+"""For all that is to be written at a time."""
 _POLL_S = 0.05
 
 
@@ -88,17 +88,31 @@ async def release(fleet: AdapterFleet, targets: Sequence[ServerTarget], paths: l
     await fan_out(targets, drop, timeout_s=fleet.timeout_s)
 
 
-async def keep(fleet: AdapterFleet) -> None:
-    """Have servers write what only they hold, each version by the first that can."""
-    written = []
-    for path in _unwritten(fleet):
-        for target in fleet.targets()[0]:
-            with suppress(SkyctlError, OSError):  # it may also be gone by now
-                if await _written(fleet.server(target), Path(path)):
-                    written.append(path)
-                    break
+async def keep(fleet: AdapterFleet) -> tuple[str, ...]:
+    """Have servers write what only they hold, each version by the first that can. Returns a
+    sentence about each version that is still in no file.
+    """
+    written, reasons = [], dict[str, str]()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            for path in _unwritten(fleet):
+                reason = "no server holds it"
+                for target in fleet.targets()[0]:
+                    try:
+                        if await _written(fleet.server(target), Path(path)):
+                            written.append(path)
+                            break
+                    except (SkyctlError, OSError) as error:  # it may also be gone by now
+                        reason = str(error)
+                reasons[path] = reason
     if written:
         await release(fleet, fleet.targets()[0], written)
+    late = f"it was not written in {_WRITE_TIMEOUT_S:.0f} s"
+    return tuple(
+        f"the adapter in {path} is in servers' memory only, so that none that restarts can load it "
+        f"({reasons.get(path, late)}): sync it again"
+        for path in _unwritten(fleet)
+    )
 
 
 def _unwritten(fleet: AdapterFleet) -> list[str]:
@@ -116,8 +130,7 @@ async def _written(server: Server, path: Path) -> bool:
     file = path / UNWRITTEN
     offset = min(tensor.begin for tensor in (await asyncio.to_thread(read_header, file))[1])
     question = {"path": str(path), "file": str(file), "offset": offset}
-    deadline = time.monotonic() + _WRITE_TIMEOUT_S
-    while time.monotonic() < deadline:
+    while True:
         answers = await server.ask_workers(WorkerMethod.ADAPTER_WRITE, question)
         match answers[0] if answers else "absent":
             case "written":
@@ -129,4 +142,3 @@ async def _written(server: Server, path: Path) -> bool:
                 await asyncio.sleep(_POLL_S)
             case failure:
                 raise ServerError(f"{server.target.name} cannot write {path}: {failure}")
-    raise ServerError(f"{server.target.name} has not written {path} in {_WRITE_TIMEOUT_S:.0f} s")

@@ -205,6 +205,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     chores = (
         asyncio.create_task(commands.run()),
         asyncio.create_task(keep_house(supervisor)),
+        asyncio.create_task(_keep_adapters(supervisor)),
         asyncio.create_task(supervisor.scaler.run()),
         asyncio.create_task(_end_without_plan(supervisor)),
     )
@@ -286,13 +287,22 @@ async def keep_house(supervisor: Supervisor) -> None:
                 await look_after_logs(supervisor.paths, supervisor.plan.config)
             supervisor.state.complete()
             host_of(supervisor.state).reap()
-            await adapters.keep_house(supervisor)
             await supervisor.canaries.tend()
             if time.monotonic() - pruned_at > _PRUNE_INTERVAL_S:
                 supervisor.state.prune()
                 pruned_at = time.monotonic()
         except Exception:
             _LOG.exception("housekeeping")
+        await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
+
+
+async def _keep_adapters(supervisor: Supervisor) -> None:
+    """Beside the housekeeping, since servers may take long to write one."""
+    while True:
+        try:
+            await adapters.keep_house(supervisor)
+        except Exception:
+            _LOG.exception("adapters")
         await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
 
 

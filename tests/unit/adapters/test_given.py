@@ -75,7 +75,7 @@ async def test_servers_have_it_before_a_file_does_and_then_write_the_file(fleet:
     first, second = fleet.served()
     assert first == second and list(first) == ["x"]
     assert not (fleet.path() / WEIGHTS).exists()
-    await given.keep(fleet.fleet)
+    assert await given.keep(fleet.fleet) == ()
     assert (fleet.path() / WEIGHTS).read_bytes() == (fleet.tmp_path / "0.5" / WEIGHTS).read_bytes()
     assert read_adapter(str(fleet.path())).rank == 4
     assert [stub.adapters.given for stub in fleet.stubs] == [{}, {}]  # the file has it
@@ -98,7 +98,8 @@ async def test_what_no_server_has_any_more_is_said_to_be_lost(fleet: Fleet) -> N
     await fleet.sync(0.5)
     for stub in fleet.stubs:
         stub.adapters = type(stub.adapters)("stub")
-    await given.keep(fleet.fleet)
+    [note] = await given.keep(fleet.fleet)
+    assert "(no server holds it): sync it again" in note
     outcomes = await committed.catch_up(
         fleet.state, fleet.fleet.client, fleet.targets, fleet.fleet.timeout_s
     )
@@ -139,3 +140,17 @@ async def test_a_version_that_was_replaced_stays_with_servers_until_it_is_writte
     await given.keep(fleet.fleet)
     assert (Path(first) / WEIGHTS).exists()
     await change.unload(fleet.fleet, UnloadAdapter(name="x"))
+
+
+async def test_servers_that_hang_hold_up_the_writing_of_all_versions_for_a_single_timeout(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.sync(0.5)
+    await fleet.sync(0.6)
+    monkeypatch.setattr(given, "_WRITE_TIMEOUT_S", 0.2)
+    for stub in fleet.stubs:
+        stub.asgi.faults[RPC] = Fault("hang")
+        stub.asgi.calls.clear()
+    notes = await given.keep(fleet.fleet)  # a call by itself waits for 10 s
+    assert ["not written in" in note for note in notes] == [True, True]
+    assert sum(stub.asgi.calls[RPC] for stub in fleet.stubs) == 1
