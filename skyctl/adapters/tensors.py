@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ from skyctl.checkpoints.live import memory_of
 from skyctl.errors import PreflightError, SkyctlError, UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from skyctl.wire.exports import Exporter
 
 Named = Sequence[tuple[str, Any]]
 
@@ -54,37 +58,78 @@ def write_adapter(tensors: Named, config: Mapping[str, Any] | None, directory: P
     return sent
 
 
+@dataclass(frozen=True)
+class GatherBuffer:
+    """Memory of a GPU that servers copy adapters from. torch does not free memory that was shared
+    before each of its readers is counted, and here their number is unknown: it is used again.
+    """
+
+    memory: Tensor
+    exporter: Exporter
+
+    @classmethod
+    def of(cls, device: torch.device, size: int) -> GatherBuffer:
+        """The smallest free one of at least this many bytes, or a new one."""
+        import torch
+
+        from skyctl.wire.exports import Exporter
+
+        with _LOCK:
+            fitting = [b for b in _FREE if b.memory.device == device and b.memory.nbytes >= size]
+            if fitting:
+                smallest = min(fitting, key=lambda buffer: buffer.memory.nbytes)
+                _FREE.remove(smallest)
+                return smallest
+        return cls(torch.empty(size, dtype=torch.uint8, device=device), Exporter())
+
+    def free(self) -> None:
+        """Servers have copied what it holds."""
+        with _LOCK:
+            _FREE.append(self)
+
+
+_FREE: list[GatherBuffer] = []
+_LOCK = threading.Lock()
+
+
 def gather(
     tensors: Named, config: Mapping[str, Any] | None, directory: Path
-) -> tuple[SentTensors, Tensor]:
+) -> tuple[SentTensors, GatherBuffer]:
     """Copy tensors of one GPU into one piece of its memory, and write all else of the adapter into
-    an empty directory. The memory must be kept until servers have copied it. Raises as
+    an empty directory. The caller frees the memory once servers have copied it. Raises as
     `write_adapter`.
     """
-    import torch
-
-    from skyctl.wire.exports import Exporter
-
     ordered = _in_file_order(tensors)
     header = _header(ordered)
     _write_config(config, ordered, directory)
     total = sum(tensor.nbytes for _, tensor in ordered)
-    with torch.no_grad(), torch.cuda.device(ordered[0][1].device):
-        memory = torch.empty(total, dtype=torch.uint8, device=ordered[0][1].device)
-        copies, begin = [], 0
-        for name, tensor in ordered:
-            view = memory[begin : (begin := begin + tensor.nbytes)].view(tensor.dtype)
-            copies.append((name, view.view(tensor.shape).copy_(tensor)))
-        sent = _examined(copies)
-        [export], _ = Exporter().export([memory])
-        torch.cuda.synchronize()
+    buffer = GatherBuffer.of(ordered[0][1].device, total)
     try:
+        sent = _copied(ordered, buffer)
         with (directory / UNWRITTEN).open("xb") as file:
             file.write(header)
             file.truncate(len(header) + total)
-    except OSError as error:
-        raise _unwritten(directory, error) from error
-    return replace(sent, export=tuple(export.to_wire())), memory
+    except BaseException as error:
+        buffer.free()
+        if isinstance(error, OSError):
+            raise _unwritten(directory, error) from error
+        raise
+    return sent, buffer
+
+
+def _copied(tensors: Sequence[tuple[str, Tensor]], buffer: GatherBuffer) -> SentTensors:
+    """Copy tensors into it, one after the other. Raises PreflightError for NaN and infinity."""
+    import torch
+
+    memory, copies, begin = buffer.memory, [], 0
+    with torch.no_grad(), torch.cuda.device(memory.device):
+        for name, tensor in tensors:
+            view = memory[begin : (begin := begin + tensor.nbytes)].view(tensor.dtype)
+            copies.append((name, view.view(tensor.shape).copy_(tensor)))
+        sent = _examined(copies)
+        [export], _ = buffer.exporter.export([memory])
+        torch.cuda.synchronize()
+    return replace(sent, export=tuple(export.to_wire()))
 
 
 def _examined(tensors: Sequence[tuple[str, Tensor]]) -> SentTensors:

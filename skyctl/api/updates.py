@@ -248,14 +248,14 @@ class Adapters:
 
             if on_one_gpu(named_tensors):
                 with room() as directory:
-                    sent, memory = await asyncio.to_thread(gather, named_tensors, config, directory)
+                    sent, buffer = await asyncio.to_thread(gather, named_tensors, config, directory)
                     try:
                         return await fleet.load_adapter(request(directory, sent))
                     except PreflightError as error:
                         if CANNOT_TAKE not in error.message:
                             raise
                     finally:
-                        del memory  # servers have copied it
+                        buffer.free()
             with room() as directory:
                 sent = await asyncio.to_thread(write_adapter, named_tensors, config, directory)
                 return await fleet.load_adapter(request(directory, sent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +30,18 @@ SHAPES = lora(UP)
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Tensors on a CPU pass for those of a GPU; a file is what servers map of it."""
     exported: list[Path] = []
+    mapped: list[Any] = []  # never freed, so that an address is of one buffer
 
     def export(_: Any, memories: list[Any]) -> Any:
-        file = tmp_path / f"gpu-{len(exported)}"
+        mapped.append(memories[0])
+        file = tmp_path / f"gpu-{len(exported)}" / f"{memories[0].data_ptr()}"
+        file.parent.mkdir()
         file.write_bytes(memories[0].numpy().tobytes())
         exported.append(file)
         return [SimpleNamespace(to_wire=lambda: [str(file), 0])], [(0, 0)]
 
     monkeypatch.setattr(in_memory, "on_one_gpu", lambda _: True)
+    monkeypatch.setattr(in_memory, "_FREE", [])
     monkeypatch.setattr("skyctl.wire.exports.Exporter.export", export)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -98,3 +103,38 @@ async def test_nan_on_a_gpu_is_refused_before_a_server_is_asked(
         with pytest.raises(PreflightError, match=r"lora_B\.weight holds NaN"):
             await fleet.adapters.sync("x", tensors, CONFIG, create=True)
     assert not gpu and not any(server.bodies for server in servers)
+
+
+async def test_memory_that_servers_were_shown_is_used_again(
+    tmp_path: Path, gpu: list[Path]
+) -> None:
+    """torch would not free it. Nor is it lost where a server refuses it, or a tensor holds NaN."""
+    servers = stubs(tmp_path)
+    async with attached(tmp_path, servers) as fleet:
+        await fleet.adapters.sync("x", trained(1), CONFIG, create=True)
+        with pytest.raises(PreflightError, match="NaN"):
+            await fleet.adapters.sync(
+                "x", {n: t * torch.nan for n, t in trained(2).items()}, CONFIG
+            )
+        await fleet.adapters.sync("x", trained(2, torch.bfloat16), CONFIG)
+        servers[0].adapters.cannot_take = "it sees no such GPU"
+        await fleet.adapters.sync("x", trained(3), CONFIG)
+    assert len(gpu) == 3 and len({file.name for file in gpu}) == 1
+
+
+async def test_a_change_tells_of_what_no_server_could_write(
+    tmp_path: Path, gpu: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = stubs(tmp_path)
+    for server in servers:
+        full = partial(answer, server.adapters.rpc)
+        monkeypatch.setattr(server.adapters, "rpc", full)
+    async with attached(tmp_path, servers) as fleet:
+        change = await fleet.adapters.sync("x", trained(1), CONFIG, create=True)
+    assert change.adapter is not None
+    assert f"{change.adapter.path} is in servers' memory only" in change.notes[-1]
+    assert "No space left" in change.notes[-1]
+
+
+def answer(rpc: Any, method: str, kwargs: dict[str, Any]) -> Any:
+    return "No space left" if method == "skyctl_adapter_write" else rpc(method, kwargs)
