@@ -205,7 +205,6 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     chores = (
         asyncio.create_task(commands.run()),
         asyncio.create_task(keep_house(supervisor)),
-        asyncio.create_task(_keep_adapters(supervisor)),
         asyncio.create_task(supervisor.scaler.run()),
         asyncio.create_task(_end_without_plan(supervisor)),
     )
@@ -279,7 +278,13 @@ def _log(line: str) -> None:
 
 
 async def keep_house(supervisor: Supervisor) -> None:
-    """Maintain logs, history and state until cancelled."""
+    """Maintain logs, history, state and adapters until cancelled."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_keep_adapters(supervisor))
+        await _keep_records(supervisor)
+
+
+async def _keep_records(supervisor: Supervisor) -> None:
     pruned_at = -_PRUNE_INTERVAL_S
     while True:
         try:
