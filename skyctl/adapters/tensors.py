@@ -68,7 +68,7 @@ class GatherBuffer:
     exporter: Exporter
 
     @classmethod
-    def of(cls, device: torch.device, size: int) -> GatherBuffer:
+    def reserved(cls, device: torch.device, size: int) -> GatherBuffer:
         """The smallest free one of at least this many bytes, or a new one."""
         import torch
 
@@ -103,7 +103,7 @@ def gather(
     header = _header(ordered)
     _write_config(config, ordered, directory)
     total = sum(tensor.nbytes for _, tensor in ordered)
-    buffer = GatherBuffer.of(ordered[0][1].device, total)
+    buffer = GatherBuffer.reserved(ordered[0][1].device, total)
     try:
         sent = _copied(ordered, buffer)
         with (directory / UNWRITTEN).open("xb") as file:
