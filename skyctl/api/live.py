@@ -239,8 +239,8 @@ class FleetSide:
             away = self._offered.machine and not self._shared
             if request.keep:
                 result.notes.append(
-                    f"a server writes the fleet's copy of {result.version} now; skyctl events says "
-                    "when it is whole, and the next push waits for it"
+                    f"a server writes the fleet's copy of {result.version} now, and the next "
+                    "push waits for it; see when it is whole: skyctl events"
                 )
             elif away or len(result.servers) == 1:
                 holder = result.servers[0].server
