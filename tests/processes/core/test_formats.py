@@ -34,7 +34,8 @@ def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "s3cret\n"
     assert "OPENAI_API_KEY=${SKYCTL_API_KEY}" in texts["openai"]
-    assert 'api_key_var = "SKYCTL_API_KEY"' in texts["prime-rl"]
+    assert 'api_key_var = "SKYCTL_TRAINER_TOKEN"' in texts["prime-rl"]  # of the fleet URL
+    assert 'api_key_var = "SKYCTL_API_KEY"' in FORMATS["prime-rl"](replace(own, trainer=""))
     export = next(line for line in notes("openai", own) if "export" in line)
     command = export[export.index("export") :]
     done = subprocess.run(
