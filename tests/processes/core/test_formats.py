@@ -35,11 +35,13 @@ def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
     assert done.stdout == "s3cret\n"
     assert "OPENAI_API_KEY=${SKYCTL_API_KEY}" in texts["openai"]
     assert 'api_key_var = "SKYCTL_TRAINER_TOKEN"' in texts["prime-rl"]  # of the fleet URL
-    assert 'api_key_var = "SKYCTL_API_KEY"' in FORMATS["prime-rl"](replace(own, trainer=""))
+    alone = replace(own, trainer=None)
+    assert 'api_key_var = "SKYCTL_API_KEY"' in FORMATS["prime-rl"](alone)
     export = next(line for line in notes("openai", own) if "export" in line)
     command = export[export.index("export") :]
     done = subprocess.run(
         ["sh", "-c", f"{command}; printenv SKYCTL_API_KEY"], capture_output=True, text=True
     )
     assert done.stdout == "s3cret\n"
-    assert "auth: none" in notes("skyrl", own)[0]
+    assert "skyctl urls --format trainer" in notes("skyrl", own)[0]
+    assert "auth: none" in notes("skyrl", alone)[0]
