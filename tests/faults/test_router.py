@@ -125,13 +125,18 @@ async def test_freezes_with_many_requests_in_flight_refuse_none_of_them(
 
     for name in ("PAUSE_S", "WATCHED_S"):
         monkeypatch.setattr(thaw, name, 1.0)
-    options = SimpleNamespace(in_flight=100, rounds=1, modes=("abort", "wait"))
-    with thaw.stubs(tmp_path) as (fleet, token, checkpoints):
-        results = await thaw.measure(fleet, token, checkpoints, options)
-    router = results.pop("router")
+    options = SimpleNamespace(in_flight=100, rounds=1)
+    cases = [
+        ("", "no freeze"),
+        *((mode, how) for mode in ("abort", "wait") for how in ("push", "pause")),
+    ]
+    with thaw.stubs(tmp_path) as served:
+        results = [await thaw.measured(*served, case, options) for case in cases]
+    router = results[-1]["router"]
     assert (router["errors"], router["retries"]) == (0, 0)
-    assert [case["refused"] for case in results.values()] == [0] * 5
-    assert results["pause --mode abort"]["answers"]["200, aborted"]
+    assert [result["refused"] for result in results] == [0] * 5
+    aborted = next(result for result in results if result["case"] == "pause --mode abort")
+    assert aborted["answers"]["200, aborted"]
     assert router["requests"] > 500
 
 
