@@ -8,13 +8,8 @@
 # adapters (GPUs 0 and 1) or sibling (the same). OUTDIR gets the results; the end of a log is printed,
 # and a table last. A step that fails does not stop the others.
 set -uo pipefail
-site=$(realpath "$1")
-out=$(realpath -m "$2")
+. "$(dirname "$0")/gpu-site.sh" "$1" "$2"
 shift 2
-cd "$(dirname "$0")/.."
-mkdir -p "$out"
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
 scratch=${SCRATCH:-/dev/shm/skyctl-bench}
 
 for step in "$@"; do

@@ -9,13 +9,8 @@
 # ipc-1-moe31,nccl-1-moe31. OUTDIR gets a JSON for each figure, push-matrix.log and summary.json.
 # BEFORE is the OUTDIR of another vLLM on this machine (default: benchmarks/results).
 set -uo pipefail
-site=$(realpath "$1")
-out=$(realpath -m "$2")
 before=$(realpath -m "${BEFORE:-$(dirname "$0")/../benchmarks/results}")
-cd "$(dirname "$0")/.."
-mkdir -p "$out"
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
+. "$(dirname "$0")/gpu-site.sh" "$1" "$2"
 
 for figure in ${3//,/ }; do rm -f "$out/$figure.json"; done
 timeout -s INT -k 30 "${LIMIT_S:-290}" python3 -m benchmarks.push_matrix --out "$out" --only "$3" \

@@ -8,13 +8,8 @@
 # joined by commas run side by side. OUTDIR gets the results; the end of a log is printed where a
 # step fails, and a table last.
 set -uo pipefail
-site=$(realpath "$1")
-out=$(realpath -m "$2")
+. "$(dirname "$0")/gpu-site.sh" "$1" "$2"
 shift 2
-cd "$(dirname "$0")/.."
-mkdir -p "$out"
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
 
 run_step() {
   local began=$SECONDS log=$out/${1/:/-}.log

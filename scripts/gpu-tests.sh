@@ -5,13 +5,8 @@
 #
 # SITE is a directory with vLLM and what it needs. OUTDIR gets run.log and the servers' logs.
 set -uo pipefail
-site=$(realpath "$1")
-out=$(realpath -m "${2:-/tmp/skyctl-gpu}")
+. "$(dirname "$0")/gpu-site.sh" "$1" "${2:-/tmp/skyctl-gpu}"
 shift $(($# < 2 ? $# : 2))
-cd "$(dirname "$0")/.."
-mkdir -p "$out"
-export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-export HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
