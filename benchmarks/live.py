@@ -119,13 +119,12 @@ CASES = {
     ),
     "fsdp2-tp2-apart": Case(
         *("qwen3-8b", (0, 1), ((2, 3),), "bfloat16", "ipc"),
-        reference=(),
-        answers="fsdp4-tp2",
+        reference=(2, 3),
     ),
     "fsdp2-tp2-apart-nccl": Case(
         *("qwen3-8b", (0, 1), ((2, 3),), "bfloat16", "ipc"),
         reference=(),
-        answers="fsdp4-tp2",
+        answers="fsdp2-tp2-apart",
         fleet="fsdp2-tp2-apart",
         live="nccl",
     ),

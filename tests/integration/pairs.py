@@ -133,6 +133,20 @@ def on_gpus(root: Path, checkpoints: dict[str, Path], answer: Answers, *, sleeps
     )
 
 
+def pairs_on_gpus(
+    root: Path, checkpoints: dict[str, Path], answer: Answers, gpus: list[int]
+) -> Pair:
+    """Half of the GPUs prefill, half decode; every prompt is computed and transferred anew."""
+    half = len(gpus) // 2
+    groups = {"prefill": gpus[:half], "decode": gpus[half:]}
+    replicas = [
+        {"role": role, "count": half, "gpus": [[gpu] for gpu in each]}
+        for role, each in groups.items()
+    ]
+    args = {**_ON_GPUS["args"], "enable-prefix-caching": False, "num-gpu-blocks-override": 2000}
+    return Pair(root, checkpoints, answer, {"replicas": replicas, **_ON_GPUS, "args": args})
+
+
 def _replicas(*gpus: int) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = [{"role": "prefill"}, {"role": "decode"}]
     for group, gpu in zip(groups, gpus, strict=False):
