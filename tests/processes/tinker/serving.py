@@ -83,6 +83,7 @@ class ServingProcess:
         directory: Path,
         checkpoint: Path,
         *,
+        port: int = 0,
         forked: bool = False,
         ranks: int = 1,
         **limits: float,
@@ -92,7 +93,7 @@ class ServingProcess:
         self.ranks = ranks
         directory.mkdir(exist_ok=True, mode=0o700)
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind(("127.0.0.1", port))  # 0: one that is free now
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[Any] | None = None
