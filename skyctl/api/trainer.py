@@ -34,7 +34,6 @@ from skyctl.store.journal import JobEvent
 
 if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder
-    from skyctl.live.file import Window
     from skyctl.live.memory import RankMemory
 
 
@@ -316,14 +315,14 @@ class Trainer:
         rows = [(pairs[number][0], offset, pairs[number][1]) for number, offset in self._sent]
         return {"path": path, "not_finite": window.write(rows, scan=scan)}
 
-    def _plan(self, bodies: list[Body]) -> dict[str, Any]:
+    def _plan(self, bodies: list[Body]) -> Outline:
         """The plan for what the ranks have reported. On rank 0 only."""
         return self._fleet_side.plan(
             [
                 None if body["blocks"] is None else [Block.from_wire(row) for row in body["blocks"]]
                 for body in bodies
             ]
-        ).to_json()
+        )
 
     async def _place(self, request: PushRequest, bodies: list[Body]) -> list[Body]:
         """Which file is written, and by whom where if that has changed. On rank 0 only."""
@@ -356,24 +355,25 @@ class Trainer:
         """
         side = self._fleet_side
         changed = any(body["blocks"] is not None for body in bodies)
-        plan = self._plan(bodies) if changed else self.plan().to_json()
+        outline = self._plan(bodies) if changed else self.plan()
         offered = None
         if all("memory" in body for body in bodies):
             offered = await side.offer([body["memory"] for body in bodies])
-            plan = side.outline(Outline.from_json(plan)).to_json()
             if offered is None and self._options.transport != "auto":
                 raise PreflightError(
                     f"transport {self._options.transport}: {side.refused}",
                     hint='transport="auto" takes a file where needed',
                 )
-        answers: list[Body] = []
-        for rank, body in enumerate(bodies):
-            if offered is None:
-                answers.append({"plan": plan})
-            elif body["memory"].get("key") == offered.key:
-                answers.append({"key": offered.key})
-            else:
-                answers.append({"key": offered.key, "sums": offered.rows(rank), "plan": plan})
+            if offered is not None and all(b["memory"].get("key") == offered.key for b in bodies):
+                return [{"key": offered.key} for _ in bodies], offered
+            outline = side.outline(outline)
+        plan = outline.to_json()
+        if offered is None:
+            return [{"plan": plan} for _ in bodies], None
+        answers: list[Body] = [{"key": offered.key} for _ in bodies]
+        for rank, answer in enumerate(answers):
+            if bodies[rank]["memory"].get("key") != offered.key:
+                answer |= {"sums": offered.rows(rank), "plan": plan}
         return answers, offered
 
 

@@ -34,7 +34,7 @@ class Flats(Sequence[torch.Tensor]):
     def __init__(
         self, storages: Sequence[tuple[StorageWeakRef, torch.dtype, torch.device]]
     ) -> None:
-        self._types = [(dtype, device) for _, dtype, device in storages]
+        self._types = storages
         self._storages = [
             torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for reference, _, _ in storages
         ]
@@ -50,7 +50,7 @@ class Flats(Sequence[torch.Tensor]):
         return len(self._storages)
 
     def __getitem__(self, number: Any) -> Any:
-        storage, (dtype, device) = self._storages[number], self._types[number]
+        storage, (_, dtype, device) = self._storages[number], self._types[number]
         empty = torch.empty(0, dtype=dtype, device=device)
         return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))
 

@@ -117,18 +117,31 @@ def addresses(weights: Weights) -> list[tuple[int, int]] | None:
     moved. None for a function, which must be called to know.
     """
     if hasattr(weights, "state_dict"):
-        tensors = [
-            tensor
-            for module in weights.modules()
-            for named in (module._parameters, module._buffers)
-            for tensor in named.values()
-        ]
+        tensors = _tensors_within(weights)
     elif isinstance(weights, Mapping):
         tensors = list(weights.values())
     else:
         return None
     local = ((tensor, getattr(tensor, "_local_tensor", tensor)) for tensor in tensors)
     return [(id(tensor), part.data_ptr()) for tensor, part in local if hasattr(part, "data_ptr")]
+
+
+def _tensors_within(module: Any) -> list[Any]:
+    """The parameters and buffers of a module. Of thousands of modules, `modules()` takes longer
+    than their tensors are summed in: its generators are as deep as the modules are nested.
+    """
+    tensors: list[Any] = []
+    seen: set[int] = set()
+    remaining = [module]
+    while remaining:
+        module = remaining.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+        remaining += module._modules.values()
+    return tensors
 
 
 def _named(weights: Weights) -> Iterator[tuple[str, Any]]:

@@ -129,6 +129,7 @@ async def test_weights_are_read_again_only_when_one_has_moved(
     async with opened(tmp_path, [weights]) as live:
         with monkeypatch.context() as patch:
             patch.setattr(type(live[0]), "_read", lambda self: pytest.fail("read again"))
+            patch.setattr(FleetSide, "outline", lambda *_: pytest.fail("planned again"))
             weights["lm_head.weight"] += 1
             await push(live, 1)
         assert copying.numbers == [expected([weights])] and len(copying.offers) == 1

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from skyctl.errors import PreflightError, UsageError
 from skyctl.live.blocks import Block, Target, refuse_unlike, senders
-from skyctl.live.model import Pair, read_pairs
+from skyctl.live.model import Pair, addresses, read_pairs
 
 
 def targets(tensors: dict[str, torch.Tensor], dtype: str = "float32") -> list[Target]:
@@ -283,3 +283,20 @@ def test_every_pair_of_sharding_dimensions_is_read(axes: tuple[int, int]) -> Non
         return read_pairs({"w": weight}, targets(full))
 
     assert torch.equal(assembled(on_each_rank(4, read), targets(full))["w"], full["w"])
+
+
+def test_a_module_has_moved_once_a_tensor_of_any_module_within_it_has() -> None:
+    inner = torch.nn.ModuleList([torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2)])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), inner)
+    model.register_module("tied", inner[1])
+    model.register_module("absent", None)
+    model.register_module("itself", model)
+    before = addresses(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert before is not None and set(before) == {(id(t), t.data_ptr()) for t in tensors}
+    assert addresses(model) == before
+    inner[0].running_mean = torch.ones(2)
+    moved = addresses(model)
+    assert moved != before
+    inner[1] = torch.nn.Linear(2, 2)
+    assert addresses(model) != moved
