@@ -55,15 +55,15 @@ def modules(options: argparse.Namespace, model: Path) -> list[tuple[str, tuple[i
     ]
 
 
-def adapter(layers: list[tuple[str, tuple[int, ...]]], seed: int) -> dict[str, Any]:
+def adapter(layers: list[tuple[str, tuple[int, ...]]], seed: int, device: str) -> dict[str, Any]:
     """float32, as PEFT trains it."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
     for module, (rows, columns) in layers:
         for part, shape in (("A", (RANK, columns)), ("B", (rows, RANK))):
-            values = torch.randn(shape, generator=generator) * 0.05
+            values = torch.randn(shape, generator=generator, device=device) * 0.05
             tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
     return tensors
 
@@ -140,8 +140,10 @@ async def measure(
     import torch
 
     [url], token = fleet.urls, control_token(fleet)
-    contents = [adapter(layers, seed) for seed in (1, 2)]
-    directories = written(options.scratch, contents)
+    home = f"cuda:{options.gpu[0]}" if options.gpu else "cpu"
+    drawn = [adapter(layers, seed, home) for seed in (1, 2)]
+    directories = written(options.scratch, drawn)
+    contents = [{name: tensor.cpu() for name, tensor in tensors.items()} for tensors in drawn]
     total = sum(tensor.nbytes for tensor in contents[0].values())
     ways: dict[str, list[Any]] = {}
     for gpu in options.gpu:
