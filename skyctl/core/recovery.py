@@ -120,6 +120,9 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     _leave_held(cases, actions)
     chosen = [case for case in cases if case.action.releases]
     await asyncio.gather(*(_release_one(case, actions) for case in chosen))
+    unanswered = Action.PUSH, Action.QUARANTINE
+    half_updated = [case for case in cases if case.ended is None and case.action in unanswered]
+    await asyncio.gather(*(_keep_frozen(case, actions) for case in half_updated))
     # servers that cannot take part are replaced or quarantined below: none stays at older weights
     able = [case.name for case in cases if not case.action.replaces]
     await _push([case for case in cases if case.action is Action.PUSH], able, actions)
@@ -203,12 +206,13 @@ async def _keep_frozen(case: _Case, actions: Actions) -> None:
     if record is None or not record.half_updated or target is None:
         return
     server = engines.server(actions.client, target, timeout_s=actions.control_timeout_s)
-    with suppress(ServerError):  # one that does not answer is replaced
+    with suppress(ServerError):  # an engine that is stuck carries out the pause once it goes on
         if await server.is_paused():
             return
-        with suppress(StateUnwritable):
-            thaws = replace(record, thaw=not actions.state.server(case.name).paused)
-            put_in_doubt(actions.state, {case.name: thaws})  # the push is to thaw it again
+    with suppress(StateUnwritable):
+        thaws = replace(record, thaw=not actions.state.server(case.name).paused)
+        put_in_doubt(actions.state, {case.name: thaws})  # the push is to thaw it again
+    with suppress(ServerError):
         await server.pause("abort", clear_cache=False)
 
 
@@ -217,7 +221,6 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
     by one.
     """
     open_cases = list(cases)
-    await asyncio.gather(*(_keep_frozen(case, actions) for case in open_cases))
     request = interrupted_request(actions.state)
     if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):
         doubted = set(in_doubt(actions.state))

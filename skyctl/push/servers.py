@@ -25,6 +25,10 @@ ENGINE_TIMEOUT_S = 10.0
 """How long an engine may take to answer before it counts as stuck: it may still load the chunk
 that a dead push sent it."""
 _COUNT_INTERVAL_S = 0.02
+_FRESH_S = 2.0
+"""For so long holds what a server was seen to be. A push that was stopped (SIGSTOP, a suspended
+machine) looks again: the server may have been started anew meanwhile."""
+_LOOKS = 3
 
 
 @dataclass
@@ -284,20 +288,33 @@ async def require_paused(server: PushedServer) -> None:
     """
     if server.before.asleep:
         return
-    problem = ""
-    if not await server.control.is_paused():
-        problem = "is not paused: somebody else resumed it, or started it anew"
-        take_over_freeze(server)
-    elif server.generated is not None:
-        count = (await server.control.metrics()).generation_tokens
-        if count != server.generated:
-            problem = (
-                "generated tokens while it was frozen for this push: another client resumed it, "
-                "and paused it again"
-            )
+    for _ in range(_LOOKS):
+        began = time.monotonic()
+        problem = await _thaw_seen(server)
+        if problem or time.monotonic() - began < _FRESH_S:
+            break
+    else:
+        raise ServerError(
+            f"{server.name} takes longer than {_FRESH_S:g} s to report that it is paused"
+        )
     if problem:
         await server.control.pause("abort", clear_cache=False)
         raise ServerError(f"{server.name} {problem}")
+
+
+async def _thaw_seen(server: PushedServer) -> str:
+    """How it is seen that another program has thawed a server; "" if it has stayed frozen."""
+    if not await server.control.is_paused():
+        take_over_freeze(server)
+        return "is not paused: another program resumed it, or it was started again"
+    if server.generated is None:
+        return ""
+    if (await server.control.metrics()).generation_tokens == server.generated:
+        return ""
+    return (
+        "generated tokens while it was frozen for this push: another client resumed it, "
+        "and paused it again"
+    )
 
 
 async def open_session(server: PushedServer) -> None:

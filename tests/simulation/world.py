@@ -199,7 +199,9 @@ class World:
         """While a session is open, and its owner has the turn, nobody else acts on the server."""
         if path in _FREEZING and engine.serving:
             self.frozen += self.chaos
-            engine.frozen_for_push = self._pushes(caller) and self._push_under_way()
+            engine.frozen_for_push = (
+                self._pushes(caller) and self._push_under_way() and not self._unrecorded(caller)
+            )
             engine.thawed_by = None
         elif path in _THAWING:
             engine.thawed_by, engine.thawed_at = caller, self.loop.now
@@ -227,6 +229,11 @@ class World:
     def _pushes(self, caller: Process | None) -> bool:
         """Whether this process pushes or recovers, and does not merely thaw."""
         return caller is not None and caller.label not in people.VERBS
+
+    def _unrecorded(self, caller: Process | None) -> bool:
+        """Whether a recovery acts that cannot write why: `status` says how to thaw the server."""
+        recovers = caller is not None and "recover" in caller.label
+        return recovers and (self.disk.full or self.disk.failing > 0)
 
     def _push_under_way(self) -> bool:
         return True

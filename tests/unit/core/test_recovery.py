@@ -27,6 +27,7 @@ from skyctl.store.in_doubt import InDoubt, close_sender, in_doubt, open_sender, 
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
+from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.unit.push.checkpoints import rewrite_unseen, tiny_tensors, write_checkpoint
 
@@ -206,6 +207,19 @@ async def test_a_server_that_must_not_serve_is_frozen_where_nothing_can_be_pushe
     assert outcomes(await recover(findings, actions)) == [("push", False)]
     assert actions.stubs[0].engine.paused and not actions.stubs[1].engine.paused
     assert in_doubt(actions.state)["stub-0"].thaw
+
+
+@pytest.mark.parametrize("action", [Action.PUSH, Action.QUARANTINE])
+async def test_a_half_updated_server_whose_engine_is_stuck_freezes_once_it_goes_on(
+    actions: Actions, action: Action
+) -> None:
+    """It may have been thawed: the pause waits in the engine."""
+    findings = leave(actions, "stub-0", half=True)
+    stuck = StubServer(faults={"/is_paused": Fault("hang")})
+    actions.client = ControlClient(transport=StubTransport([stuck]))
+    actions.control_timeout_s, actions.gone = 0.1, True
+    await recover([replace(findings[0], action=action)], actions)
+    assert stuck.engine.paused
 
 
 async def test_half_updated_servers_get_the_push_that_was_on_its_way(actions: Actions) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from skyctl.errors import PushError
+from skyctl.push import servers
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine
 from tests.unit.push.fleets import Recorder, Stubs, check_invariant, failing_push, push_new, states
@@ -52,7 +55,7 @@ async def test_a_server_that_was_paused_and_starts_again_amid_the_push_is_the_pu
         restarted.scheduler = Scheduler.RUNNING
 
     observer.on_progress = start_again
-    with pytest.raises(PushError, match="started it anew") as caught:
+    with pytest.raises(PushError, match="it was started again") as caught:
         await push_new(stubs, observer)
     assert states(caught.value) == ["ready", "quarantined"]
     last = [state for name, state, _ in observer.servers if name == "demo-1"]
@@ -83,10 +86,39 @@ async def test_no_update_is_opened_in_a_server_started_anew_since_all_were_seen_
 
     monkeypatch.setattr("skyctl.push.transaction.reached", reach)
     error = await failing_push(stubs, transport=transport)
-    assert "started it anew" in error.message
+    assert "it was started again" in error.message
     assert "start" not in stubs.engines[1].log
     assert stubs.engines[1].digest == "base"
     check_invariant(stubs)
+
+
+async def test_a_push_that_was_stopped_after_it_saw_a_server_paused_looks_again(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the server was started again: the start would empty layers that answer."""
+    stopped_s, look, starting = 0.0, servers._thaw_seen, False
+
+    def reach(point: str) -> None:
+        nonlocal starting
+        starting = starting or point == "push.start.call"
+
+    async def stopped_behind(server: servers.PushedServer) -> str:
+        nonlocal stopped_s
+        problem = await look(server)
+        if starting and server.name == "demo-1" and not stopped_s:
+            stopped_s = 5.0
+            stubs.engines[1].scheduler = Scheduler.RUNNING
+        return problem
+
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + stopped_s, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr("skyctl.push.transaction.reached", reach)
+    monkeypatch.setattr(servers, "_thaw_seen", stopped_behind)
+    monkeypatch.setattr(servers, "time", clock)
+    error = await failing_push(stubs)
+    assert "it was started again" in error.message
+    assert "start" not in stubs.engines[1].log
 
 
 async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs: Stubs) -> None:
@@ -96,7 +128,7 @@ async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs:
         thawed.scheduler = Scheduler.RUNNING
 
     observer.on_progress = thaw
-    with pytest.raises(PushError, match="somebody else resumed it") as caught:
+    with pytest.raises(PushError, match="another program resumed it") as caught:
         await push_new(stubs, observer)
     assert states(caught.value) == ["ready", "quarantined"]
     assert thawed.paused
