@@ -57,6 +57,8 @@ _REQUESTS = (*CHANGING, "/update_weights", "/update_weight_version", "/resume")
 _PUSH_POINTS = (*kill_points.PUSH, "recover.begin")
 _SUPERVISOR_POINTS = (*kill_points.PUSH, *kill_points.SUPERVISOR)
 STRANGER = "stranger"
+LATEST = "latest"
+"""The label of every step of a trainer that has no others, whatever its directory holds by then."""
 VERBS = frozenset({"pause", "resume", "sleep", "wake", STRANGER})
 _VERBS = (
     Pause(mode="keep", clear_cache=False),
@@ -116,7 +118,8 @@ def doom(world: World, process: Process, *, push: bool = False) -> None:
 async def _train(world: World, name: str) -> None:
     """A trainer: writes a version over the one before, and pushes it."""
     dice = world.dice
-    for _ in range(dice.choice((1, 2, 2, 3))):
+    steps = (3, 4, 5) if "same-label" in world.faults else (1, 2, 2, 3)
+    for _ in range(dice.choice(steps)):
         await asyncio.sleep(dice.random() * 2.0)
         number = world.checkpoints.next_number()
         directory = name if dice.random() < 0.8 else f"step-{number}"
@@ -126,10 +129,10 @@ async def _train(world: World, name: str) -> None:
         else:
             path = world.checkpoints.write(directory, number, same_time=_same_time(world))
         label = f"v{number}" if dice.random() < 0.6 else None
-        if world.faults & {"overwrite", "moving-references"}:
+        if "same-label" in world.faults:
+            label = LATEST
+        elif world.faults & {"overwrite", "moving-references"}:
             label = None  # what is about to change cannot be said to be something
-        elif "same-label" in world.faults:
-            label = "latest"  # which means the last that was pushed as such
         if label is not None:
             world.labels.setdefault(label, set()).add(number)
         request = PushRequest(
@@ -171,6 +174,7 @@ def _same_time(world: World) -> bool:
 def _overwrite(world: World, directory: str) -> None:
     """A careless trainer writes on while its push reads."""
     number = world.checkpoints.next_number()
+    world.labels.setdefault(LATEST, set()).add(number)
     world.tell(f"{directory} is overwritten with {number}")
     world.checkpoints.write(directory, number, same_time=_same_time(world))
 
@@ -259,8 +263,13 @@ async def _meddle(world: World) -> None:
 
 
 async def _curl(world: World) -> None:
-    """Thaw a server, and perhaps freeze it again."""
+    """Thaw a server, perhaps once it answers nobody, and perhaps freeze it again."""
     engine, again = world.dice.choice(world.engines), world.dice.random() < 0.5
+    looks = 60 if world.dice.random() < 0.5 else 0
+    while looks and not engine.paused:
+        looks -= 1
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(world.dice.random() * 0.3)
     with suppress(TransportError):
         await world.network.call(Request("POST", engine.url, "/resume", {}, None), 5.0)
         if again:

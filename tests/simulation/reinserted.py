@@ -2,6 +2,9 @@
 
 What cannot be put back in one process without distorting it is not here: a digest that is blind to
 permutations is computed inside vLLM's workers (tests/unit/engines), where weights are real tensors.
+Nor is 33 any more, a push that dies early and hides the session that one before it left open:
+recovery thaws no server whose digest is not what it was, and amid a session its layers are meta
+tensors, which have none (tests/unit/store/test_in_doubt.py has the record).
 """
 
 from __future__ import annotations
@@ -20,8 +23,6 @@ from skyctl.push.request import PushRequest
 from skyctl.push.rows import Compared
 from skyctl.push.run import CancelGuard
 from skyctl.push.servers import open_session
-from skyctl.states import PushStage
-from skyctl.store.in_doubt import InDoubt, _save, in_doubt, put_in_doubt
 from skyctl.store.server_names import Located, Naming
 from skyctl.store.state import FleetState
 from tests.simulation import seams
@@ -153,14 +154,6 @@ async def _cancelled_as_it_ends(self: CancelGuard, transaction: Coroutine[Any, A
                 task.cancel()
 
 
-def _forgets_sessions(state: FleetState, records: Mapping[str, InDoubt]) -> None:
-    """What a push that ended at `start` left is not told from what one before it leaves."""
-    before = {n: r for n, r in in_doubt(state).items() if n in records and r.stage == "start"}
-    for record in before.values():
-        _save(state, replace(record, stage=PushStage.PAUSE))
-    put_in_doubt(state, records)
-
-
 DEFECTS: dict[str, Defect] = {
     "01 a recovery and a new push exclude each other one way only": Defect(
         "attached", {"skyctl.core.arbiter.Arbiter.take": _recovery_only_looks}
@@ -264,13 +257,6 @@ DEFECTS: dict[str, Defect] = {
     ),
     "32 Ctrl-C as a push ends takes its result away": Defect(
         "attached", {"skyctl.push.run.CancelGuard.run": _cancelled_as_it_ends}
-    ),
-    "33 a push that dies early hides the session that one before it left open": Defect(
-        "attached",
-        {
-            "skyctl.store.in_doubt.put_in_doubt": _forgets_sessions,
-            "skyctl.core.jobs.put_in_doubt": _forgets_sessions,
-        },
     ),
     "35 a server thaws for whoever has its token": Defect(
         "attached", {"skyctl.engines.inside.guard._Freeze._is_other": lambda *_: False}
