@@ -52,6 +52,7 @@ async def beside(settings: TinkerSettings) -> None:
                 open_models=settings.open_models,
                 parked_bytes=settings.parked_memory,
                 join_requests=settings.join_requests,
+                join_tokens=settings.batch_tokens,
             )
             await serve(settings, directory, ensure_tinker_key(paths), servers, limits)
 
@@ -124,6 +125,7 @@ def _http_server(api: Api) -> _Server:
         access_log=False,
         lifespan="off",
         ws="none",  # which it would import
+        proxy_headers=False,
         timeout_graceful_shutdown=2,
     )
     server = _Server(config)

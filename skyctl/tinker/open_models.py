@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sqlite3
 import time
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 from skyctl.tinker.ledger import Ledger
@@ -17,6 +18,10 @@ from skyctl.tinker.requests import FORWARD_BACKWARD, OPTIM_STEP
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied
 
 WITHOUT_END_S = 1e9
+QUIET_S = 0.02
+"""A burst of passes is over when none has come for this long."""
+LEAST_TOKEN_BYTES = 12
+"""Of a token and its target in a request."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ class Limits:
     slice_s: float = 0.5
     """Seconds of a model's passes after which others have a turn."""
     join_requests: bool = False
-    """Compute requests that wait together at once: faster, and rounded differently."""
+    """Compute requests that come together at once: faster, and rounded differently."""
+    join_tokens: int = 4096
+    """Requests with so many tokens do not wait for others."""
 
 
 @dataclass
@@ -49,10 +56,16 @@ class Run:
     """The request whose turn is next."""
     broken: bool
     """Whether a forward_backward of the current step has failed."""
-    waiting: set[int] = field(default_factory=set)
-    """Accepted requests that are not done."""
+    waiting: dict[int, int] = field(default_factory=dict)
+    """Accepted requests that are not done, with the bytes of those that are passes."""
     arrived: float = 0.0
     """When the last one came, or was done."""
+    turn_at: float = 0.0
+    """When the turn of its next request came."""
+    pass_s: float = 0.0
+    """Seconds that the last passes took; half of those before, if that is more."""
+    gathers: bool = False
+    """Whether passes come in bursts, and so wait for others to be computed with."""
     steps: int = 0
     """Optimizer steps since the snapshot."""
     snapshot_at: float = field(default_factory=time.monotonic)
@@ -74,6 +87,22 @@ class Run:
     alone_to: int = -1
     """Up to this request each is computed by itself: one of them has failed."""
 
+    def due_at(self, full_bytes: int) -> float:
+        """When to compute what waits. While a burst of passes lasts, that is later than its turn,
+        by at most `pass_s`, unless they have that many bytes or another request follows them.
+        """
+        if not self.gathers or self.computing or self.next_seq <= self.alone_to:
+            return self.turn_at
+        size = 0
+        for seq in count(self.next_seq):
+            if (more := self.waiting.get(seq)) is None:
+                quiet_s = min(QUIET_S, self.pass_s / 2)
+                return min(self.arrived + quiet_s, self.turn_at + self.pass_s)
+            size += more
+            if not more or size >= full_bytes:
+                break
+        return self.turn_at
+
 
 class OpenModels:
     """The runs of one API process, and what the worker has of them. `turns` has the names of models
@@ -86,6 +115,22 @@ class OpenModels:
         self._limits = limits
         self.runs: dict[str, Run] = {}
         self.turns: list[str] = []
+
+    def next_turn(self) -> tuple[str | None, float]:
+        """The model whose turn it is: the one that has waited longest since its last turn. If
+        there is none, the seconds until one may be.
+        """
+        now, full_bytes = time.monotonic(), self._limits.join_tokens * LEAST_TOKEN_BYTES
+        due = {
+            name: run.due_at(full_bytes)
+            for name, run in self.runs.items()
+            if run.next_seq in run.waiting
+        }
+        ready = [name for name, at in due.items() if at <= now]
+        if not ready:
+            return None, min(due.values(), default=math.inf) - now
+        order = {name: place for place, name in enumerate(self.turns)}
+        return min(ready, key=lambda name: order.get(name, -1)), 0.0
 
     async def ready(self, model: str, run: Run) -> None:
         """Bring the worker to the model's state after the last recorded request.

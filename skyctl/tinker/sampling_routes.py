@@ -22,6 +22,7 @@ from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.offers import check_base, check_rank
 from skyctl.tinker.questions import question
+from skyctl.tinker.requests import Outcome
 from skyctl.tinker.sampling import SAMPLE, Sampling
 
 POLL_S = 25.0
@@ -129,26 +130,29 @@ class SamplingRoutes:
 
     async def _retrieve(self, request: Request) -> Answer:
         body = await self.bodies.parsed(request, wire.Future)
-        with self.bell.listen(body.request_id) as waiter:
-            row = await self._future(body.request_id)
-            if row["state"] == "accepted":
+        name = body.request_id
+        with self.bell.listen(name) as waiter:
+            outcome = None if self.bell.expects(name) else await self._outcome(name)
+            if outcome is None:
                 await waiter.notified(POLL_S)
-                row = await self._future(body.request_id)
-        if row["state"] == "accepted":
-            return {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
-        if row["state"] == "gone":
-            raise HTTPException(410, "the result was fetched, or its time is over")
-        if row["state"] == "failed":
-            return {"error": row["result"].decode(), "category": row["category"]}
-        return Response(row["result"], media_type=row["type"])
+                outcome = waiter.outcome or await self._outcome(name)
+        if outcome is None:
+            return {"type": "try_again", "request_id": name, "queue_state": "active"}
+        if outcome.category:
+            return {"error": outcome.result.decode(), "category": outcome.category}
+        return Response(outcome.result, media_type=outcome.type)
 
-    async def _future(self, name: str) -> sqlite3.Row:
-        row = await self.ledger.row(
-            "SELECT id, state, result, type, category FROM requests WHERE id = ?", name
-        )
+    async def _outcome(self, name: str) -> Outcome | None:
+        """What is on record, None while the request waits."""
+        sql = "SELECT state, result, type, category FROM requests WHERE id = ?"
+        row = await self.ledger.row(sql, name)
         if row is None:
             raise HTTPException(404, f"there is no request {name}")
-        return row
+        if row["state"] == "gone":
+            raise HTTPException(410, "the result was fetched, or its time is over")
+        if row["state"] == "accepted":
+            return None
+        return Outcome(row["result"], row["type"], row["category"])
 
     async def _retrieve_many(self, request: Request) -> Answer:
         body = await self.bodies.parsed(request, wire.Futures)

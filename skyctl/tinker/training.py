@@ -27,6 +27,7 @@ from skyctl.tinker import worker_messages
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
 from skyctl.tinker.open_models import Limits, OpenModels, Run
+from skyctl.tinker.records import request_id
 from skyctl.tinker.requests import (
     CREATE,
     FORWARD,
@@ -116,13 +117,19 @@ class Training:
                     connection.execute(sql, (now, before))
         return kept
 
-    def accepted(self, model: str, seq: int) -> None:
-        """A request is on disk; its turn comes once those before it are done."""
+    def accepted(self, model: str, seq: int, pass_bytes: int = 0) -> None:
+        """A request is on disk; its turn comes once those before it are done. `pass_bytes` is the
+        size of a pass, which others may join.
+        """
         run = self._runs.setdefault(model, Run(0, False))
         if seq >= run.next_seq:
-            run.waiting.add(seq)
+            run.waiting[seq] = pass_bytes
             run.arrived = time.monotonic()
-            self._woken.set()
+            if seq == run.next_seq:
+                run.turn_at = run.arrived
+            self._bell.expect(request_id(model, seq))
+            if seq == run.next_seq or not (run.gathers and pass_bytes):  # else a burst goes on
+                self._woken.set()
 
     async def forget(self, models: list[str], session: str) -> bool:
         """End a session and its models for good; False if requests of them wait."""
@@ -153,20 +160,13 @@ class Training:
             if time.monotonic() - checked_at >= self._limits.gap_s / 10:
                 await self._skip_gaps()  # also while other models keep it busy
                 checked_at = time.monotonic()
-            if (model := self._next()) is not None:
+            model, wait_s = self._models.next_turn()
+            if model is not None:
                 await self._carry_out(model)
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.gap_s / 10):
+                async with asyncio.timeout(min(wait_s, self._limits.gap_s / 10)):
                     await self._woken.wait()
-
-    def _next(self) -> str | None:
-        """The model whose turn it is: the one that has waited longest since its last turn."""
-        ready = [name for name, run in self._runs.items() if run.next_seq in run.waiting]
-        if not ready:
-            return None
-        order = {name: place for place, name in enumerate(self._turns)}
-        return min(ready, key=lambda name: order.get(name, -1))
 
     async def _carry_out(self, model: str) -> None:
         run = self._runs[model]
@@ -237,7 +237,7 @@ class Training:
 
     async def _pass(self, model: str, run: Run, rows: list[sqlite3.Row]) -> list[Outcome]:
         """Compute the passes of these requests for a while."""
-        slice_s = self._limits.slice_s
+        slice_s, began = self._limits.slice_s, time.monotonic()
         if run.computing:
             answer, content = await self._models.ask(run, "go_on", model, slice_s=slice_s)
         else:
@@ -256,6 +256,7 @@ class Training:
                 outcome = Outcome(body, "application/x-protobuf", unit=unit)
                 outcomes.append(failed_with(error, "user") if error else outcome)
         run.computing = rows[len(outcomes) :] if answer["more"] else []
+        run.pass_s = max(time.monotonic() - began, run.pass_s / 2)
         return outcomes
 
     async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
@@ -360,13 +361,19 @@ class Training:
                 )
 
         await self._ledger.insist(commit)  # the worker has done it, and must not do it again
-        run.waiting.difference_update(row["seq"] for row in rows)
+        for row in rows:
+            run.waiting.pop(row["seq"], None)
         run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
+        run.turn_at = run.arrived
+        if kind in (FORWARD, FORWARD_BACKWARD):
+            more = bool(run.waiting.get(run.next_seq))
+            run.gathers = self._limits.join_requests and (more or len(rows) > 1)
         if outcome.snapshot is not None:
             run.steps, run.snapshot_at = 0, time.monotonic()
             if old["snapshot"] is not None:
                 shutil.rmtree(old["snapshot"], ignore_errors=True)
-        self._bell.ring(*(row["id"] for row in rows))
+        for row, each in zip(rows, outcomes, strict=True):
+            self._bell.ring(row["id"], outcome=each)
 
     async def _skip_gaps(self) -> None:
         """Fail requests that have waited too long for one that never came, and skip the gap."""
@@ -377,7 +384,7 @@ class Training:
             skipped, broken = await self._ledger.insist(partial(skip_gap, model, run.next_seq))
             if skipped:
                 run.next_seq, run.broken = skipped[-1]["seq"] + 1, broken
-                run.waiting = {seq for seq in run.waiting if seq >= run.next_seq}
+                run.waiting = {s: size for s, size in run.waiting.items() if s >= run.next_seq}
                 run.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
 

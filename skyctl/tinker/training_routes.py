@@ -229,11 +229,15 @@ class TrainingRoutes:
             records.add_request(connection, model, seq, kind, extra, body)
             return True
 
-        return await self._accept(model, seq, commit)
+        return await self._accept(model, seq, commit, len(body or b""))
 
     async def _accept(
-        self, model: str, seq: int, commit: Callable[[sqlite3.Connection], bool]
+        self,
+        model: str,
+        seq: int,
+        commit: Callable[[sqlite3.Connection], bool],
+        pass_bytes: int = 0,
     ) -> Answer:
         if await self.ledger.run(commit):
-            self.training.accepted(model, seq)
+            self.training.accepted(model, seq, pass_bytes)
         return {"request_id": records.request_id(model, seq), "model_id": model}

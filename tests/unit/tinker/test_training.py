@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import StateUnwritable
-from skyctl.tinker import files, records, requests
+from skyctl.tinker import files, open_models, records, requests
 from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.open_models import Run
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import WorkerDied
 from tests.unit.tinker.recording_worker import Notes, training_of
@@ -29,7 +30,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 async def add(
     ledger: Ledger, scheduler: Training, model: str, *kinds: str, first: int = 0, rank: int = 8
 ) -> None:
-    """Accept requests of a model, in this order."""
+    """Accept requests of a model, in this order; passes have 120 bytes."""
     for seq, kind in enumerate(kinds, first):
 
         def commit(connection: Any, seq: int = seq, kind: str = kind) -> None:
@@ -39,7 +40,7 @@ async def add(
             records.add_request(connection, model, seq, kind, extra, b"")
 
         await ledger.run(commit)
-        scheduler.accepted(model, seq)
+        scheduler.accepted(model, seq, 120 if kind == requests.FORWARD_BACKWARD else 0)
 
 
 async def until_ended(ledger: Ledger, model: str) -> list[str]:
@@ -289,6 +290,49 @@ async def test_passes_that_wait_are_computed_at_once_and_repeated_as_they_were(
     task.cancel()
     again = once if joined else [[1]] * 3
     assert asked[2:] == [*again, [1]]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "changed", "wait_s"),
+    [
+        ({5: 120, 6: 120}, {}, 0.02),
+        ({5: 120, 6: 120, 7: 0}, {}, 0.0),  # a step follows
+        ({5: 120, 6: 900}, {}, 0.0),  # they fill a pass
+        ({5: 120, 7: 0}, {}, 0.02),  # one is missing
+        ({5: 120}, {"gathers": False}, 0.0),
+        ({5: 120}, {"alone_to": 5}, 0.0),
+        ({5: 120}, {"pass_s": 0.01}, 0.005),
+        ({5: 120}, {"arrived": 107.0}, 1.0),  # for a burst that does not end
+    ],
+)
+def test_passes_of_a_burst_wait_for_more(
+    waiting: dict[int, int], changed: dict[str, Any], wait_s: float
+) -> None:
+    state = {"arrived": 100.0, "turn_at": 100.0, "pass_s": 1.0, "gathers": True, **changed}
+    run = Run(5, False, waiting, **state)
+    assert run.due_at(full_bytes=1000) == pytest.approx(100.0 + wait_s)
+
+
+async def test_a_burst_is_computed_at_once_when_a_step_follows(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_models, "QUIET_S", 1e6)
+    worker = Notes()
+    scheduler = training_of(ledger, tmp_path, worker, join_requests=True)
+    await add(ledger, scheduler, "m", requests.CREATE)
+    task = asyncio.create_task(scheduler.run())
+    await until_ended(ledger, "m")
+    run = scheduler._runs["m"]
+    run.gathers, run.pass_s = True, 1e6
+    for seq in (1, 2, 3):
+        await add(ledger, scheduler, "m", requests.FORWARD_BACKWARD, first=seq)
+        for _ in range(5):
+            await ledger.rows("SELECT 1")  # the scheduler asks it too, and has had its chance
+    assert "forward_backward" not in worker.calls
+    await add(ledger, scheduler, "m", requests.OPTIM_STEP, first=4)
+    assert await until_ended(ledger, "m") == ["done"] * 5
+    assert worker.calls.count("forward_backward") == 1 and run.gathers
+    task.cancel()
 
 
 async def test_a_pass_that_takes_long_gives_way_to_other_models(
