@@ -2,20 +2,23 @@
 
     python -m benchmarks.training                          Qwen3-8B's shape on a GPU, rank 32
     python -m benchmarks.training --gpus 2                 on one GPU and on two; and what fits
+    python -m benchmarks.training --gpus 4                 on one GPU and on four
+    python -m benchmarks.training --gpus 2 --only small-1 small-2      these parts in a minute
     python -m benchmarks.training --gpus 2 --device cpu --shape qwen3-4-layers \
         --small qwen3-4-layers --rows 4 --tokens 64 --longest 128 256
 
 Both train the same adapter from the same values, on the same base in bfloat16 with activations
 computed again for the gradient, by cross entropy and AdamW: `forward_backward` and `optim_step` of
 the training process over its socket here, `loss.backward()` and `optimizer.step()` there, with
-DistributedDataParallel on two GPUs. One has the devices after the other. Losses are compared, so
-that the two compute the same.
+DistributedDataParallel on several GPUs. One has the devices after the other. Losses are compared,
+so that the two compute the same.
 
-With `--gpus 2` also: the longest row that trains in 80 GB of one GPU; all parameters of a small
-model on one GPU and on two, which shard it; and all parameters of the large one on two, where its
-weights, moments and gradients in float32 (16 bytes per parameter) would not fit one. Each part is a
-process that ends in time; one that fails does not stop the others. Prints a table, and writes
-benchmarks/results/training.json, or training-2-gpus.json. Needs `skyctl-fleet[tinker]` and peft.
+With several GPUs also: all parameters of a small model on one GPU and on all, which shard it; and
+all parameters of the large one on all, where its weights, moments and gradients in float32 (16
+bytes per parameter) would not fit one. With `--gpus 2` the longest row that trains in 80 GB of one
+GPU. Each part is a process that ends in time; one that fails does not stop the others. Prints a
+table, and writes benchmarks/results/training.json, training-N-gpus.json, or with `--only` one of
+the same name and `-only`. Needs `skyctl-fleet[tinker]`, and peft for the plain loop.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -45,15 +49,16 @@ LEARNING_RATE, BETAS, EPSILON = 1e-4, (0.9, 0.95), 1e-12
 SAME_LOSS = 0.02
 """Relative, of two programs; bfloat16 has three digits."""
 SHARDED_LOSS = 1e-3
-"""Relative, of all parameters on two GPUs and on one."""
+"""Relative, of all parameters on several GPUs and on one."""
 HELD_TO = 80e9
 """Bytes of a GPU that the longest row has."""
 LONGEST, LONGEST_S = 32_768, 50.0
-FASTER, THAN_PLAIN = 1.85, 1.2
+FASTER, THAN_PLAIN = {2: 1.85, 4: 3.5}, 1.2
 CONTEXT = 1 << 18
-LIMIT_S = 236.0
-PART_S = {"model": 60, "skyctl-2": 95, "longest": 60}
-OTHER_PARTS_S = 70
+LIMIT_S = {1: 240.0, 2: 360.0, 4: 480.0}
+PART_S = {"model": 60, "skyctl-2": 95, "skyctl-4": 110, "longest": 60, "small-1": 60, "small-2": 60}
+OTHER_PARTS_S = 90
+_PR_SET_PDEATHSIG = 1
 
 Report = Callable[..., None]
 
@@ -131,7 +136,7 @@ def worker_of(options: argparse.Namespace, model: Path, ranks: int, dtype: str =
 
 
 async def adapters(options: argparse.Namespace, report: Report, ranks: int) -> None:
-    """An adapter; on two GPUs then all parameters of the same base."""
+    """An adapter; on several GPUs then all parameters of the same base."""
     worker = worker_of(options, options.model, ranks)
     began = time.perf_counter()
     await worker.ensure()
@@ -157,14 +162,17 @@ async def adapters(options: argparse.Namespace, report: Report, ranks: int) -> N
 
 
 async def small(options: argparse.Namespace, report: Report, ranks: int) -> None:
-    """All parameters of a small model, in float32; on two GPUs twice."""
+    """All parameters of a small model, in float32; on several GPUs twice."""
     worker = worker_of(options, options.small_model, ranks, "float32")
+    began = time.perf_counter()
     await worker.ensure()
+    report(start_s=round(time.perf_counter() - began, 1))
     try:
         body = request(batch(options, int(SHAPES[options.small]["vocab_size"]), options.rows))
-        for number in range(ranks):
+        for name in ("losses", "again")[: min(ranks, 2)]:
             done = await steps(worker, "w", {"rank": 0, "seed": 1}, body, 6, None)
-            report(**{"again" if number else "losses": done["losses"]})
+            seconds = [round(step, 3) for step in done["seconds"]]
+            report(**{name: done["losses"], f"{name}_s": seconds})
     finally:
         await worker.stop()
 
@@ -272,7 +280,9 @@ def longest(options: argparse.Namespace, report: Report) -> None:
 def model(options: argparse.Namespace, report: Report) -> None:
     """The checkpoints, of a context that is longer than any row."""
     for path, shape in ((options.model, options.shape), (options.small_model, options.small)):
-        if (path / INDEX).exists() or (options.gpus == 1 and path == options.small_model):
+        reader = "small" if path == options.small_model else ("skyctl", "plain", "longest")
+        read = any(name.startswith(reader) for name in parts_of(options))
+        if not read or (path / INDEX).exists():
             continue
         began = time.perf_counter()
         write_checkpoint(path, shape, 1)
@@ -282,28 +292,37 @@ def model(options: argparse.Namespace, report: Report) -> None:
         report(**{path.name: round(time.perf_counter() - began, 1)})
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Report], None]] = {
-    "model": model,
-    "skyctl-1": lambda options, report: asyncio.run(adapters(options, report, 1)),
-    "skyctl-2": lambda options, report: asyncio.run(adapters(options, report, 2)),
-    "plain-1": lambda options, report: plain(options, report, 1),
-    "plain-2": lambda options, report: plain(options, report, 2),
-    "longest": longest,
-    "small-1": lambda options, report: asyncio.run(small(options, report, 1)),
-    "small-2": lambda options, report: asyncio.run(small(options, report, 2)),
+KINDS: dict[str, Callable[[argparse.Namespace, Report, int], None]] = {
+    "model": lambda options, report, _: model(options, report),
+    "skyctl": lambda options, report, ranks: asyncio.run(adapters(options, report, ranks)),
+    "plain": plain,
+    "longest": lambda options, report, _: longest(options, report),
+    "small": lambda options, report, ranks: asyncio.run(small(options, report, ranks)),
 }
-"""Each is a process of its own, whose report survives it."""
+"""Of parts, named KIND or KIND-GPUS. Each is a process of its own, whose report survives it."""
 ORDER = {
     1: [["model"], ["skyctl-1"], ["plain-1"]],
     # two of them have a GPU each at the same time
     2: [["model"], ["skyctl-1"], ["skyctl-2"], ["plain-2"], ["small-1", "longest"], ["small-2"]],
+    4: [["model"], ["skyctl-1"], ["skyctl-4"], ["plain-4"], ["small-1"], ["small-4"]],
 }
+
+
+def parts_of(options: argparse.Namespace) -> list[str]:
+    """The parts of this run."""
+    names = [name for group in ORDER[options.gpus] for name in group]
+    return [name for name in names if name == "model" or name in (options.only or names)]
+
+
+def slower(options: argparse.Namespace) -> int:
+    """How much more time there is on a CPU."""
+    return 5 if options.device == "cpu" else 1
 
 
 def run_part(options: argparse.Namespace, name: str, until: float) -> dict[str, Any]:
     """What a part reported, and how it ended."""
     out, began = options.scratch / f"{name}.json", time.monotonic()
-    limit_s = min(PART_S.get(name, OTHER_PARTS_S), until - began)
+    limit_s = min(PART_S.get(name, OTHER_PARTS_S) * slower(options), until - began)
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.training", *sys.argv[1:], "--part", name],
         start_new_session=True,
@@ -324,12 +343,14 @@ def main() -> int:
     options = arguments()
     if options.part:
         return part(options)
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + (options.limit or LIMIT_S[options.gpus] * slower(options))
     options.scratch.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     try:
         with ThreadPoolExecutor() as pool:
-            for names in ORDER[options.gpus]:
+            chosen = parts_of(options)
+            for group in ORDER[options.gpus]:
+                names = [name for name in group if name in chosen]
                 runs = [pool.submit(run_part, options, name, until) for name in names]
                 found |= dict(zip(names, [run.result() for run in runs], strict=True))
     finally:
@@ -343,7 +364,8 @@ def main() -> int:
 
 
 def part(options: argparse.Namespace) -> int:
-    """Be one part; its report is written at each addition."""
+    """Be one part, and end with the run; its report is written at each addition."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     seen: dict[str, Any] = {}
 
     def report(**values: Any) -> None:
@@ -353,7 +375,8 @@ def part(options: argparse.Namespace) -> int:
         beside.rename(options.scratch / f"{options.part}.json")
 
     try:
-        PARTS[options.part](options, report)
+        kind, _, ranks = options.part.partition("-")
+        KINDS[kind](options, report, int(ranks or 0))
     except Exception as error:
         traceback.print_exc()
         report(error=repr(error)[:1000])
@@ -372,32 +395,37 @@ def rows_of(
         verdict = "no" if value is None and goal else "" if met is None else "yes" if met else "no"
         table.append((name, shown, goal, verdict))
 
-    speed = {name: speed_of(options, side) for name, side in found.items()}
-    for name in ("skyctl-1", "skyctl-2", "plain-1", "plain-2"):
+    gpus, speed = options.gpus, {name: speed_of(options, side) for name, side in found.items()}
+    ours, other = f"skyctl-{gpus}", f"plain-{gpus}"
+    for name in dict.fromkeys(("skyctl-1", ours, "plain-1", other)):
         if name in found:
             add(f"{name}: tokens/s", speed[name])
-    other, last = f"plain-{options.gpus}", f"skyctl-{options.gpus}"
-    value = ratio(speed[last], speed[other])
-    add(f"{last} over {other}", value, f">= {THAN_PLAIN}", value is not None and value >= 1.2)
-    value = apart(found[last].get("losses"), found[other].get("losses"))
-    same = value is not None and value <= SAME_LOSS
-    add("  losses apart", value, f"<= {SAME_LOSS}", same)
-    if options.gpus == 2:
-        value = ratio(speed["skyctl-2"], speed["skyctl-1"])
-        add("two GPUs over one", value, f">= {FASTER}", value is not None and value >= FASTER)
+    if ours in found and other in found:
+        value = ratio(speed[ours], speed[other])
+        met = value is not None and value >= THAN_PLAIN
+        add(f"{ours} over {other}", value, f">= {THAN_PLAIN}", met)
+        value = apart(found[ours].get("losses"), found[other].get("losses"))
+        same = value is not None and value <= SAME_LOSS
+        add("  losses apart", value, f"<= {SAME_LOSS}", same)
+    if gpus > 1 and ours in found and "skyctl-1" in found:
+        value, goal = ratio(speed[ours], speed["skyctl-1"]), FASTER[gpus]
+        add(f"{gpus} GPUs over one", value, f">= {goal}", value is not None and value >= goal)
+    if "longest" in found:
         row = max((row[0] for row in found["longest"].get("rows", [])), default=None)
         add("longest row in 80 GB, tokens", row, f">= {LONGEST}", (row or 0) >= LONGEST)
-        value = apart(found["small-1"].get("losses"), found["small-2"].get("losses"))
+    if (small := f"small-{gpus}") in found and "small-1" in found:
+        value = apart(found["small-1"].get("losses"), found[small].get("losses"))
         met = value is not None and value <= SHARDED_LOSS
-        add("small, all parameters, 2 over 1: apart", value, f"<= {SHARDED_LOSS}", met)
-        value = apart(found["small-2"].get("losses"), found["small-2"].get("again"))
-        add("  two GPUs twice: apart", value, "0", value == 0)
-        whole = found["skyctl-2"].get("whole", {})
+        add(f"small, all parameters, {gpus} over 1: apart", value, f"<= {SHARDED_LOSS}", met)
+        value = apart(found[small].get("losses"), found[small].get("again"))
+        add(f"  {gpus} GPUs twice: apart", value, "0", value == 0)
+    if gpus > 1 and ours in found:
+        whole = found[ours].get("whole", {})
         falls = bool(whole) and whole["losses"][-1] < whole["losses"][0]
         add("large, all parameters, last step: s", (whole.get("seconds") or [None])[-1])
         add("  losses fall, last over first", _last_over_first(whole), "< 1", falls)
         add("  GPU memory, MiB", max(whole.get("memory_mib") or [0]))
-        add("  saved for a sampler: s", found["skyctl-2"].get("saved", {}).get("seconds"))
+        add("  saved for a sampler: s", found[ours].get("saved", {}).get("seconds"))
     for name, side in found.items():
         if side["ended"]:
             table.append((f"{name}: {side.get('error', side['ended'])}"[:100], "", "", "no"))
@@ -449,8 +477,9 @@ def write(
         "parts": found,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    name = "training.json" if options.gpus == 1 else f"training-{options.gpus}-gpus.json"
-    (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    name = "training" if options.gpus == 1 else f"training-{options.gpus}-gpus"
+    file = options.out / f"{name}{'-only' if options.only else ''}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def arguments() -> argparse.Namespace:
@@ -470,7 +499,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench-training"))
     parser.add_argument("--model", type=Path, help="a checkpoint of this shape that is there")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", help="these parts, such as small-1 small-2")
+    parser.add_argument("--limit", type=float, help="seconds by which all parts have ended")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.rows = options.rows or 8 * options.gpus
     options.model = options.model or options.scratch / "model"
