@@ -1,5 +1,5 @@
-"""Whether servers apply all of an adapter: vLLM leaves out modules that it does not wrap for LoRA,
-without an error.
+"""Whether servers apply all of an adapter: engines leave out modules that they do not wrap for
+LoRA, without an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def adapter_problem(
     except (LookupError, TypeError) as error:
         raise ServerError(f"{server.target.name}: its workers answered {error!r}") from error
     if unread:
-        return f"its vLLM does not read {' and '.join(sorted(unread))}"
+        return f"it does not read {' and '.join(sorted(unread))}"
     return _sentence(left_out)
 
 

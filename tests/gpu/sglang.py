@@ -1,6 +1,7 @@
 """Two SGLang servers on one GPU, through skyctl from a fleet file, and a third that was started on
 the other checkpoint and says what is right. Where there is a second GPU, a sender on it pushes to
-the third by NCCL, which takes one process of a group on each GPU. `python -m tests.gpu.sglang WORK
+the third by NCCL, which takes one process of a group on each GPU. A fourth takes LoRA adapters
+(`sglang_adapters.py`). `python -m tests.gpu.sglang WORK
 OUT` prints a table; `tests/gpu/test_sglang.py` asserts the same steps. `scripts/gpu-sglang.sh` sets
 a machine up for it.
 
@@ -33,6 +34,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 from tests.gpu.devices import available
+from tests.gpu.sglang_adapters import adapters, adapters_return, write_adapters
 from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
@@ -46,7 +48,7 @@ SERVER: dict[str, Any] = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "disable-cuda-graph": True,
-    # three servers start side by side: none may take a share of what the others have not taken yet
+    # four servers start side by side: none may take a share of what the others have not taken yet
     "mem-fraction-static": 0.5,
     "max-total-tokens": 500_000,
     "context-length": 2048,
@@ -71,9 +73,9 @@ class Place:
 @dataclass
 class SGLangRun:
     """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
-    fleet `right`, a server on `b`. `extra` goes into both fleet files. `transports` are tried; the
-    last one is what the file of `sgl` says. `sender_gpu` is left to the sender of `right`; None
-    where there is no second GPU."""
+    fleet `right`, a server on `b`; `tuned` has a server on `a` that takes adapters. `extra` goes
+    into all fleet files. `transports` are tried; the last one is what the file of `sgl` says.
+    `sender_gpu` is left to the sender of `right`; None where there is no second GPU."""
 
     directory: Path
     extra: dict[str, Any] = field(default_factory=lambda: on_one_gpu())
@@ -86,7 +88,7 @@ class SGLangRun:
     verbs: int = 120
 
     def __post_init__(self) -> None:
-        self.fleets = {name: self._fleet(name) for name in ("sgl", "right")}
+        self.fleets = {name: self._fleet(name) for name in ("sgl", "right", "tuned")}
         self.cli = self.fleets["sgl"]
         self.places: dict[str, Place] = {}
         self.holding: list[threading.Thread] = []
@@ -97,6 +99,12 @@ class SGLangRun:
         self._write("sgl", self.a, replicas=[{"name": "sgl"}, plain])
         by_nccl = {} if self.sender_gpu is None else {"weight_transfer": {"transport": "nccl"}}
         self._write("right", self.b, replicas=1, **by_nccl)
+        self.x1, self.x2 = write_adapters(self.a, self.directory)
+        self.remembered: dict[str, list[int]] = {}  # what `tuned` answered when it was killed
+        self.tuned_failed: BaseException | None = None
+        loaded = {"lora-paths": [f"own={self.x1}"]}  # by SGLang itself, at its start
+        lora = {"max_adapters": 2, "adapters": {"first": str(self.x2)}}
+        self._write("tuned", self.a, replicas=1, lora=lora, args=self.extra["args"] | loaded)
 
     def _fleet(self, name: str) -> FleetCli:
         (self.directory / name).mkdir(parents=True, exist_ok=True)
@@ -119,22 +127,24 @@ class SGLangRun:
     # what steps use
 
     def up(self) -> None:
-        failed: list[BaseException] = []
+        """That `tuned` failed to start is for the step that needs it."""
+        failed: dict[str, BaseException] = {}
 
-        def one(fleet: FleetCli) -> None:
+        def one(name: str) -> None:
             try:
-                fleet.run("up", timeout_s=UP_TIMEOUT_S + 30)
+                self.fleets[name].run("up", timeout_s=UP_TIMEOUT_S + 30)
+                self.places[name] = Place.of(self.fleets[name])
             except BaseException as error:
-                failed.append(error)
+                failed[name] = error
 
-        threads = [threading.Thread(target=one, args=(fleet,)) for fleet in self.fleets.values()]
+        threads = [threading.Thread(target=one, args=(name,)) for name in self.fleets]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if failed:
-            raise failed[0]
-        self.places = {name: Place.of(fleet) for name, fleet in self.fleets.items()}
+        self.tuned_failed = failed.pop("tuned", None)
+        for error in failed.values():
+            raise error
 
     def down(self) -> None:
         for fleet in self.fleets.values():
@@ -172,15 +182,17 @@ class SGLangRun:
         result: dict[str, Any] = job["result"]
         return result
 
-    def held(self, server: str) -> tuple[threading.Thread, dict[str, Any]]:
+    def held(
+        self, server: str, *, fleet: str = "sgl", body: dict[str, Any] | None = None
+    ) -> tuple[threading.Thread, dict[str, Any]]:
         """A long request on a server, under way; what it came to."""
-        url, result = self.places["sgl"].servers[server], dict[str, Any]()
+        url, result = self.places[fleet].servers[server], dict[str, Any]()
         settings = {"temperature": 0.0, "max_new_tokens": self.held_tokens, "ignore_eos": True}
+        asked = body or {"input_ids": list(range(30, 60)), "sampling_params": settings}
 
         def ask() -> None:
-            body = {"input_ids": list(range(30, 60)), "sampling_params": settings}
             try:
-                result.update(self.post(url, body))
+                result.update(self.post(url, asked))
             except Exception as error:
                 result["error"] = repr(error)
 
@@ -243,7 +255,7 @@ def starts(run: SGLangRun) -> str:
     began = time.monotonic()
     run.up()
     assert {row["state"] for row in run.rows().values()} == {"ready"}, run.rows()
-    return f"three servers in {time.monotonic() - began:.0f} s"
+    return f"four servers in {time.monotonic() - began:.0f} s"
 
 
 def a_b_a(run: SGLangRun) -> str:
@@ -514,7 +526,9 @@ STEPS = (
     pauses,
     pushes_under_held,
     sleeps,
+    adapters,
     restarts,
+    adapters_return,
     any_verbs,
     looks,
 )

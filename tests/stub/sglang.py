@@ -22,7 +22,7 @@ import json
 import math
 import pickle
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +37,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skyctl.engines.sglang.inside.adapters import LOAD, UNLOAD, choose_by_model
 from skyctl.engines.sglang.inside.keeper import MEMORY, Keeper
 from tests.stub import rows
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import TokenGate, next_token, prompt_ids
+from tests.stub.sglang_adapters import AdapterFrontEnd, OpenAIServingBase
 from tests.stub.state import digest_of_checkpoint, digest_of_updates
 
 ZEROS = "zeros"
@@ -152,7 +154,7 @@ class _Question:
 
 
 @dataclass
-class SGLangEngine:
+class SGLangEngine(AdapterFrontEnd):
     """Front end and scheduler of one stub server. To the keeper it is the front end."""
 
     model: str = "stub-model"
@@ -165,6 +167,7 @@ class SGLangEngine:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
+    lora: Sequence[str] | None = None  # the modules that it takes adapters for
     digest: str = ""
     weight_version: str = "default"
     is_pause: bool = False
@@ -193,8 +196,14 @@ class SGLangEngine:
         self.on_death: Callable[[], object] = lambda: None
         self.model_update_lock = SimpleNamespace(is_locked=self._is_locked)
         self.server_args = SimpleNamespace(
-            enable_memory_saver=self.memory_saver, enable_weights_cpu_backup=self.cpu_backup
+            enable_memory_saver=self.memory_saver,
+            enable_weights_cpu_backup=self.cpu_backup,
+            enable_lora=self.lora is not None,
+            lora_target_modules=self.lora,
+            served_model_name=self.served_model_name,
+            model_path=self.model,
         )
+        self.init_adapters(self.lora)
 
     @property
     def since(self) -> tuple[int, ...]:
@@ -413,12 +422,25 @@ class SGLangEngine:
         self.log.append(f"resume {','.join(tags)}")
 
     async def generate(
-        self, gate: TokenGate, prompt: list[int], most: int, delay_s: float = 0.0
+        self,
+        gate: TokenGate,
+        prompt: list[int],
+        most: int,
+        delay_s: float = 0.0,
+        adapter: str = "",
     ) -> AsyncIterator[int | None]:
-        """Token ids; None at the end of a request that was aborted."""
+        """Token ids; None at the end of a request that was aborted. Raises ValueError: there is no
+        such adapter."""
+        rid, state = object(), SimpleNamespace(obj=SimpleNamespace(lora_id=None))
+        self.rid_to_state[str(id(rid))] = state
         self.waiting += 1
         try:
             await self._until(lambda: not self.is_pause)
+            if adapter:
+                state.obj.lora_id = await self.acquire(adapter)
+        except BaseException:
+            del self.rid_to_state[str(id(rid))]
+            raise
         finally:
             self.waiting -= 1
         request, aborts, tokens = _Request(), self.aborts, list(prompt)
@@ -441,14 +463,27 @@ class SGLangEngine:
                     yield None
                     return
                 self._step(request)
-                token = 0 if self.digest == ZEROS else next_token(self.digest, tokens)
+                weights = self.digest + self._adapted(state.obj.lora_id)
+                token = 0 if self.digest == ZEROS else next_token(weights, tokens)
                 self.zeros += self.digest == ZEROS
                 tokens.append(token)
                 self.generation_tokens += 1
                 yield token
         finally:
             self.requests.remove(request)
+            del self.rid_to_state[str(id(rid))]
+            if state.obj.lora_id:
+                self.lora_registry._counters[state.obj.lora_id] -= 1
             await self._notify()
+
+    def _adapted(self, adapter: str | None) -> str:
+        if adapter is None:
+            return ""
+        if adapter not in self.adapters:
+            self._die(f"KeyError: {adapter!r}")
+        if self.adapters[adapter].fatal:
+            self._die(self.adapters[adapter].fatal)
+        return self.adapters[adapter].digest
 
     def _aborted(self, request: _Request, aborts: int) -> bool:
         """One that is held in place is marked, and ends with its next step."""
@@ -494,13 +529,18 @@ class SGLangStub:
         keys: tuple[str | None, str | None] = (None, None),
         faults: Mapping[str, Fault] | None = None,
         token_delay_s: float = 0.0,
+        serving: type[OpenAIServingBase] = OpenAIServingBase,
     ) -> None:
         self.engine = engine or SGLangEngine()
+        self._serving = type("Serving", (serving,), {}) if keeper else serving
+        if keeper:
+            choose_by_model(self._serving, HTTPException)
         self.gate = TokenGate()
         self._keys = keys
         self._token_delay_s = token_delay_s
         more = [Middleware(self._auth)]
-        more += [Middleware(Keeper, manager=lambda: self.engine)] if keeper else []
+        if keeper:
+            more.append(Middleware(Keeper, manager=lambda: self.engine, unload=SimpleNamespace))
         self.app = self._app(more)
         self.asgi = FaultLayer(self.app, faults or {})
 
@@ -530,6 +570,8 @@ class SGLangStub:
             "/update_weight_version": self._version,
             "/weights_checker": self._checker,
             "/flush_cache": self._flush,
+            LOAD: self._load_adapter,
+            UNLOAD: self._unload_adapter,
         }
         if self.engine.has_sessions:
             managed |= {
@@ -575,7 +617,8 @@ class SGLangStub:
 
     async def _models(self, _: Request) -> Response:
         name = self.engine.served_model_name
-        return JSONResponse({"data": [{"id": name, "root": name, "max_model_len": 4096}]})
+        base = {"id": name, "root": name, "parent": None, "max_model_len": 4096}
+        return JSONResponse({"data": [base, *self.engine.cards()]})
 
     async def _model_info(self, _: Request) -> Response:
         engine = self.engine
@@ -615,18 +658,17 @@ class SGLangStub:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
-        if body.get("lora_path"):
-            await self.engine._until(lambda: not self.engine.is_pause)
-            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 400)
-        tokens = [
-            token
-            async for token in self.engine.generate(
-                self.gate,
-                body["input_ids"],
-                body["sampling_params"]["max_new_tokens"],
-                self._token_delay_s,
-            )
-        ]
+        generated = self.engine.generate(
+            self.gate,
+            body["input_ids"],
+            body["sampling_params"]["max_new_tokens"],
+            self._token_delay_s,
+            body.get("lora_path") or "",
+        )
+        try:
+            tokens = [token async for token in generated]
+        except ValueError as error:
+            return JSONResponse({"error": {"message": str(error)}}, 400)
         aborted = tokens[-1:] == [None]
         return JSONResponse(
             {
@@ -643,11 +685,20 @@ class SGLangStub:
         body = await request.json()
         ids = bool(body.get("return_token_ids")) and self.engine.since >= (0, 5, 17)
         prompt, most = prompt_ids(body), int(body.get("max_tokens", 16))
-        tokens = self.engine.generate(self.gate, prompt, most, self._token_delay_s)
-        if body.get("stream"):
-            events = _events(tokens, most, prompt if ids else None)
-            return StreamingResponse(events, media_type="text/event-stream")
-        made = [token async for token in tokens]
+        try:
+            serving = self._serving(self.engine)
+            adapter = serving._resolve_lora_path(body.get("model", ""), body.get("lora_path"))
+            tokens = self.engine.generate(
+                self.gate, prompt, most, self._token_delay_s, adapter or ""
+            )
+            if body.get("stream"):
+                events = _events(tokens, most, prompt if ids else None)
+                return StreamingResponse(events, media_type="text/event-stream")
+            made = [token async for token in tokens]
+        except HTTPException as error:
+            return JSONResponse({"error": {"message": error.detail}}, error.status_code)
+        except ValueError as error:
+            return JSONResponse({"error": {"message": str(error)}}, 400)
         choice = {
             "index": 0,
             "text": "".join(chr(token) for token in made if token is not None),
@@ -700,6 +751,13 @@ class SGLangStub:
     async def _destroy_group(self, request: Request) -> Response:
         return _came_to(self.engine.destroy_group(await request.json()))
 
+    async def _load_adapter(self, request: Request) -> Response:
+        body = await request.json()
+        return _updated(await self.engine.load_adapter(body["lora_name"], body["lora_path"]))
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        return _updated(await self.engine.unload_adapter((await request.json())["lora_name"]))
+
     async def _version(self, request: Request) -> Response:
         body = await request.json()
         if body.get("abort_all_requests", True):
@@ -751,6 +809,12 @@ class SGLangStub:
                 "dead": engine.dead,
             }
         )
+
+
+def _updated(problem: str) -> Response:
+    """`LoRAUpdateOutput`."""
+    content = {"success": not problem, "error_message": problem}
+    return JSONResponse(content, 400 if problem else 200)
 
 
 def _came_to(problem: str) -> Response:

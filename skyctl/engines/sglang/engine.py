@@ -34,6 +34,7 @@ from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.launches import (
     RESERVED_ARGS,
+    AdapterLimits,
     Command,
     Device,
     Reserved,
@@ -41,6 +42,7 @@ from skyctl.engines.launches import (
     Sizes,
     push_warnings,
 )
+from skyctl.engines.sglang.adapters import TARGETS
 from skyctl.engines.vllm.command import RESERVED as VLLM_RESERVED
 from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.router import VLLM_ROUTER
@@ -79,7 +81,10 @@ _RESERVED = Reserved(
         "dp-size": "use the key `data_parallel_size`",
         "data-parallel-size": "use the key `data_parallel_size`",
         "weight-version": "skyctl labels weights when they are pushed",
-        "enable-lora": "skyctl serves no LoRA adapters on SGLang",
+        "enable-lora": "use the key `lora`",
+        "max-lora-rank": "use the key `lora.max_rank`",
+        "max-loras-per-batch": "use the key `lora.max_adapters`",
+        "max-loaded-loras": "skyctl decides which adapters stay; see the key `lora.max_adapters`",
         "admin-api-key": "skyctl makes the control token; see the key `auth`",
         "tokenizer-worker-num": "skyctl's guard and SGLang's pause need one front end",
         "grpc-mode": "skyctl talks HTTP to its servers",
@@ -102,8 +107,12 @@ def _server_command(launch: ServerLaunch) -> Command:
     """SGLang's server behind skyctl's guard (`inside/serve.py`). Raises UsageError: the fleet file
     asks for something that skyctl does not support with SGLang.
     """
-    if launch.adapters is not None:
-        raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
+    if launch.adapters is not None and launch.world_size > launch.tensor_parallel_size:
+        raise UsageError(
+            "lora: SGLang loads adapters into servers of one pipeline stage and one data-parallel "
+            "copy only",
+            hint="use `replicas` or `tensor_parallel_size`, or take `lora` out",
+        )
     if launch.backend and launch.data_parallel_size > 1:
         raise UsageError(
             f"weight_transfer.transport {launch.backend!r}: SGLang's data-parallel servers take no "
@@ -137,7 +146,8 @@ def _server_command(launch: ServerLaunch) -> Command:
         argv += ["--pp-size", str(launch.pipeline_parallel_size)]
     if launch.data_parallel_size > 1:
         argv += ["--dp-size", str(launch.data_parallel_size)]
-    argv += router_flags({**_defaults(launch.device), **launch.args})  # no `--no-x` here either
+    added = {**_defaults(launch.device), **_adapter_arguments(launch.adapters)}
+    argv += router_flags({**added, **launch.args})  # no `--no-x` here either
     return Command(tuple(argv), _environment(launch))
 
 
@@ -149,6 +159,20 @@ def _defaults(device: Device) -> dict[str, Any]:
         "enable-metrics": True,
         "enable-memory-saver": True,
         "enable-weights-cpu-backup": True,  # otherwise a server that slept would answer from zeros
+    }
+
+
+def _adapter_arguments(limits: AdapterLimits | None) -> dict[str, Any]:
+    """What lets a server take adapters while it runs. The base model has a place like an adapter's
+    in a batch.
+    """
+    if limits is None:
+        return {}
+    return {
+        "enable-lora": True,
+        "max-lora-rank": limits.rank,
+        "max-loras-per-batch": limits.count + 1,
+        "lora-target-modules": list(TARGETS),
     }
 
 
@@ -200,7 +224,10 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
         )
     from skyctl.engines.sglang.server import settings_problem
 
-    yield from push_warnings(settings_problem(launch.args) for launch in launches)
+    yield from push_warnings(
+        settings_problem({**launch.args, "enable-lora": launch.adapters is not None})
+        for launch in launches
+    )
 
 
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
@@ -324,7 +351,7 @@ def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Se
 SGLANG = Engine(
     name="sglang",
     title="SGLang",
-    supports=frozenset({Feature.SLEEP, Feature.PUSH}),
+    supports=frozenset({Feature.SLEEP, Feature.PUSH, Feature.ADAPTERS}),
     packages=("sglang",),
     key_variable=_KEY_VARIABLE,
     closed_variable=HELD_VARIABLE,

@@ -11,12 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from skyctl.engines.base import (
     Arguments,
     Refusal,
-    ServedAdapter,
     ServerMetrics,
     StartedWith,
 )
@@ -24,8 +23,9 @@ from skyctl.engines.dialect import GROUP_PREFIX
 from skyctl.engines.http_server import ignoring_status
 from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
+from skyctl.engines.sglang.adapters import SGLangAdapters
 from skyctl.engines.sglang.inside import keeper
-from skyctl.engines.sglang.state import POLL_S, SGLangState
+from skyctl.engines.sglang.state import POLL_S
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.states import PauseMode
 
@@ -40,7 +40,7 @@ _COUNTS = {
 _SLEEP_TAGS = ("kv_cache", "weights")
 
 
-class SGLangServer(SGLangState):
+class SGLangServer(SGLangAdapters):
     """`Server` (`engines/base.py`) of SGLang. A server that skyctl did not start, and that has no
     keeper, can neither sleep nor wake.
     """
@@ -296,8 +296,6 @@ class SGLangServer(SGLangState):
     ) -> list[Any]:
         self._lacks("workers with skyctl's methods", Refusal.NO_METHOD)
 
-    ask_workers = collective_rpc
-
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
         """A no-op: there are no workers with skyctl's methods."""
 
@@ -307,18 +305,6 @@ class SGLangServer(SGLangState):
         """
         state = await self._state()
         return [] if state is None else [{"problem": "", "settings": dict(state.nccl)}]
-
-    async def adapters(self) -> list[ServedAdapter]:
-        return []
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        self._lacks("LoRA adapters that skyctl serves", Refusal.NO_ADAPTERS)
-
-    async def name_adapter(self, name: str, loaded: str) -> None:
-        self._lacks("LoRA adapters that skyctl serves", Refusal.CANNOT_NAME)
-
-    async def unload_adapter(self, name: str) -> None:
-        """A no-op: there are no adapters."""
 
     # requests
 
@@ -361,11 +347,6 @@ class SGLangServer(SGLangState):
     async def _pause(self, mode: str, timeout_s: float | None) -> None:
         await self._call("POST", keeper.PAUSE, json={"mode": mode}, timeout_s=timeout_s)
 
-    def _lacks(self, feature: str, refusal: Refusal) -> NoReturn:
-        error = ServerError(f"{self.target.name}: SGLang servers have no {feature}")
-        error.refusal = refusal
-        raise error
-
 
 def _place(rank: Mapping[str, Any]) -> Mapping[str, int]:
     """A rank's numbers; from 0.5.21 on there is one entry for each model that it runs."""
@@ -380,6 +361,11 @@ def settings_problem(settings: Mapping[str, Any]) -> str:
     """
     named = {name.replace("-", "_"): value for name, value in settings.items()}
     drafts = str(named.get("speculative_algorithm") or "")
+    if named.get("enable_lora") and named.get("quantization"):
+        return (
+            "it takes LoRA adapters for quantized layers, where SGLang loads new weights but not "
+            "their scales"
+        )
     return update_problem(
         moves_experts=bool(named.get("enable_eplb")),
         drafts="" if drafts == "NGRAM" else drafts,  # that one drafts from the tokens themselves

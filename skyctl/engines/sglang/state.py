@@ -9,10 +9,13 @@ from typing import Any
 
 from skyctl.engines.http_server import HttpServer, ignoring_status
 from skyctl.engines.sglang.inside import keeper
+from skyctl.engines.sglang.inside.adapters import LOAD, UNLOAD
 from skyctl.errors import ServerError
 from skyctl.http.target import ServerTarget
 
-_MANAGED = keeper.CALLS | {"/update_weight_version", "/weights_checker", "/flush_cache"}
+_MANAGED = keeper.CALLS | {
+    *("/update_weight_version", "/weights_checker", "/flush_cache", LOAD, UNLOAD)
+}
 """Routes that require the admin key if there are two keys (`utils/auth.py`)."""
 POLL_S = 0.1
 _ASKED_AGAIN = 2
@@ -42,6 +45,8 @@ class State:
     """The groups of senders that its workers are in."""
     nccl: Mapping[str, str]
     """Its environment variables of NCCL."""
+    lora: tuple[str, ...] | None
+    """The modules that it takes LoRA adapters for; None if it takes none."""
 
 
 class SGLangState(HttpServer):
@@ -99,6 +104,7 @@ class SGLangState(HttpServer):
                 bool(state["cpu_backup"]),
                 frozenset(map(str, state.get("groups", ()))),
                 dict(state.get("nccl", {})),
+                None if state.get("lora") is None else tuple(map(str, state["lora"])),
             ),
         )
 

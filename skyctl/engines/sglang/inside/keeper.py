@@ -34,6 +34,8 @@ these states, the groups, and NCCL's variables, which workers inherit, after a q
 scheduler answers. SGLang queues such questions (`managers/communicator.py`); one that arrives while
 the next of the queue is about to be put takes its place, and that one fails with an assertion. So
 questions of one kind wait here.
+
+LoRA adapters get their names here as well (`adapters.py`).
 """
 
 from __future__ import annotations
@@ -42,11 +44,20 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 try:
     from skyctl.engines.inside.guard import answer, route_path
+    from skyctl.engines.sglang.inside.adapters import BASE_ALONE, LOAD, NAMED, UNLOAD, Adapters
 except ImportError:  # `serve` was run by path
+    from adapters import (  # type: ignore[import-not-found,no-redef]
+        BASE_ALONE,
+        LOAD,
+        NAMED,
+        UNLOAD,
+        Adapters,
+    )
     from skyctl_inside.guard import answer, route_path  # type: ignore[import-not-found,no-redef]
 
 if TYPE_CHECKING:
@@ -83,12 +94,15 @@ _CONNECT_TIMEOUT_S = 5.0
 
 class Keeper:
     """Sits before `app`, SGLang's application, whose front end `manager()` returns (its
-    TokenizerManager).
+    TokenizerManager). `unload` makes SGLang's request to drop an adapter.
     """
 
-    def __init__(self, app: Application, *, manager: Callable[[], Any]) -> None:
+    def __init__(
+        self, app: Application, *, manager: Callable[[], Any], unload: Callable[..., Any]
+    ) -> None:
         self._app = app
         self._manager = manager
+        self._adapters = Adapters(manager, unload)
         self._released: set[str] = set()
         self._empty = False  # the weights are resident, but nothing has filled them
         self._mode = "abort"  # of the last pause
@@ -106,8 +120,43 @@ class Keeper:
         elif path in _QUEUED:
             async with self._queues[_QUEUED[path]]:
                 await self._ask(path, scope, receive, send)
+        elif path in (LOAD, UNLOAD) and self._adapters.targets() is not None:
+            await self._change_adapters(path, scope, receive, send)
+        elif path in BASE_ALONE:
+            await self._base_alone(path, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _change_adapters(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give a name to an adapter, take one away, or have SGLang load an adapter."""
+        if (call := await _object(receive, send)) is None:
+            return
+        raw, body = call
+        name, source = str(body.get("lora_name") or ""), str(body.get("lora_path") or "")
+        if path == UNLOAD:
+            self._adapters.unload(name)
+        elif source.startswith(NAMED):
+            if problem := self._adapters.give(name, source.removeprefix(NAMED)):
+                await _refuse(send, 404, problem)
+                return
+        elif not self._adapters.restore(name, source):
+            await self._app(scope, _replay(raw, receive), send)
+            self._adapters.loaded(name)
+            return
+        await answer(send, 200, {"success": True, "error_message": ""})
+
+    async def _base_alone(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await _body(receive)
+        if raw is None:
+            return
+        with suppress(ValueError, AttributeError):
+            model = json.loads(raw or b"{}").get("model")
+            if isinstance(model, str) and self._adapters.serves(model):
+                message = f"{path} has no LoRA adapters: send chats or completions"
+                error = {"message": message, "type": "BadRequest", "param": "model", "code": 400}
+                await answer(send, 400, {"error": error})
+                return
+        await self._app(scope, _replay(raw, receive), send)
 
     async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == STATE:
@@ -130,19 +179,13 @@ class Keeper:
             "nccl": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
             "memory_saver": bool(arguments.enable_memory_saver),
             "cpu_backup": bool(arguments.enable_weights_cpu_backup),
+            "lora": self._adapters.targets(),
         }
 
     async def _call(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await _body(receive)
-        if raw is None:
+        if (call := await _object(receive, send)) is None:
             return  # it gave up waiting for its turn, and believes what the state says
-        try:
-            body = json.loads(raw or b"{}")
-            if not isinstance(body, dict):
-                raise ValueError("not an object")
-        except ValueError:
-            await _refuse(send, 400, "the body is not a JSON object")
-            return
+        raw, body = call
         if problem := await self._problem(path, body):
             await _refuse(send, 409, problem)
             return
@@ -258,6 +301,21 @@ async def _body(receive: Receive) -> bytes | None:
         if not message.get("more_body"):
             return bytes(parts)
     return None
+
+
+async def _object(receive: Receive, send: Send) -> tuple[bytes, dict[str, Any]] | None:
+    """The body, and what it says. None if its sender has gone, or has been answered."""
+    raw = await _body(receive)
+    if raw is None:
+        return None
+    try:
+        body = json.loads(raw or b"{}")
+        if not isinstance(body, dict):
+            raise ValueError("not an object")
+    except ValueError:
+        await _refuse(send, 400, "the body is not a JSON object")
+        return None
+    return raw, body
 
 
 def _replay(raw: bytes, receive: Receive) -> Receive:

@@ -3,7 +3,8 @@
 Takes the arguments of `sglang serve`. If the interpreter does not have skyctl, this file is run by
 its path. What it uses of SGLang was read in 0.5.14 to 0.5.23 (`entrypoints/http_server.py`): the
 application `app`, `launch_server`, the front end in `get_global_state()`, and the module `requests`
-by which the front end warms itself up.
+by which the front end warms itself up; `OpenAIServingBase._resolve_lora_path`, by which every route
+of a model's name chooses an adapter.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 try:
     from skyctl.engines.inside.guard import TOKEN_VARIABLE, Guard, Routes
+    from skyctl.engines.sglang.inside.adapters import choose_by_model
     from skyctl.engines.sglang.inside.keeper import Keeper
 except ImportError:  # run by path: the import path has this directory
     sys.path.append(str(Path(__file__).parents[2] / "inside" / "alone"))
+    from adapters import choose_by_model  # type: ignore[import-not-found,no-redef]
     from keeper import Keeper  # type: ignore[import-not-found,no-redef]
     from skyctl_inside.guard import TOKEN_VARIABLE, Guard, Routes  # type: ignore[import-not-found,no-redef]
 
@@ -67,7 +70,10 @@ ROUTES = Routes(
 
 def main(arguments: Sequence[str]) -> None:
     """Serve until told to stop."""
+    from fastapi import HTTPException
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -76,7 +82,8 @@ def main(arguments: Sequence[str]) -> None:
         return http_server.get_global_state().tokenizer_manager
 
     load_plugins()
-    http_server.app.add_middleware(Keeper, manager=manager)
+    choose_by_model(OpenAIServingBase, HTTPException)
+    http_server.app.add_middleware(Keeper, manager=manager, unload=UnloadLoRAAdapterReqInput)
     if {TOKEN_VARIABLE, ROUTES.key_variable} & os.environ.keys():
         Guard(http_server.app, routes=ROUTES)  # without a token it ends here, not at a request
         http_server.app.add_middleware(Guard, routes=ROUTES)  # the middleware added last runs first

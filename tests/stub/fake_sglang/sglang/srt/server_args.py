@@ -15,6 +15,9 @@ class ServerArgs:
     radix_cache: bool
     memory_saver: bool
     cpu_backup: bool
+    enable_lora: bool = False
+    lora_target_modules: tuple[str, ...] = ()
+    lora_paths: tuple[str, ...] = ()
     api_key: str | None = None
 
     def url(self) -> str:
@@ -30,6 +33,9 @@ def prepare_server_args(argv: list[str]) -> ServerArgs:
     parser.add_argument("--disable-radix-cache", action="store_true")
     parser.add_argument("--enable-memory-saver", action="store_true")
     parser.add_argument("--enable-weights-cpu-backup", action="store_true")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--lora-target-modules", nargs="*", default=())
+    parser.add_argument("--lora-paths", nargs="*", default=())
     told, _ignored = parser.parse_known_args(argv)
     return ServerArgs(
         told.model,
@@ -39,4 +45,7 @@ def prepare_server_args(argv: list[str]) -> ServerArgs:
         not told.disable_radix_cache,
         told.enable_memory_saver,
         told.enable_weights_cpu_backup,
+        told.enable_lora,
+        tuple(told.lora_target_modules),
+        tuple(told.lora_paths),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -12,10 +13,11 @@ from typing import Any
 import requests
 import uvicorn
 
+from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.server_args import ServerArgs
 from tests.stub.sglang import SGLangEngine, SGLangStub
 
-_stub = SGLangStub(SGLangEngine(), keeper=False, token_delay_s=0.004)
+_stub = SGLangStub(SGLangEngine(), keeper=False, token_delay_s=0.004, serving=OpenAIServingBase)
 _stub.engine.starting = True
 app = _stub.app
 
@@ -52,8 +54,11 @@ def launch_server(
         radix_cache=server_args.radix_cache,
         memory_saver=server_args.memory_saver,
         cpu_backup=server_args.cpu_backup,
+        lora=server_args.lora_target_modules if server_args.enable_lora else None,
     )
     engine.starting, engine.on_death = True, lambda: os._exit(1)
     _stub.engine = engine
+    for name, path in (one.split("=", 1) for one in server_args.lora_paths):
+        asyncio.run(engine.load_adapter(name, path))
     threading.Thread(target=execute_warmup_func, args=(server_args,), daemon=True).start()
     uvicorn.run(app, host=server_args.host, port=server_args.port, timeout_graceful_shutdown=1)

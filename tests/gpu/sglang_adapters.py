@@ -1,0 +1,151 @@
+"""LoRA adapters on a server of the fleet `tuned` (`sglang.py`), where SGLang itself loaded the
+adapter `own` at its start: what skyctl loads from the same directory must answer as that does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import psutil
+
+from skyctl.checkpoints.header import read_header
+from tests.integration.fleet_cli import bearer
+from tests.unit.adapters.files import lora, make_adapter
+
+if TYPE_CHECKING:
+    from tests.gpu.sglang import SGLangRun
+
+RETURN_TIMEOUT_S = 150.0
+_MODULES = ("self_attn.o_proj", "mlp.down_proj")
+_PROMPT = [40, 41, 42, 43]
+
+
+def write_adapters(model: Path, directory: Path) -> tuple[Path, Path]:
+    """Two adapters of a checkpoint, which change what it answers."""
+    shapes = {
+        tensor.name: tensor.shape
+        for file in model.glob("*.safetensors")
+        for tensor in read_header(file)[1]
+    }
+    tensors: dict[str, Any] = {}
+    for module in (f"model.layers.0.{module}" for module in _MODULES):
+        rows, columns = shapes[f"{module}.weight"]
+        tensors |= lora(f"base_model.model.{module}", rows=rows, columns=columns)
+    listed = [module.rpartition(".")[2] for module in _MODULES]
+    x1, x2 = (
+        make_adapter(directory / f"x{number}", tensors, value=value, target_modules=listed)
+        for number, value in ((1, 0.4), (2, -0.7))
+    )
+    return x1, x2
+
+
+def adapters(run: SGLangRun) -> str:
+    """Load beside the adapter of the fleet file, replace under a request, unload; then under a
+    push, in a pause and over a sleep. Last the server is killed, for `adapters_return`.
+    """
+    if run.tuned_failed is not None:
+        raise run.tuned_failed
+    base, own, first = tokens(run, None), tokens(run, "own"), tokens(run, "first")
+    assert len({str(answer) for answer in (base, own, first)}) == 3, (base, own, first)
+    took = _change(run, "load", "math", str(run.x1))
+    assert tokens(run, "math") == own, "other tokens than of what SGLang loaded at its start"
+    assert _text(run, "math") == _text(run, "tiny:own") != _text(run, "tiny")
+    settings = {"temperature": 0.0, "max_new_tokens": run.held_tokens, "ignore_eos": True}
+    body = {"input_ids": _PROMPT, "lora_path": "math", "sampling_params": settings}
+    held = run.held("tuned-0", fleet="tuned", body=body)
+    replaced = _change(run, "sync", "math", str(run.x2))
+    assert tokens(run, "math", flush=False) == first and held[0].is_alive()
+    assert run.ended(held) == (run.held_tokens, "length")
+    assert _names(run) == {"tiny", "own", "first", "math"}
+    _change(run, "unload", "first")
+    assert _names(run) == {"tiny", "own", "math"}
+    assert [_status(run, "first"), _status(run, "nothing"), _status(run, "tiny")] == [404, 404, 200]
+    _through_changes(run, base, own, first)
+    psutil.Process(_row(run)["pid"]).kill()
+    return f"loaded in {took:.0f} ms, replaced under a request in {replaced:.0f} ms"
+
+
+def _through_changes(
+    run: SGLangRun, base: Sequence[int], own: Sequence[int], second: Sequence[int]
+) -> None:
+    """`math` stays, and so do the base model's answers and those of SGLang's own adapter."""
+    command = run.fleets["tuned"].run
+    command("pause", "--mode", "keep", timeout_s=60)
+    _change(run, "load", "late", str(run.x1))
+    command("resume", timeout_s=60)
+    assert tokens(run, "late") == own
+    command("sleep", timeout_s=90)
+    command("wake", timeout_s=90)
+    assert [tokens(run, "math"), tokens(run, None)] == [second, base]
+    command("sync-weights", str(run.b), timeout_s=90)
+    assert run.answers("tuned")["tuned-0"] == run.answers("right")["right-0"], "pushed in part"
+    command("sync-weights", str(run.a), timeout_s=90)
+    assert [tokens(run, "math"), tokens(run, None), tokens(run, "own")] == [second, base, own]
+    run.remembered["math"], run.remembered["late"] = list(second), list(own)
+
+
+def adapters_return(run: SGLangRun) -> str:
+    """The server that was killed is back, with the adapters that it had."""
+    if not run.remembered:
+        return "not tried: no server was killed"
+    began = time.monotonic()
+    while _row(run)["state"] != "ready":
+        assert time.monotonic() - began < RETURN_TIMEOUT_S, _row(run)
+        time.sleep(1)
+    assert {name: tokens(run, name) for name in run.remembered} == run.remembered
+    assert _names(run) == {"tiny", "own", "math", "late"}
+    return f"waited {time.monotonic() - began:.0f} s for it; {', '.join(run.remembered)}"
+
+
+def tokens(run: SGLangRun, adapter: str | None, *, flush: bool = True) -> list[int]:
+    """Greedy tokens by SGLang's own route."""
+    place = run.places["tuned"]
+    (url,) = place.servers.values()
+    if flush:
+        done = httpx.post(f"{url}/flush_cache", headers=bearer(place.token), timeout=30)
+        assert done.status_code == 200, done.text
+    settings = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+    body = {"input_ids": _PROMPT, "sampling_params": settings, "lora_path": adapter}
+    answer: list[int] = run.post(url, body)["output_ids"]
+    return answer
+
+
+def _complete(run: SGLangRun, model: str) -> httpx.Response:
+    place = run.places["tuned"]
+    (url,) = place.servers.values()
+    body = {"model": model, "prompt": _PROMPT, "max_tokens": 16, "temperature": 0.0}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(place.key), timeout=60)
+
+
+def _text(run: SGLangRun, model: str) -> str:
+    """By OpenAI's route, which has the adapter's name for a model's."""
+    answer = _complete(run, model)
+    answer.raise_for_status()
+    return str(answer.json()["choices"][0]["text"])
+
+
+def _status(run: SGLangRun, model: str) -> int:
+    return _complete(run, model).status_code
+
+
+def _names(run: SGLangRun) -> set[str]:
+    place = run.places["tuned"]
+    (url,) = place.servers.values()
+    answer = httpx.get(f"{url}/v1/models", headers=bearer(place.key), timeout=30)
+    return {model["id"] for model in answer.raise_for_status().json()["data"]}
+
+
+def _change(run: SGLangRun, *command: str) -> float:
+    """Milliseconds that a change took."""
+    done = run.fleets["tuned"].data("adapters", *command, timeout_s=90)
+    return float(done["elapsed_ms"])
+
+
+def _row(run: SGLangRun) -> dict[str, Any]:
+    (row,) = run.fleets["tuned"].data("status", timeout_s=30)["replicas"]
+    found: dict[str, Any] = row
+    return found
