@@ -204,7 +204,10 @@ def _sweep_memory(memory_root: Path) -> None:
 
 
 def _list(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:  # removed just now, perhaps: others sweep as well
+        return []
 
 
 def _fits_in_memory(memory_root: Path, needed_bytes: int) -> bool:

@@ -246,6 +246,8 @@ SEAMS: dict[str, Any] = {
     "skyctl.store.database.RESERVE_BYTES": 1,
     "skyctl.store.paths.FleetPaths.prepare": lambda self: self,
     "skyctl.checkpoints.header.FileIdentity.of_status": _identity,
+    # not the directory of all fleets of this user, in which others make and remove entries
+    "skyctl.checkpoints.staging._memory_home": lambda _: here().home / "memory",
     "skyctl.http.client.KeptConnections": SimTransport,
     "skyctl.transfer.sender_pool.SenderProcess": SimSender,
     "skyctl.core.guardian._spawn": _spawn_guardian,

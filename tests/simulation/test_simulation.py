@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.checkpoints import staging
 from skyctl.http.transport import Request
 from skyctl.launch.base import ChildProcess
 from tests.simulation import reinserted, seams
@@ -76,6 +77,19 @@ def test_a_seed_goes_the_same_way_each_time(kind: str, tmp_path: Path) -> None:
         first = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
         again = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
     assert again == first
+
+
+def test_a_schedule_sweeps_no_memory_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[Path] = []
+    list_directory = staging._list
+    monkeypatch.setattr(
+        staging, "_list", lambda directory: listed.append(directory) or list_directory(directory)
+    )
+    with seams.installed():
+        play(Schedule(0, "supervised"), tmp_path)
+    assert listed and all(tmp_path in directory.parents for directory in listed), listed
 
 
 @pytest.mark.parametrize("name", FOUND_BY)
