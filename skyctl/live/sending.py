@@ -27,8 +27,6 @@ class _Membership:
     """Its name, once the group has formed."""
     peers: PeerGroup | None = None
     """The group."""
-    problem: str = ""
-    """Why something was not sent."""
     closed: bool = False
     """It was left: a group that forms after that is closed at once."""
 
@@ -49,9 +47,18 @@ class _Membership:
 
     def close(self) -> None:
         """Close the group, or what is forming by now."""
-        self.closed = True
+        self.closed, self.group = True, ""
         if self.peers is not None:
             self.peers.close()
+
+
+@dataclass
+class _Sending:
+    """What one push sends, in a thread."""
+
+    thread: threading.Thread
+    problem: str = ""
+    """Why it was not sent."""
 
 
 class Sender:
@@ -61,7 +68,7 @@ class Sender:
         self._now = _Membership()
         self._steps: dict[str, list[Batch]] = {}
         self._dtypes: dict[str, list[torch.dtype]] = {}
-        self._thread: threading.Thread | None = None
+        self._sending: _Sending | None = None
 
     @property
     def group(self) -> str:
@@ -84,6 +91,8 @@ class Sender:
         store: GroupStore | None,
     ) -> None:
         """Begin to send. `group`: its `meeting`, and the layout of each of its `workers`."""
+        if self._now.closed:  # a member has failed in it
+            self._now = _Membership()
         meeting, now = Meeting.from_wire(group["meeting"]), self._now
 
         def run() -> None:
@@ -95,24 +104,29 @@ class Sender:
                     ranks = meeting.members - len(group["workers"])
                     self._send(peers, ranks, group["workers"], exports)
             except Exception as error:
-                now.problem = f"{error}" or repr(error)
+                sending.problem = f"{error}" or repr(error)
+                now.close()  # what a member has failed in is of no use to any
 
-        self._thread = threading.Thread(target=run, name="skyctl-sending", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run, name="skyctl-sending", daemon=True)
+        self._sending = sending = _Sending(thread)
+        thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Return once all is sent. Raises RuntimeError: it is not, or not within this time."""
-        thread, self._thread = self._thread, None
-        if thread is None:
+        """Return once all is sent. Raises RuntimeError: it is not, or not within this time; the
+        group is left.
+        """
+        sending, self._sending = self._sending, None
+        if sending is None:
             return
-        thread.join(timeout_s)
-        if thread.is_alive() or self._now.problem:
-            raise RuntimeError(self._now.problem or "the servers have not taken all that was sent")
+        sending.thread.join(timeout_s)
+        if sending.thread.is_alive() or sending.problem:
+            self.leave_group()
+            raise RuntimeError(sending.problem or "the servers have not taken all that was sent")
 
     def leave_group(self) -> None:
         """Leave the group; the next push forms another. What is under way ends by itself."""
         before, self._now = self._now, _Membership()
-        self._thread = None
+        self._sending = None
         before.close()
 
     def _send(

@@ -17,6 +17,13 @@ from skyctl.wire.peer_group import Meeting, Messages, PeerGroup
 class Group(PeerGroup):
     closed = False
 
+    def __init__(self, *, breaks: bool = False) -> None:
+        self._breaks = breaks
+
+    def finish(self) -> None:
+        if self._breaks:
+            raise RuntimeError("a member has failed")
+
     def transfer(self, sends: Messages, receives: Messages) -> None: ...
 
     def close(self) -> None:
@@ -58,9 +65,33 @@ def test_a_group_that_was_left_while_it_formed_is_closed(monkeypatch: pytest.Mon
     monkeypatch.setattr(sending, "join", join)
     sender = Sender()
     sender.send(1, wire("group"), [], None)
-    thread = sender._thread
-    assert thread is not None and joining.wait(30)
+    sending_first = sender._sending
+    assert sending_first is not None and joining.wait(30)
     sender.leave_group()
     departed.set()
-    thread.join(30)
+    sending_first.thread.join(30)
     assert group.closed
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_one_push_could_not_send_is_not_reported_by_the_next(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[Group] = []
+
+    def join(*_: Any) -> Group:
+        groups.append(Group(breaks=not groups))
+        return groups[-1]
+
+    monkeypatch.setattr(sending, "join", join)
+    sender = Sender()
+    sender.send(1, wire("group"), [], None)
+    if waits:
+        with pytest.raises(RuntimeError, match="a member has failed"):
+            sender.wait(30)
+    elif sender._sending is not None:
+        sender._sending.thread.join(30)
+    assert groups[0].closed and sender.group == ""
+    sender.send(1, wire("group"), [], None)
+    sender.wait(30)
+    assert sender.group == "group" and not groups[1].closed
