@@ -36,7 +36,7 @@ import httpx
 
 from benchmarks.side_by_side import side_by_side
 from tests.faults.stub_fleet import routed_fleet
-from tests.integration.conftest import TWO_PROCESSES
+from tests.integration.conftest import SERVER_ENVIRONMENT
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy_body
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -177,7 +177,7 @@ def stubs(root: Path) -> Iterator[tuple[Any, str, list[str]]]:
 @contextmanager
 def real(root: Path) -> Iterator[tuple[Any, str, list[str]]]:
     """The same of two vLLM CPU servers."""
-    os.environ |= TWO_PROCESSES
+    os.environ |= SERVER_ENVIRONMENT
     fleet = FleetCli(root / "tiny", root / "home")
     fleet.directory.mkdir()
     fleet.run("init", "--tiny", ".", "--name", "tiny")

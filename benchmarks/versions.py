@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.integration.conftest import TWO_PROCESSES
+from tests.integration.conftest import SERVER_ENVIRONMENT
 from tests.integration.demands import CHECKPOINTS, Demands, Offline, judged
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--pushes", type=int, default=20)
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     options = parser.parse_args()
-    os.environ |= TWO_PROCESSES
+    os.environ |= SERVER_ENVIRONMENT
     with tempfile.TemporaryDirectory(prefix="versions-") as root:
         fleet = FleetCli(Path(root) / "tiny", Path(root) / "home")
         fleet.directory.mkdir()

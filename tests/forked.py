@@ -14,6 +14,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.util
 import inspect
 import io
 import os
@@ -40,11 +41,38 @@ _RUN = (
     *("tests.stub.server", "tests.stub.follower", "skyctl.transfer.sender"),
     *("skyctl.launch.remote.agent", "skyctl.launch.remote.tether"),
 )
+_VLLM = (
+    *("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker"),
+    *("vllm.model_executor.models.qwen3", "skyctl.engines.vllm.inside.worker"),
+)
+_SERVE = "skyctl.engines.vllm.inside.serve"
+_READ_BY_IMPORTS = ("OMP_", "TORCH", "HF_", "LD_PRELOAD", "VLLM_LOGGING")
+"""How variables begin that matter as vLLM is imported, not later."""
+_imported_with: dict[str, str] | None = None
+_set_by_imports: dict[str, str] = {}
 ROOM = "." * 4000, "." * 20_000
 """For what /proc shows of a process and of its environment, in those of the first that forks."""
 _ROOT = Path(__file__).parents[1]
 _FILES = (str(_ROOT / "tests/stub/light.py"), str(_ROOT / "tests/unit/supervisor/fake_router.py"))
 _Popen = subprocess.Popen
+
+
+def load_vllm() -> None:
+    """Import what a real server does, where vLLM is installed: those of fleets are then forked."""
+    global _imported_with
+    if importlib.util.find_spec("vllm") is None:
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"  # as skyctl starts a server on a directory
+    before = dict(os.environ)
+    for name in _VLLM:
+        importlib.import_module(name)
+    _set_by_imports.update(os.environ.items() - before.items())
+    _imported_with = _of_imports(before)
+
+
+def _of_imports(env: Mapping[str, str]) -> dict[str, str]:
+    added = _set_by_imports.items()
+    return {k: v for k, v in env.items() if k.startswith(_READ_BY_IMPORTS) and (k, v) not in added}
 
 
 class Child(subprocess.Popen[Any]):
@@ -101,6 +129,11 @@ def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
     if words[:1] != [sys.executable]:
         return None
     first, second, *_ = [*program(words), "", ""]
+    if (first, second) == ("-m", _SERVE):
+        if _imported_with != _of_imports(env):
+            return None
+        env.update(_set_by_imports)
+        return list(words)
     ours = second in _RUN if first == "-m" else first in _FILES
     return list(words) if ours else None
 

@@ -34,6 +34,8 @@ from skyctl.store.paths import FleetPaths, create_private_file
 from tests import forked
 
 _TRAINING = "tests.processes.tinker.serving"
+VLLM = "vllm"
+"""For commands whose supervisors fork real servers, which import vLLM for most of their start."""
 _OF_TRAINING = (
     *("skyctl.tinker.worker", "skyctl.tinker.__main__", "skyctl.tinker.training", "httpx"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
@@ -54,12 +56,13 @@ each other; "by hand": without the guardian of a push."""
 _MOST_BYTES = 1 << 20
 _STATUS = 4
 _in_use = False
+_servers = ""
 
 
-def use() -> None:
-    """Commands are forked from here on, in this process."""
-    global _in_use
-    _in_use = True
+def use(servers: str = "") -> None:
+    """Commands are forked from here on, in this process; their real servers, too, for `VLLM`."""
+    global _in_use, _servers
+    _in_use, _servers = True, servers
 
 
 # --- for tests ------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ _lock = threading.Lock()
 
 def _ask(request: bytes, descriptors: Sequence[int], module: str) -> int:
     """The pid of a command that was started by it."""
-    kind = _TRAINING if module == _TRAINING else ""
+    kind = _TRAINING if module == _TRAINING else _servers
     with _lock:
         if kind not in _forkers:
             room, more_room = forked.ROOM
@@ -180,6 +183,8 @@ def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
     for name in _OF_TRAINING if kind == _TRAINING else _MODULES:
         importlib.import_module(name)
+    if kind == VLLM:
+        forked.load_vllm()
     asked, Supervisor.ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if kind != _TRAINING:
         from skyctl.supervisor import daemon

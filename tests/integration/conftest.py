@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forking
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.tiny import make_tiny_checkpoint
 
@@ -18,9 +19,14 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 
 # vLLM's core does a single worker's work by itself then: of three processes, each of which imports
 # for most of a server's start, two are left. It does not limit its threads, which on busy cores
-# wait for each other for seconds. Where a server has several workers, all is as ever.
-TWO_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-os.environ |= TWO_PROCESSES
+# wait for each other for seconds. Where a server has several workers, all is as ever. And vLLM
+# compiles its sampler at the first request that draws, for half a minute on a busy machine.
+SERVER_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+os.environ |= SERVER_ENVIRONMENT
 
 
 def _turn(item: pytest.Item) -> int:
@@ -31,6 +37,13 @@ def _turn(item: pytest.Item) -> int:
     if item.name == "test_down_leaves_nothing":
         return 2
     return 3 if item.path.stem == "test_unlike_servers" else 1  # these have their own
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Real servers are forked from a process that has imported vLLM. What starts them elsewhere
+    (sshd, Ray) executes them as ever."""
+    forking.use(servers=forking.VLLM if item.get_closest_marker("real") else "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

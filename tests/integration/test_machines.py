@@ -17,7 +17,7 @@ import pytest
 from tests.faults.ray_fleet import RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.faults.sshd_fleet import SshdFleet, running_sshd
-from tests.integration.conftest import TWO_PROCESSES, needs_vllm
+from tests.integration.conftest import SERVER_ENVIRONMENT, needs_vllm
 from tests.integration.endpoints import (
     LONG,
     PROMPT,
@@ -73,7 +73,7 @@ def fleet(machines: RayFleet | SshdFleet, checkpoints: dict[str, Path]) -> Itera
     write_two(
         fleet,
         checkpoints["a"],
-        env=TWO_PROCESSES,  # sshd and Ray do not pass on ours
+        env=SERVER_ENVIRONMENT,  # sshd and Ray do not pass on ours
         launcher=machines.launcher,
         **{machines.launcher: section},
         weight_transfer={"transport": "shm"},

@@ -51,6 +51,7 @@ def fleet(machines: SshFleet, checkpoints: dict[str, Path]) -> Iterator[FleetCli
         "env": {
             "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "0",
         },
         "args": {"max-model-len": 512, "max-num-seqs": 16},
     }

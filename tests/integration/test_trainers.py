@@ -33,8 +33,7 @@ name: trained
 model: ./a
 device: cpu
 replicas: 2
-# vLLM compiles its sampler at the first request that draws: half a minute on a busy machine
-env: {{PYTHONPATH: {repository}, OMP_NUM_THREADS: "1", TORCHDYNAMO_DISABLE: "1"}}
+env: {{PYTHONPATH: {repository}}}
 args:
   max-model-len: 2048
   enforce-eager: true

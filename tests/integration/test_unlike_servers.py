@@ -19,7 +19,12 @@ pytestmark = pytest.mark.real
 
 COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
 # vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
-LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
+LAYERS = {
+    "name": "layers",
+    "pipeline_parallel_size": 2,
+    "args": {"enforce-eager": False},
+    "env": {"TORCHDYNAMO_DISABLE": "0"},
+}
 
 
 @pytest.fixture(autouse=True)
