@@ -144,7 +144,7 @@ async def pause(run: Run, servers: Sequence[PushedServer]) -> None:
     A server that is already paused is paused as well: whoever froze it may thaw it between the
     check and now.
     """
-    run.froze_at = run.clock()
+    run.stopwatch.froze_at = run.stopwatch.clock()
     # recorded first: whoever reads the journal of a push that died must know which servers to thaw
     run.observer.intend(
         {
@@ -286,7 +286,7 @@ async def resume(run: Run, servers: Sequence[PushedServer]) -> None:
         run.observer.server(server.name, PushState.RESUMED, server.failure)
 
     await each(frozen, call, timeout_s=timeout_s * 2, call_name="resume")
-    run.thawed_at = run.clock()
+    run.stopwatch.thawed_at = run.stopwatch.clock()
     await _release(run, servers)
     for server in frozen:
         run.observer.server(

@@ -80,8 +80,38 @@ class Rotation(Protocol):
 
 
 @dataclass
+class Stopwatch:
+    """The moments of a push, in seconds of `clock`, and its stages."""
+
+    clock: Callable[[], float]
+    """Seconds from any beginning."""
+    began: float = 0.0
+    """When the push began."""
+    froze_at: float | None = None
+    """When the first pause was sent; None: not yet."""
+    thawed_at: float = 0.0
+    """When the last resume was answered."""
+    stages: dict[str, float] = field(default_factory=dict)
+    """Seconds of each stage so far."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the block's time to a stage."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + self.clock() - began
+
+    @property
+    def frozen_s(self) -> float:
+        """The freeze window."""
+        return 0.0 if self.froze_at is None else self.thawed_at - self.froze_at
+
+
+@dataclass
 class Run:
-    """One push under way: what was asked for, what it works with, and its stopwatch."""
+    """One push under way: what was asked for, what it works with, and what came of it so far."""
 
     request: PushRequest
     """What is to be pushed, and how."""
@@ -91,22 +121,14 @@ class Run:
     """Calls the servers."""
     observer: CarefulObserver
     """Is told of everything as it happens."""
-    clock: Callable[[], float]
-    """Seconds, as a stopwatch counts them."""
+    stopwatch: Stopwatch
+    """When it began, froze and thawed, and how long each stage took."""
     cancel_guard: CancelGuard
     """Knows whether the push was cancelled."""
     senders: SenderPool
     """Sender processes that outlive a push."""
     rotation: Rotation | None = None
     """Takes servers out of the router; None: there is none."""
-    began: float = 0.0
-    """When it began, by `clock`."""
-    froze_at: float | None = None
-    """When the first pause was sent; None: not yet."""
-    thawed_at: float = 0.0
-    """When the last resume was answered."""
-    stages: dict[str, float] = field(default_factory=dict)
-    """Seconds of each stage so far."""
     notes: list[str] = field(default_factory=list)
     """Lines the operator should read."""
     trial: list[TrialResult] = field(default_factory=list)
@@ -123,11 +145,8 @@ class Run:
         """
         if not announced:
             self.observer.stage(name)
-        began = self.clock()
-        try:
+        with self.stopwatch.stage(name):
             yield
-        finally:
-            self.stages[name] = self.stages.get(name, 0.0) + self.clock() - began
 
     def note(self, message: str) -> None:
         self.notes.append(message)
@@ -211,8 +230,8 @@ def conclude(run: Run, delivered: Delivered) -> PushResult:
 def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "") -> PushResult:
     """The result as of now; a dry run has delivered nothing."""
     total = checked.source.whole.bytes
-    moving_s = sum(run.stages.get(name, 0.0) for name in (PushStage.UPDATE, PushStage.FINISH))
-    frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
+    stages = run.stopwatch.stages
+    moving_s = sum(stages.get(name, 0.0) for name in (PushStage.UPDATE, PushStage.FINISH))
     dry = run.request.dry_run
     return PushResult(
         version=label,
@@ -221,10 +240,10 @@ def result_of(run: Run, checked: Checked, label: str, *, content_digest: str = "
         transport=checked.way.name,
         total_bytes=total,
         chunks=checked.plan.chunks,
-        seconds=run.clock() - run.began,
+        seconds=run.stopwatch.clock() - run.stopwatch.began,
         gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
-        freeze_window_s=frozen_s,
-        stages=dict(run.stages),
+        freeze_window_s=run.stopwatch.frozen_s,
+        stages=dict(stages),
         servers=[server.report() for server in checked.servers],
         content_digest=content_digest,
         trial=[result.to_json() for result in run.trial],

@@ -47,6 +47,7 @@ from skyctl.push.run import (
     Rotation,
     Run,
     Staged,
+    Stopwatch,
     cut_short,
     result_of,
 )
@@ -89,7 +90,8 @@ async def push(
     try:
         with traced(request, fleet) as spans:
             careful = CarefulObserver(observer, *([spans] if spans is not None else []))
-            run = Run(request, fleet, client, careful, clock, cancel_guard, pool, rotation)
+            watch = Stopwatch(clock)
+            run = Run(request, fleet, client, careful, watch, cancel_guard, pool, rotation)
             result = await cancel_guard.run(carry_out(run))
             if spans is not None:
                 spans.finish(result)
@@ -101,7 +103,7 @@ async def push(
 
 async def carry_out(run: Run) -> PushResult:
     """All phases of one push."""
-    run.began = run.clock()
+    run.stopwatch.began = run.stopwatch.clock()
     checked = await _check(run)
     if run.request.dry_run:
         return result_of(run, checked, run.request.weight_version or "")

@@ -170,6 +170,7 @@ async def _push_back(
         run,
         request=request,
         fleet=replace(run.fleet, servers=half_updated),
+        stopwatch=replace(run.stopwatch),  # the push has its own freeze; stages are of both
         cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
     )
     try:
@@ -177,5 +178,5 @@ async def _push_back(
     except SkyctlError as error:
         rows = [ServerPush(**row) for row in error.details.get("servers", [])]
         return {row.server: row for row in rows}, error.message
-    run.thawed_at = again.thawed_at
+    run.stopwatch.thawed_at = again.stopwatch.thawed_at
     return {row.server: row for row in result.servers}, ""
