@@ -111,6 +111,7 @@ def _special(given: Mapping[str, Any]) -> bool:
 def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
     """The Python program that a command line comes to, if it is one of those that are forked;
     `env` becomes what it is then."""
+    from skyctl.engines.vllm import arguments
     from tests.faults import stub_fleet
 
     if words[:2] == ["sh", "-c"] and words[2].startswith("exec "):
@@ -134,6 +135,8 @@ def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
             return None
         env.update(_set_by_imports)
         return list(words)
+    if first == "-c":  # the arguments of vLLM's parser, asked once for each state directory
+        return list(words) if _imported_with is not None and second == arguments._ASK else None
     ours = second in _RUN if first == "-m" else first in _FILES
     return list(words) if ours else None
 
@@ -237,13 +240,15 @@ def program(words: Sequence[str]) -> list[str]:
 
 
 def run(words: Sequence[str]) -> None:
-    """The program of `[interpreter, -m, MODULE, …]` or `[interpreter, FILE, …]`."""
+    """The program of `[interpreter, -m, MODULE, …]`, `[…, -c, TEXT]` or `[…, FILE, …]`."""
     arguments = program(words)
     if arguments[0] == "-m":
         _, module, *rest = arguments
         sys.argv = [module, *rest]
         sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 
-from skyctl.store.paths import place_private_file, private_directory
 from tests.forking import command
 
 SKYCTL = str(Path(sys.executable).parent / "skyctl")
@@ -22,9 +21,6 @@ _COMMAND = [sys.executable, "-m", "skyctl"]
 UP_TIMEOUT_S = 420.0
 COMMAND_TIMEOUT_S = 180.0
 Prompt = str | list[int]
-_ARGUMENTS: dict[str, bytes] = {}
-"""What vLLM says of its arguments, by the file that a state directory has of it: each would ask by
-importing vLLM."""
 
 
 @dataclass
@@ -44,7 +40,7 @@ class FleetCli:
         self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, expect: int | None = 0
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end; fail the test with its output on another exit code."""
-        with self._known_arguments(), self.start(*arguments) as process:
+        with self.start(*arguments) as process:
             try:
                 out, errors = process.communicate(timeout=timeout_s)
             except BaseException:
@@ -56,18 +52,6 @@ class FleetCli:
                 f"stdout:\n{out}\nstderr:\n{errors}"
             )
         return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
-
-    @contextmanager
-    def _known_arguments(self) -> Iterator[None]:
-        """For the block; a fleet of this process learned them before."""
-        directory = self.home / "arguments"
-        if _ARGUMENTS and not directory.exists():
-            private_directory(self.home)
-            for name, content in _ARGUMENTS.items():
-                place_private_file(private_directory(directory) / name, content)
-        yield
-        if directory.exists():
-            _ARGUMENTS.update({file.name: file.read_bytes() for file in directory.iterdir()})
 
     def json(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """The envelope that `--json` prints."""
