@@ -15,7 +15,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushServer
+from skyctl.push.request import PushFleet, PushServer, Reading, Timeouts
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record, Verification, verify
 from skyctl.store.base_weights import BaseFiles, BaseWeights
@@ -65,15 +65,19 @@ def push_fleet(
     return PushFleet(
         name,
         tuple(map(recorded, servers)),
-        chunk_size=transfer.chunk_size,
-        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
-        update_timeout_s=transfer.update_timeout_s,
-        control_timeout_s=config.control_timeout_s,
+        timeouts=Timeouts(
+            rendezvous_s=transfer.rendezvous_timeout_s,
+            update_s=transfer.update_timeout_s,
+            control_s=config.control_timeout_s,
+            drain_s=config.drain_timeout_s,
+        ),
+        reading=Reading(
+            chunk_size=transfer.chunk_size,
+            stage_rate=transfer.stage_rate,
+            one_reader=transfer.readers == "one",
+        ),
         python=python,
         transport=transfer.transport,
-        stage_rate=transfer.stage_rate,
-        one_reader=transfer.readers == "one",
-        drain_timeout_s=config.drain_timeout_s,
     )
 
 

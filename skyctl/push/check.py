@@ -134,7 +134,7 @@ async def check(
     way, plan = await way.plan(question, servers)
     notes += plan.notes
     if request.verify and not request.dry_run:
-        notes += await digest_before(servers, facts, timeout_s=fleet.update_timeout_s)
+        notes += await digest_before(servers, facts, timeout_s=fleet.timeouts.update_s)
     if way.layout_only_by_loader:
         await asyncio.to_thread(lambda: source.rows)
     return Checked(request, source, way, plan, facts, servers, tuple(notes), draft)
@@ -226,7 +226,7 @@ def _records(
 ) -> tuple[PushedServer, ...]:
     servers = []
     for given, fact in zip(fleet.servers, facts, strict=True):
-        control = engines.server(client, given.target, timeout_s=fleet.control_timeout_s)
+        control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.ranks  # they are not asked for again while it is frozen
         # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
         asleep = colocated and (fact.asleep or given.sleep_level > 0)

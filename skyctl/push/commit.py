@@ -39,7 +39,7 @@ async def verify(run: Run, delivered: Delivered) -> Verified:
     checked = delivered.checked
     with run.stage(PushStage.VERIFY):
         loaded = alive([server for server in checked.servers if server.holds is Holds.NEW])
-        timeout_s = run.fleet.update_timeout_s
+        timeout_s = run.fleet.timeouts.update_s
         comparing = functools.partial(_compare, run, checked)
         await each(loaded, comparing, timeout_s=timeout_s * 2, call_name="verify")
         _agree(run, checked, loaded, delivered.content_digest)
@@ -49,7 +49,7 @@ async def verify(run: Run, delivered: Delivered) -> Verified:
 
 async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
     """Compare what one server holds with the source. Raises ServerError."""
-    source, timeout_s = checked.source, run.fleet.update_timeout_s
+    source, timeout_s = checked.source, run.fleet.timeouts.update_s
     # both must end before this does: a pause that outlives its push would freeze the server
     meanwhile = asyncio.gather(
         require_paused(server), server.control.reset_caches(), return_exceptions=True
@@ -223,5 +223,7 @@ async def _label(run: Run, servers: Sequence[PushedServer], label: str) -> None:
         run.observer.server(server.name, PushState.UPDATED, label)
 
     loaded = alive([server for server in servers if server.holds is Holds.NEW])
-    await each(loaded, call, timeout_s=run.fleet.control_timeout_s, call_name="publish the version")
+    await each(
+        loaded, call, timeout_s=run.fleet.timeouts.control_s, call_name="publish the version"
+    )
     reached("push.published")

@@ -161,7 +161,7 @@ class ChunkDelivery(Delivery):
         if self.one_reader is not None:
             # all is read before the freeze: no machine may wait for another in it
             lease.lead_s = lease.load_s_per_byte = 0.0
-            await self.one_reader.join(lease, opened, timeout_s=self._fleet.rendezvous_timeout_s)
+            await self.one_reader.join(lease, opened, timeout_s=self._fleet.timeouts.rendezvous_s)
         chunks = len(self._plan.chunks)
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
         await self._get_ready(servers, lease, opened, slots)
@@ -178,8 +178,8 @@ class ChunkDelivery(Delivery):
             world_size=rank_offsets([server.before.world_size for server in servers])[1],
             server_gpus=[server.given.gpus for server in servers],
             sender_gpu=self._sender_gpu,
-            rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
-            update_timeout_s=self._fleet.update_timeout_s,
+            rendezvous_timeout_s=self._fleet.timeouts.rendezvous_s,
+            update_timeout_s=self._fleet.timeouts.update_s,
             address=node.address if node is not None else HOST,
             across=any(server.given.node is not None for server in servers),
         )
@@ -264,12 +264,12 @@ class ChunkDelivery(Delivery):
     async def _staged(self, lease: Lease, chunk: Chunk) -> Filled:
         """Wait for a chunk that is read before the freeze."""
         paced_s = chunk.size / self._stage_rate if self._stage_rate else 0.0
-        timeout_s = self._fleet.update_timeout_s + paced_s
+        timeout_s = self._fleet.timeouts.update_s + paced_s
         return await lease.sender.filled(chunk.index, timeout_s=timeout_s)
 
     async def init(self, servers: Sequence[PushedServer]) -> None:
         lease, session = self._opened()
-        timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
+        timeout_s = self._fleet.timeouts.rendezvous_s + _GRACE_S
         group = group_of(servers)
         if group and lease.group == group:
             self._joined_before = True
@@ -310,7 +310,7 @@ class ChunkDelivery(Delivery):
             await (scrub if half_updated else open_session)(server)
 
         # a scrub is up to five calls
-        timeout_s = self._fleet.control_timeout_s * 5
+        timeout_s = self._fleet.timeouts.control_s * 5
         await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
 
     async def update(
@@ -338,14 +338,14 @@ class ChunkDelivery(Delivery):
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
         sender = self._opened()[0].sender
-        timeout_s = self._fleet.update_timeout_s + _GRACE_S
+        timeout_s = self._fleet.timeouts.update_s + _GRACE_S
         done = 0
         turns = asyncio.Semaphore(self._outstanding)
 
         async def update(chunk: Chunk) -> None:
             nonlocal done
             try:
-                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.timeouts.update_s)
                 await self._all_at_once(
                     servers,
                     lambda server: self._call_load(server, chunk, filled),
@@ -385,8 +385,8 @@ class ChunkDelivery(Delivery):
         async def send_all() -> None:
             done = 0
             for chunk in plan.chunks:
-                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
-                await sender.send(filled, chunk.size, timeout_s=self._fleet.update_timeout_s)
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.timeouts.update_s)
+                await sender.send(filled, chunk.size, timeout_s=self._fleet.timeouts.update_s)
                 done += await self._sent(chunk, filled)
                 on_progress(done)
 
@@ -394,7 +394,7 @@ class ChunkDelivery(Delivery):
             servers,
             lambda server: self._call_load(server, whole, Filled(0, 0, ())),
             send_all,
-            timeout_s=self._fleet.update_timeout_s + _GRACE_S,
+            timeout_s=self._fleet.timeouts.update_s + _GRACE_S,
             call_name="update",
         )
 
@@ -424,12 +424,12 @@ class ChunkDelivery(Delivery):
         reached("push.update.call")
         with server.spans.loading():
             await server.control.update_weights(
-                info, timeout_s=self._fleet.update_timeout_s + _GRACE_S
+                info, timeout_s=self._fleet.timeouts.update_s + _GRACE_S
             )
         reached("push.update.sent")
 
     async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
-        timeout_s = self._fleet.update_timeout_s
+        timeout_s = self._fleet.timeouts.update_s
 
         async def call(server: PushedServer) -> None:
             # other dialects label weights once they are verified

@@ -98,7 +98,7 @@ async def check_draft(
     )
     if beside and request.scan_nan is not False and not request.dry_run:
         await asyncio.to_thread(refuse_not_finite, checkpoint)
-    first, timeout_s = drafting[0][0], fleet.control_timeout_s
+    first, timeout_s = drafting[0][0], fleet.timeouts.control_s
     base = await asyncio.to_thread(read_running, first.draft_model or first.model)
     questions = {tensor.name: tensor for tensor in open_questions(checkpoint, base)}
     questions |= {tensor.name: tensor for tensor in checkpoint.tensors}

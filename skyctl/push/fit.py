@@ -114,7 +114,7 @@ async def check_fit(
         for tensor in open_questions(checkpoint, base)
     ]
     question = {"config": dict(checkpoint.config), "tensors": tensors}
-    timeout_s = fleet.control_timeout_s
+    timeout_s = fleet.timeouts.control_s
     answers = await asyncio.gather(*(_ask(server, question, timeout_s) for server in servers))
     notes = await asyncio.to_thread(
         check_compatible,

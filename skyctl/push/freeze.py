@@ -125,13 +125,13 @@ async def take_out(run: Run, servers: Sequence[PushedServer]) -> None:
             server.failure = f"drain: {error.message}"
     require_all(run, servers)
     if run.request.pause_mode == "wait":
-        patience_s = run.fleet.drain_timeout_s
+        patience_s = run.fleet.timeouts.drain_s
         await each(
             [
                 server for server in servers if not server.before.paused
             ],  # frozen requests do not finish
             lambda server: drained(run, server, patience_s),
-            timeout_s=patience_s + run.fleet.control_timeout_s,
+            timeout_s=patience_s + run.fleet.timeouts.control_s,
             call_name="drain",
         )
     reached("push.drain.done")
@@ -169,7 +169,7 @@ async def pause(run: Run, servers: Sequence[PushedServer]) -> None:
 async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
     mode = run.request.pause_mode
     # mode "wait" lets running requests finish first
-    timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
+    timeout_s = run.fleet.timeouts.control_s if mode != "wait" else run.fleet.timeouts.update_s
     timeout_s += max((server.before.kv_lease_s for server in servers), default=0.0)
 
     async def call(server: PushedServer) -> None:
@@ -207,7 +207,7 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
 
     A server whose engine is stuck stays paused: waiting for it would keep the others frozen.
     """
-    timeout_s = run.fleet.control_timeout_s
+    timeout_s = run.fleet.timeouts.control_s
 
     with run.stage(PushStage.RECOVER):
         failed = [server for server in servers if server.failure]
@@ -245,7 +245,7 @@ async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
             raise
 
     unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
-    await ask_all(unsafe, check_frozen, timeout_s=run.fleet.control_timeout_s)
+    await ask_all(unsafe, check_frozen, timeout_s=run.fleet.timeouts.control_s)
 
 
 async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
@@ -255,19 +255,19 @@ async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
 
     async def call(server: PushedServer) -> None:
         label, server.holds = server.given.verified_as, Holds.UNKNOWN  # until it is done
-        report = await weights_digest(server.control, timeout_s=run.fleet.update_timeout_s)
+        report = await weights_digest(server.control, timeout_s=run.fleet.timeouts.update_s)
         if report.digest != server.given.weights_digest:
             raise ServerError(f"{server.name}: it does not hold {label} (digest {report.digest})")
         await server.control.set_weight_version(label)
         server.holds, server.version = Holds.OLD, label
 
     verified = [server for server in servers if server.given.verified_as]
-    await each(verified, call, timeout_s=run.fleet.update_timeout_s, call_name="label")
+    await each(verified, call, timeout_s=run.fleet.timeouts.update_s, call_name="label")
 
 
 async def resume(run: Run, servers: Sequence[PushedServer]) -> None:
     """Thaw the servers we froze; the freeze window ends. A resume that fails is retried once."""
-    timeout_s = run.fleet.control_timeout_s
+    timeout_s = run.fleet.timeouts.control_s
     frozen = [server for server in servers if server.did.frozen]
     for server in servers:
         if server.before.paused and not server.did.resumed:
@@ -299,7 +299,7 @@ async def _release(run: Run, servers: Sequence[PushedServer]) -> None:
 
     async def call(server: PushedServer) -> None:
         target = replace(server.given.target, freeze=FreezeOrder.RELEASE)
-        control = engines.server(run.client, target, timeout_s=run.fleet.control_timeout_s)
+        control = engines.server(run.client, target, timeout_s=run.fleet.timeouts.control_s)
         if await control.is_paused():  # else it was started again, or thawed
             await control.pause("keep", clear_cache=False)
 
@@ -310,7 +310,7 @@ async def _release(run: Run, servers: Sequence[PushedServer]) -> None:
         and not (server.before.asleep or server.given.paused or server.did.resumed)
         and server.given.target.holder
     ]
-    await ask_all(others, call, timeout_s=run.fleet.control_timeout_s)
+    await ask_all(others, call, timeout_s=run.fleet.timeouts.control_s)
 
 
 async def rejoin(run: Run, servers: Sequence[PushedServer]) -> None:

@@ -63,12 +63,12 @@ async def take_offer(offer: Offer, fleet: PushFleet, client: ControlClient) -> L
     except (TypeError, ValueError) as error:
         raise PreflightError(f"an offer that is not understood: {error}") from error
     layouts = {name: tuple(r.layout for r in ranks) for name, ranks in reports.items()}
-    machine, timeout_s = peers.machine_of(fleet), fleet.update_timeout_s
+    machine, timeout_s = peers.machine_of(fleet), fleet.timeouts.update_s
     return replace(live, servers=layouts, machine=machine, update_timeout_s=timeout_s)
 
 
 def _servers(fleet: PushFleet, client: ControlClient) -> list[PushedServer]:
-    timeout_s = fleet.control_timeout_s
+    timeout_s = fleet.timeouts.control_s
     return [
         PushedServer(given, engines.server(client, given.target, timeout_s=timeout_s))
         for given in fleet.servers
@@ -214,7 +214,7 @@ class LiveDelivery(Delivery):
         `began`: when they were told to.
         """
         try:
-            async with asyncio.timeout(self._fleet.update_timeout_s):
+            async with asyncio.timeout(self._fleet.timeouts.update_s):
                 await asyncio.gather(*(self._wait_arrived(server, began) for server in servers))
         except TimeoutError:
             raise _refused("the weights have not arrived in time") from None
@@ -243,7 +243,7 @@ class LiveDelivery(Delivery):
             if method == WorkerMethod.LAYOUT_MAP:
                 self._stages[server.name] = any(answers)
 
-        await each(servers, ask, timeout_s=self._fleet.update_timeout_s, call_name="map")
+        await each(servers, ask, timeout_s=self._fleet.timeouts.update_s, call_name="map")
         if failed := [server for server in servers if server.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
             for server in servers:
@@ -251,13 +251,13 @@ class LiveDelivery(Delivery):
             raise _refused(reason)
 
     async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
-        timeout_s = self._fleet.control_timeout_s
+        timeout_s = self._fleet.timeouts.control_s
         await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
     ) -> None:
-        timeout_s = self._fleet.update_timeout_s
+        timeout_s = self._fleet.timeouts.update_s
         arguments: dict[str, Any] = {"chunks": None, "last": True}
         if self._questions:
             arguments["rows"] = peers.to_wire(self._questions)

@@ -100,7 +100,7 @@ def _rehearsed(way: SenderWay, senders: SenderPool) -> _Processing | _Numbering:
         stage="gpu" if spare_bytes else "stream",
         programs=way.layout.programs,
         scan=False,
-        stage_rate=way.fleet.stage_rate,
+        stage_rate=way.fleet.reading.stage_rate,
     )
 
 
@@ -108,7 +108,7 @@ async def _compare(checked: Checked, fleet: PushFleet) -> None:
     """Compare what servers hold with what their layout makes of the checkpoint."""
 
     async def compare(server: PushedServer) -> None:
-        timeout_s = fleet.update_timeout_s
+        timeout_s = fleet.timeouts.update_s
         report = await weights_digest(
             server.control, timeout_s=timeout_s, numbered=numbered(server)
         )

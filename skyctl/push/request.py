@@ -172,6 +172,32 @@ def _nothing_expected() -> Expectations:
 
 
 @dataclass(frozen=True)
+class Timeouts:
+    """How long the parts of a push may take."""
+
+    rendezvous_s: float = 30.0
+    """For a group to form."""
+    update_s: float = 120.0
+    """For a call that loads weights."""
+    control_s: float = 30.0
+    """For any other call."""
+    drain_s: float = 30.0
+    """For requests to end in a server that left the router."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How senders read a checkpoint."""
+
+    chunk_size: int = 256 * 1024 * 1024
+    """Bytes per chunk, unless the request says."""
+    stage_rate: int | None = None
+    """Bytes per second that are read at most while servers serve; None: no bound."""
+    one_reader: bool = False
+    """Of the senders on several machines one reads, and the others receive from it."""
+
+
+@dataclass(frozen=True)
 class PushFleet:
     """The servers of a push, what is known of their weights, and the bounds it keeps."""
 
@@ -181,24 +207,14 @@ class PushFleet:
     """All servers of the push."""
     model_path: str | None = None
     """Directory or hub id of the checkpoint that the servers run now; None when unknown."""
-    chunk_size: int = 256 * 1024 * 1024
-    """Bytes per chunk, unless the request says."""
-    rendezvous_timeout_s: float = 30.0
-    """How long a group may take to form."""
-    update_timeout_s: float = 120.0
-    """How long a call may take that loads weights."""
-    control_timeout_s: float = 30.0
-    """How long any other call may take."""
+    timeouts: Timeouts = Timeouts()
+    """How long its parts may take."""
+    reading: Reading = Reading()
+    """How checkpoints are read."""
     python: str = ""
     """The interpreter that runs the sender process (it needs torch); "" is this one."""
     transport: str = "auto"
     """What the fleet file says; it is used when the request says "auto"."""
-    stage_rate: int | None = None
-    """Bytes per second that are read at most while servers serve; None: no bound."""
-    one_reader: bool = False
-    """Of the senders on several machines one reads, and the others receive from it."""
-    drain_timeout_s: float = 30.0
-    """How long requests may take to end in a server that left the router."""
     pushes: tuple[PushRecord, ...] = ()
     """The fleet's latest pushes, newest first."""
     committed: FleetWeights | None = None

@@ -103,7 +103,7 @@ class RuntimeDelivery(ChunkDelivery):
         await each(
             servers,
             lambda server: server.control.ask_workers(method, arguments(server)),
-            timeout_s=self._fleet.control_timeout_s,
+            timeout_s=self._fleet.timeouts.control_s,
             call_name="layout",
         )
         if failed := [server for server in servers if server.failure]:
@@ -136,7 +136,7 @@ class RuntimeDelivery(ChunkDelivery):
         failure = self._opened()[0].sender.failure
         if failure is not None:
             self._all_failed(servers, failure)
-        timeout_s = self._fleet.control_timeout_s
+        timeout_s = self._fleet.timeouts.control_s
         await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
     async def update(
@@ -160,7 +160,7 @@ class RuntimeDelivery(ChunkDelivery):
             await each(
                 alive(servers),
                 partial(self._rpc, method=WorkerMethod.LAYOUT_LOAD, arguments=arguments),
-                timeout_s=self._fleet.update_timeout_s,
+                timeout_s=self._fleet.timeouts.update_s,
                 call_name="update",
             )
             for chunk in ready:
@@ -169,7 +169,7 @@ class RuntimeDelivery(ChunkDelivery):
             ready = list(chunks[following : following + 1])
             for chunk in ready:
                 self._filled[chunk.index] = await sender.filled(
-                    chunk.index, timeout_s=self._fleet.update_timeout_s
+                    chunk.index, timeout_s=self._fleet.timeouts.update_s
                 )
 
     async def _call_load(self, server: PushedServer, chunk: Chunk, filled: Filled) -> None:
@@ -181,7 +181,7 @@ class RuntimeDelivery(ChunkDelivery):
         reached("push.update.call")
         with server.spans.loading():
             await server.control.collective_rpc(
-                method, kwargs=arguments, timeout_s=self._fleet.update_timeout_s
+                method, kwargs=arguments, timeout_s=self._fleet.timeouts.update_s
             )
         reached("push.update.sent")
 

@@ -118,7 +118,10 @@ class SenderWay:
 
     def _cut(self, layout: LayoutChoice) -> ChunkPlan:
         """The checkpoint in chunks, in the order that the layout asks for."""
-        files, chunk_size = self.source.files, self.request.chunk_size or self.fleet.chunk_size
+        files, chunk_size = (
+            self.source.files,
+            self.request.chunk_size or self.fleet.reading.chunk_size,
+        )
         cut = (chunk_size, self.transport.packing, self.transport.alignment)
         plan = functools.partial(
             plan_chunks,
@@ -148,7 +151,7 @@ class SenderWay:
             # what vLLM's loader makes of a processed weight cannot be numbered
             programs=self.layout.programs if copied or not spare_bytes else None,
             scan=self.request.scan_nan is None,
-            stage_rate=self.request.stage_rate or self.fleet.stage_rate,
+            stage_rate=self.request.stage_rate or self.fleet.reading.stage_rate,
         )
         nodes = dict.fromkeys(server.node for server in self.fleet.servers)
         if set(nodes) == {None} or self.transport.collective:
@@ -157,7 +160,7 @@ class SenderWay:
 
         parts = {node: deliver(senders=senders) for node in nodes}
         # a second attempt is inside the freeze, where no machine waits for another
-        return MachinesDelivery(parts, one_reader=self.fleet.one_reader and not by_loader)
+        return MachinesDelivery(parts, one_reader=self.fleet.reading.one_reader and not by_loader)
 
 
 async def sender_way(question: Question, choice: Choice) -> tuple[SenderWay, list[str]]:
@@ -222,7 +225,7 @@ def refuse_readers(fleet: PushFleet, transport: str) -> bool:
     """Whether one sender reads for several machines. Raises PreflightError where the transport
     passes nothing on.
     """
-    relays = fleet.one_reader and len({server.node for server in fleet.servers}) > 1
+    relays = fleet.reading.one_reader and len({server.node for server in fleet.servers}) > 1
     if relays and transport != "ipc":
         raise PreflightError(
             "weight_transfer.readers: one: a reader passes weights on from GPU to GPU, which "

@@ -57,7 +57,7 @@ class DiskWay:
     async def plan(
         self, question: Question, servers: Sequence[PushedServer]
     ) -> tuple[DiskWay, Plan]:
-        chunk_size = question.request.chunk_size or self.fleet.chunk_size
+        chunk_size = question.request.chunk_size or self.fleet.reading.chunk_size
         # nothing is sent in chunks: the sizes tell how large the largest tensor is
         return self, Plan(sizes=sizes_of(plan_chunks(self.source.files.tensors, chunk_size)))
 
@@ -72,8 +72,8 @@ class DiskDelivery(Delivery):
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
-        self._control_timeout_s = fleet.control_timeout_s
-        self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
+        self._control_timeout_s = fleet.timeouts.control_s
+        self._timeout_s = fleet.timeouts.update_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
 
     async def open(self, servers: Sequence[PushedServer]) -> None:
         self._check_unchanged()
@@ -219,7 +219,7 @@ class TrainerDelivery(Delivery):
                 await scrub(server)
                 await close_session(server)
 
-        timeout_s = self._fleet.control_timeout_s * 7
+        timeout_s = self._fleet.timeouts.control_s * 7
         await each(servers, clear, timeout_s=timeout_s, call_name="start")
         _fail(servers, self._trainer.failure)  # nothing has been sent: it can still be undone
 
@@ -234,7 +234,7 @@ class TrainerDelivery(Delivery):
         reached("push.update.done")
         if failure and self._trainer.has_spoken:
             old = [server for server in servers if before[server.name] is Holds.OLD]
-            timeout_s = self._fleet.update_timeout_s
+            timeout_s = self._fleet.timeouts.update_s
             await each(old, self._keep_if_untouched, timeout_s=timeout_s * 2, call_name="update")
         _fail(servers, failure)
 
@@ -244,12 +244,12 @@ class TrainerDelivery(Delivery):
             await self._close(server, label)
             server.holds = Holds.NEW
 
-        timeout_s = self._fleet.update_timeout_s
+        timeout_s = self._fleet.timeouts.update_s
         await each(alive(servers), call, timeout_s=timeout_s * 2, call_name="finish")
 
     async def _close(self, server: PushedServer, label: str | None = None) -> None:
         """Finish the session that the trainer's engine left open, if any."""
-        timeout_s = self._fleet.update_timeout_s
+        timeout_s = self._fleet.timeouts.update_s
         try:
             await server.control.finish_weight_update(label, timeout_s=timeout_s)
         except ServerError as error:
@@ -263,7 +263,7 @@ class TrainerDelivery(Delivery):
         """A trainer that failed before it sent anything leaves the previous weights in place."""
         before = server.given.weights_digest or server.proof.digest_before
         await self._close(server)
-        report = await weights_digest(server.control, timeout_s=self._fleet.update_timeout_s)
+        report = await weights_digest(server.control, timeout_s=self._fleet.timeouts.update_s)
         if before and report.digest == before:
             server.holds = Holds.OLD
 

@@ -98,11 +98,11 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     by_target = {server.target: server for server in fleet.servers}
 
     async def ask(target: ServerTarget) -> ServerFacts:
-        server = engines.server(client, target, timeout_s=fleet.control_timeout_s)
+        server = engines.server(client, target, timeout_s=fleet.timeouts.control_s)
         (paused, sleeping, metrics), weight_version, made = await gather(
             gather(server.is_paused(), server.is_sleeping(), server.metrics()),
             server.weight_version(),
-            _make(server, by_target[target], relays=fleet.one_reader),
+            _make(server, by_target[target], relays=fleet.reading.one_reader),
         )
         level = metrics.sleep_level
         # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
@@ -123,7 +123,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     targets = [server.target for server in fleet.servers]
     for name in {target.engine for target in targets}:
         engines.require(name, Feature.PUSH)
-    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
+    outcomes = await fan_out(targets, ask, timeout_s=fleet.timeouts.control_s)
     require_all(outcomes, "sync-weights")
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
 

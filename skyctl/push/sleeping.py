@@ -54,7 +54,7 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
         # ignores a second wake
         await _patient(run, server).wake(["weights"])
 
-    await each(asleep, call, timeout_s=run.fleet.update_timeout_s, call_name="wake the weights")
+    await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")
     reached("push.woken")
     require_all(run, servers)
 
@@ -67,7 +67,7 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
             server.failure = server.failure or "its weights are awake, and empty: push again"
     sleepers = [server for server in woken if server.given.sleep_level != DISCARDED]
     failed = [server for server in sleepers if server.failure]
-    answering = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
+    answering = await responsive(failed, control_timeout_s=run.fleet.timeouts.control_s)
 
     async def call(server: PushedServer) -> None:
         level = max(1, server.given.sleep_level)
@@ -75,7 +75,7 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
         server.did.slept, server.did.woken = level, False
 
     able = alive(sleepers) + answering
-    await each(able, call, timeout_s=2 * run.fleet.update_timeout_s, call_name="sleep again")
+    await each(able, call, timeout_s=2 * run.fleet.timeouts.update_s, call_name="sleep again")
     for server in woken:
         if not server.did.woken or server.given.sleep_level == DISCARDED:
             run.observer.server(server.name, PushState.ASLEEP, server.failure)
@@ -104,7 +104,7 @@ async def wake_all(run: Run, servers: Sequence[PushedServer]) -> None:
         for server in alive(servers)
         if server.before.asleep and server.holds is Holds.VERIFIED
     ]
-    await each(asleep, call, timeout_s=2 * run.fleet.update_timeout_s, call_name="wake the cache")
+    await each(asleep, call, timeout_s=2 * run.fleet.timeouts.update_s, call_name="wake the cache")
     reached("push.awake")
 
 
@@ -121,9 +121,9 @@ async def sleep_after(run: Run, servers: Sequence[PushedServer]) -> None:
         server.did.slept = level
 
     able = [server for server in alive(servers) if server.holds is Holds.VERIFIED]
-    await each(able, call, timeout_s=run.fleet.update_timeout_s, call_name="sleep")
+    await each(able, call, timeout_s=run.fleet.timeouts.update_s, call_name="sleep")
 
 
 def _patient(run: Run, server: PushedServer) -> Server:
     """Its control routes, with the deadline of an update."""
-    return engines.server(run.client, server.target, timeout_s=run.fleet.update_timeout_s)
+    return engines.server(run.client, server.target, timeout_s=run.fleet.timeouts.update_s)

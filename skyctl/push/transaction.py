@@ -242,7 +242,7 @@ async def deliver(run: Run, frozen: Frozen) -> Delivered:
         delivery = await _push_again(run, checked, delivery)
     if checked.draft is not None:
         with run.stage(PushStage.FINISH, announced=True):
-            await checked.draft.load(servers, timeout_s=run.fleet.update_timeout_s)
+            await checked.draft.load(servers, timeout_s=run.fleet.timeouts.update_s)
     return Delivered(checked, delivery, label_of(run, checked, delivery))
 
 
@@ -280,7 +280,7 @@ async def _push_again(run: Run, checked: Checked, first: Delivery) -> Delivery:
             "scrubbing and pushing again"
         )
         candidates = await responsive(
-            failed, control_timeout_s=run.fleet.control_timeout_s, paused=True
+            failed, control_timeout_s=run.fleet.timeouts.control_s, paused=True
         )
         candidates = [server for server in candidates if server.before.world_size == 1]
         if not candidates:

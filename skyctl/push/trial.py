@@ -62,7 +62,7 @@ async def try_trial(run: Run, servers: Sequence[PushedServer]) -> list[TrialResu
             await server.control.pause("abort", clear_cache=False)
             await count_tokens(server)
 
-    timeout_s = len(trial.prompts) * trial.timeout_s + 5 * run.fleet.control_timeout_s
+    timeout_s = len(trial.prompts) * trial.timeout_s + 5 * run.fleet.timeouts.control_s
     await each(loaded, call, timeout_s=timeout_s, call_name="trial")
     reached("push.trial.done")
     for server in loaded:

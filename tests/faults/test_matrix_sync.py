@@ -46,18 +46,16 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     """Three servers with short deadlines."""
     monkeypatch.setattr("skyctl.push.delivery._GRACE_S", 0.2)
     stubs = Stubs(tmp_path, count=3)
-    stubs.fleet = replace(
-        stubs.fleet, control_timeout_s=1.0, update_timeout_s=1.0, rendezvous_timeout_s=0.5
-    )
+    stubs.limit(control_s=1.0, update_s=1.0, rendezvous_s=0.5)
     return stubs
 
 
 def bound_s(stubs: Stubs) -> float:
     """The worst case of docs/bounds.md with the stubs' deadlines, and 5 s."""
     known = names() | {
-        "control_timeout_s": stubs.fleet.control_timeout_s,
-        "update_timeout_s": stubs.fleet.update_timeout_s,
-        "rendezvous_timeout_s": stubs.fleet.rendezvous_timeout_s,
+        "control_timeout_s": stubs.fleet.timeouts.control_s,
+        "update_timeout_s": stubs.fleet.timeouts.update_s,
+        "rendezvous_timeout_s": stubs.fleet.timeouts.rendezvous_s,
         "_GRACE_S": 0.2,
         "_STARTUP_TIMEOUT_S": 0.0,
     }
@@ -131,7 +129,7 @@ async def test_a_server_that_fails_for_good_in_a_stage(stubs: Stubs, stage: str,
     fault = replace(KINDS[kind], calls=tuple(range(first, 100)))
     stubs.servers[BAD].asgi.faults[STAGES[stage]] = fault
     if kind in ("slow", "500"):  # nothing waits for a deadline, and a busy machine needs time
-        stubs.fleet = replace(stubs.fleet, control_timeout_s=20.0, update_timeout_s=20.0)
+        stubs.limit(control_s=20.0, update_s=20.0)
     rows = await run(stubs)
     check_invariants(stubs, rows)
     if kind == "slow":
@@ -292,7 +290,7 @@ async def test_a_server_that_dies_in_a_broadcast_ends_it_for_all_and_the_others_
     pytest.importorskip("torch")
     for server in stubs.servers:
         server.group.joins = True
-    stubs.fleet = replace(stubs.fleet, update_timeout_s=5.0, rendezvous_timeout_s=20.0)
+    stubs.limit(update_s=5.0, rendezvous_s=20.0)
     observer = Recorder()
 
     def die(done: int) -> None:

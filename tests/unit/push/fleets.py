@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ import pytest
 from skyctl.errors import PushError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult, PushServer
+from skyctl.push.request import (
+    PushFleet,
+    PushObserver,
+    PushRequest,
+    PushResult,
+    PushServer,
+    Reading,
+    Timeouts,
+)
 from skyctl.push.transaction import push
 from tests.stub.app import StubServer
 from tests.stub.sglang import SGLangStub
@@ -64,10 +73,13 @@ class Stubs:
                 for i in range(count)
             ),
             model_path=str(self.base),
-            chunk_size=600,
-            control_timeout_s=5.0,
-            update_timeout_s=5.0,
+            timeouts=Timeouts(control_s=5.0, update_s=5.0),
+            reading=Reading(chunk_size=600),
         )
+
+    def limit(self, **timeouts: float) -> None:
+        """Change the deadlines of its pushes."""
+        self.fleet = replace(self.fleet, timeouts=replace(self.fleet.timeouts, **timeouts))
 
     @property
     def engines(self) -> list[StubEngine]:

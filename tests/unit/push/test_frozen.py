@@ -201,7 +201,7 @@ async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push
 
 async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
     """What asked beside the failed call whether its server is frozen has ended with it."""
-    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
+    stubs.limit(control_s=0.5)
     frozen, observer = stubs.servers[1], Recorder()
 
     def break_down(stage: str) -> None:

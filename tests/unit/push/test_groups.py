@@ -10,7 +10,7 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.request import PushFleet
+from skyctl.push.request import PushFleet, Timeouts
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
@@ -122,7 +122,7 @@ async def test_buffers_that_vllm_would_not_use_again_are_given_back(
         TRANSPORT,
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(update_timeout_s=5.0),  # type: ignore[arg-type]
+        PushFleet("demo", (), timeouts=Timeouts(update_s=5.0)),
         senders=SimpleNamespace(),  # type: ignore[arg-type]
     )
     await delivery.finish([one], lambda: "v1")

@@ -15,7 +15,7 @@ from skyctl.errors import PreflightError, PushError
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
-from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.request import PushFleet, PushRequest, Reading
 from skyctl.push.sender_way import SenderWay
 from skyctl.push.servers import Holds, PushedServer, alive
 from skyctl.push.source import Source
@@ -228,7 +228,7 @@ async def test_in_the_freeze_each_machine_reads_by_itself(
     """A second attempt is made there: a machine that died in a group would keep it frozen."""
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
     servers = tuple(one.given for one in sites)
-    fleet = PushFleet("wide", servers, one_reader=True)
+    fleet = PushFleet("wide", servers, reading=Reading(one_reader=True))
     request, chunks = PushRequest(str(read.path), scan_nan=False), plan_chunks(read.tensors, 1024)
     source = Source(read.identity_digest, read)
     way = SenderWay(Choice("ipc", ""), Ipc(), request, fleet, source, chunks=chunks)
@@ -244,7 +244,7 @@ async def test_one_reader_needs_gpus(tmp_path: Path) -> None:
     stubs = Stubs(tmp_path, 2)
     there = zip(stubs.fleet.servers, NODES, strict=True)
     servers = tuple(replace(server, node=node) for server, node in there)
-    fleet = replace(stubs.fleet, servers=servers, one_reader=True)
+    fleet = replace(stubs.fleet, servers=servers, reading=Reading(one_reader=True))
     request = PushRequest(str(stubs.new), transport="shm")
     async with stubs.client() as client:
         with pytest.raises(PreflightError, match="transport shm does not use"):

@@ -160,7 +160,7 @@ async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undon
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "_GRACE_S", 0.4)
-    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
+    stubs.limit(control_s=0.5, rendezvous_s=0.1)
     for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
         # the first two are the preflight's and the pause's own
         calls = (3,) if route == "/is_paused" else ()
@@ -413,7 +413,7 @@ async def test_kv_that_nobody_fetches_is_waited_for_no_longer_than_its_lease(stu
     decode, prefill = stubs.engines
     await decode.pause("keep")
     prefill.kv_reader, prefill.kv_lease_s = decode, 0.3
-    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
+    stubs.limit(control_s=0.5)
     error = await failing_push(stubs)
     assert "demo-1: pause: no answer in 0.8 s: its requests keep KV" in error.message
     assert "for longer than their lease of 0.3 s" in error.message

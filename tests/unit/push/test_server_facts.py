@@ -11,6 +11,7 @@ from skyctl.engines.base import StartedWith
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.push import server_facts
+from skyctl.push.request import Reading
 from skyctl.push.server_facts import ask_servers, refuse_without_nccl
 from tests.unit.push.fleets import Stubs
 
@@ -56,7 +57,9 @@ async def test_a_fleet_that_now_has_one_reader_asks_known_servers_for_their_nccl
     stubs.engines[0].nccl_settings = {"NCCL_SOCKET_IFNAME": "eth1"}
     async with stubs.client() as client:
         assert (await ask_servers(stubs.fleet, client=client))[0].nccl_settings is None
-        (fact,) = await ask_servers(replace(stubs.fleet, one_reader=True), client=client)
+        (fact,) = await ask_servers(
+            replace(stubs.fleet, reading=Reading(one_reader=True)), client=client
+        )
     assert fact.nccl_settings == {"NCCL_SOCKET_IFNAME": "eth1"}
 
 

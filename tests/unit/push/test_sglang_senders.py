@@ -23,7 +23,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push import machine_facts
 from skyctl.push.check import Checked, check
-from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer
+from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, Reading
 from skyctl.push.transaction import push
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.reader import Filled
@@ -122,7 +122,7 @@ class Fleet:
             )
             for i in range(2)
         )
-        return PushFleet("demo", servers, chunk_size=CHUNK_BYTES)
+        return PushFleet("demo", servers, reading=Reading(chunk_size=CHUNK_BYTES))
 
     def client(self) -> ControlClient:
         return ControlClient(transport=ThroughHttpx(LoopbackTransport(self.stubs)))

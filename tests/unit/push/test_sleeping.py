@@ -254,7 +254,7 @@ async def test_a_level_that_there_is_not_is_refused_before_anything_is_sent(
 async def test_sleeping_and_waking_have_the_deadline_of_an_update(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stubs.fleet = replace(stubs.fleet, control_timeout_s=5.0, update_timeout_s=60.0)
+    stubs.limit(control_s=5.0, update_s=60.0)
     await asleep(stubs)
     deadlines: dict[str, set[float]] = {}
     async with stubs.client() as client:

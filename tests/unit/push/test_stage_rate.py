@@ -10,7 +10,7 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.request import PushFleet, PushRequest, Timeouts
 from skyctl.push.sender_way import refuse_stage_rate
 from skyctl.push.servers import Holds, PushedServer
 from skyctl.transfer.plan import plan_chunks
@@ -45,7 +45,7 @@ async def staged(
     monkeypatch.setattr(SenderProcess, "spawn", spawn)
     checkpoint = read_checkpoint(str(write_checkpoint(directory / "a")))
     plan = plan_chunks(checkpoint.tensors, 1 << 20)
-    fleet = PushFleet("demo", (one.given,), update_timeout_s=5.0)
+    fleet = PushFleet("demo", (one.given,), timeouts=Timeouts(update_s=5.0))
     delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=SenderPool(), stage_rate=rate)
     await delivery.open([one])
     return sender, plan.chunks[0].size

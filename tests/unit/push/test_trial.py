@@ -308,7 +308,7 @@ async def test_a_router_that_does_not_let_go_undoes_the_push(stubs: Stubs) -> No
 
 async def test_requests_that_do_not_end_undo_the_push(stubs: Stubs) -> None:
     stubs.engines[1].requests = 1
-    stubs.fleet = replace(stubs.fleet, drain_timeout_s=0.0)
+    stubs.limit(drain_s=0.0)
     rotation = Rotation(stubs)
     with pytest.raises(PushError, match="1 requests have not ended after 0 s"):
         await push_with(stubs, trial(), rotation=rotation)
