@@ -67,7 +67,7 @@ class ThreadedLoad:
                 self.answers += 1
             except OSError as error:
                 self.failures.append(repr(error))
-            time.sleep(0.02)
+            time.sleep(0.1)  # a server that starts beside it needs the processor
 
     def end(self) -> None:
         self._over.set()
