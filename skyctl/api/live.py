@@ -260,7 +260,7 @@ class FleetSide:
             await self._withdraw()
             return None
         finally:
-            if group.wire is not None and not succeeded:
+            if push.group is not None and not succeeded:
                 await self._withdraw()  # no rank waits for a worker any more
 
     async def place(self) -> tuple[Path, list[Sent]]:

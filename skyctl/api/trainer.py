@@ -219,6 +219,7 @@ class Trainer:
             fleet = await self._stack.enter_async_context(self._holder._connected())
             self._side = FleetSide(fleet, self._holder._ref.name)
             self._stack.push_async_callback(self._side.close)
+            self._ranks.when_lost = self._side.group.drop
             targets = [target.to_wire() for target in await self._side.open()]
             elsewhere = await self._side.runs_elsewhere()
             return [{"targets": targets, "elsewhere": elsewhere}] * self.world_size
@@ -326,10 +327,10 @@ class Trainer:
 
     async def _place(self, request: PushRequest, bodies: list[Body]) -> list[Body]:
         """Which file is written, and by whom where if that has changed. On rank 0 only."""
-        versions = [body["version"] for body in bodies]
-        for rank, version in enumerate(versions):
-            if version != versions[0]:
-                raise UsageError(f"rank {rank} pushes {version}, and rank 0 {versions[0]}")
+        first, *versions = (body["version"] for body in bodies)
+        for rank, version in enumerate(versions, 1):
+            if version != first:
+                raise UsageError(f"rank {rank} pushes {version}, and rank 0 {first}")
         answers, offered = await self._offered(bodies)
         side = self._fleet_side
         side.unkept = offered.unkept if offered is not None and request.keep else ""
@@ -337,12 +338,11 @@ class Trainer:
             reason = side.unkept or side.refused or "the weights are not in a GPU's memory"
             raise PreflightError(reason, hint='transport="auto" takes a file where needed')
         if side.unkept:  # the file is what the fleet copies
-            plans = [{"plan": answer["plan"]} if "plan" in answer else {} for answer in answers]
-            answers, offered = plans, None
+            answers = [{"plan": a["plan"]} if "plan" in a else {} for a in answers]
+            offered = None
         if offered is not None:
-            group = side.meet([body["memory"] for body in bodies])
-            for answer in answers if group is not None else ():
-                answer["group"] = group
+            if (group := side.meet([body["memory"] for body in bodies])) is not None:
+                answers = [answer | {"group": group} for answer in answers]
         else:
             path, sent = await side.place()
             for answer, rows in zip(answers, sent, strict=True):

@@ -23,7 +23,7 @@ class TrainerGroup:
 
     def __init__(self) -> None:
         self.store: GroupStore | None = None
-        """Where members find each other."""
+        """Where members find each other. Workers stay connected to it, and so notice our end."""
         self.stands = False
         """A push has gone through it."""
         self.wire: Body | None = None
@@ -46,7 +46,7 @@ class TrainerGroup:
         return {"meeting": self.wire, "workers": list(offered.workers)}
 
     def drop(self) -> None:
-        """Whoever waits for others in it, learns that they do not come."""
+        """Members that wait for others in it learn that they do not come; workers leave it."""
         store, self.store, self.wire, self.stands = self.store, None, None, False
         if store is not None:
             store.close()

@@ -86,6 +86,8 @@ class Ranks(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.when_lost: Callable[[], None] = lambda: None
+        """Called on rank 0 when another rank has ended, or has closed its trainer."""
 
     @abstractmethod
     async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
@@ -193,6 +195,7 @@ class Hub(Ranks):
                     f"rank {rank} (pid {channel.pid}) has ended, or closed its trainer"
                 )
                 self._changed.set()
+                self.when_lost()
         finally:
             channel.close()
 

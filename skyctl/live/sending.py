@@ -38,7 +38,14 @@ class _Membership:
             self.group = ""
             if self.peers is not None:
                 self.peers.close()
-            self.peers = join(meeting, rank, device, store)
+            try:
+                self.peers = join(meeting, rank, device, store)
+            except BaseException:
+                if store is not None:
+                    store.close()  # members that wait in it learn that the group does not form
+                raise
+            if store is not None:
+                store.seal()
             self.group = meeting.name
             if self.closed:
                 self.peers.close()

@@ -10,8 +10,9 @@ The sender serves it, at an ephemeral port. Each side proves to the other that i
     nothing, or the value once there is one ►
 
 A process that cannot gets no answer, and is disconnected. Messages have limits, waits have
-deadlines, nothing is unpickled, and the store is closed once the group has formed. torch's own
-serves every process that connects.
+deadlines, nothing is unpickled, and once the group has formed the store is closed, or sealed for
+those that stay: their connection ends with the sender's process, on whatever machine that is.
+torch's own serves every process that connects.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from skyctl.store.owned import own
 
 T = TypeVar("T")
 
@@ -39,7 +42,20 @@ _LONGEST_KEY = 256
 _LONGEST_VALUE = 1024 * 1024  # gloo's address of one rank is 170 bytes, and 8 more for each other
 _REQUEST = struct.Struct(">BHI")  # operation, length of the key, length of the value
 _ANSWER = struct.Struct(">I")
-_SET, _GET = range(2)
+_SET, _GET, _STAY = range(3)
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""After so many seconds without an answer, the sender's machine counts as gone."""
+
+
+class _Connection:
+    """A rank's, which a forked child does not keep open."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._socket = writer.get_extra_info("socket")
+        own(self)
+
+    def fileno(self) -> int:
+        return int(self._socket.fileno())
 
 
 class GroupStore:
@@ -56,6 +72,7 @@ class GroupStore:
         self._most_strangers = ranks + _MOST_STRANGERS
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
+        self._sealed = asyncio.Event()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(
             target=self._run, args=(listening,), name="group-store", daemon=True
@@ -69,8 +86,14 @@ class GroupStore:
         """The value, once a rank has set it. Raises TimeoutError."""
         return self._in_loop(self._value(key))
 
+    def seal(self) -> None:
+        """Refuse connections from now on: the group has formed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._sealed.set)
+
     def close(self) -> None:
-        """Refuse connections from now on, and let go of all ranks; may be called twice."""
+        """Seal it, and let go of all ranks; may be called twice."""
+        self.seal()
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -89,18 +112,22 @@ class GroupStore:
 
     async def _serve(self, listening: socket.socket) -> None:
         server = await asyncio.start_server(self._meet, sock=listening)
-        await self._closed.wait()
-        server.close()  # the runner cancels what is under way
+        await self._sealed.wait()
+        server.close()
+        await self._closed.wait()  # the runner cancels what is under way
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # it ended, took too long, or is no rank: none of it is this group's business
         let_go = (OSError, EOFError, TimeoutError, ValueError, asyncio.CancelledError)
         with contextlib.suppress(*let_go):
+            connection = _Connection(writer)
             try:
                 if await self._is_rank(reader, writer):
-                    while True:
-                        await self._answer(reader, writer)
+                    while not await self._answer(reader, writer):
+                        pass
+                    await reader.read(1)  # it stays, and says no more
             finally:
+                del connection
                 writer.transport.abort()
 
     async def _is_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -120,7 +147,8 @@ class GroupStore:
         writer.write(proof_of(self._secret, b"store", ours, theirs))
         return True
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; whether the rank stays and asks no more."""
         async with asyncio.timeout(self._timeout_s):
             request = _REQUEST.unpack(await reader.readexactly(_REQUEST.size))
             operation, key_bytes, value_bytes = request
@@ -133,10 +161,13 @@ class GroupStore:
                 answer = b""
             elif operation == _GET:
                 answer = await self._value(key)
+            elif operation == _STAY:
+                answer = b""
             else:
                 raise ValueError(f"operation {operation} is unknown")
             writer.write(_ANSWER.pack(len(answer)) + answer)
             await writer.drain()
+        return bool(operation == _STAY)
 
     async def _put(self, key: str, value: bytes) -> None:
         async with self._changed:
@@ -179,8 +210,28 @@ class GroupStoreClient:
     def get(self, key: str) -> bytes:
         return self._ask(_GET, key)
 
+    def stay(self, on_end: Callable[[], object]) -> None:
+        """Keep the connection, and call `on_end`, in a thread, once it has ended: by `close`, or
+        because the sender has closed its store, has ended, or its machine does not answer.
+        """
+        self._ask(_STAY, "")
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in _KEEPALIVE.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+
+        def wait() -> None:
+            with contextlib.suppress(OSError):
+                self._socket.recv(1)
+            self._socket.close()
+            on_end()
+
+        threading.Thread(target=wait, name="group-store-stay", daemon=True).start()
+
     def close(self) -> None:
         """May be called twice."""
+        with contextlib.suppress(OSError):  # a thread that reads it wakes up
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _prove(self, secret: bytes) -> None:

@@ -19,25 +19,34 @@ _TAG = 2
 
 
 def join(
-    meeting: Meeting, rank: int, device: torch.device, store: GroupStore | None = None
+    meeting: Meeting,
+    rank: int,
+    device: torch.device,
+    store: GroupStore | GroupStoreClient | None = None,
 ) -> PeerGroup:
-    """Join a group, which has formed when this returns. `store` is that of rank 0.
+    """Join a group, which has formed when this returns. `store` is that of rank 0, or this member's
+    connection to it; without one, a connection is made, and ends with the meeting.
 
     Raises:
         RuntimeError: a member did not come, or another process came in its place.
         OSError: the store is gone, or took too long.
     """
     secret = bytes.fromhex(meeting.secret)
-    client = store or GroupStoreClient(
-        meeting.host, meeting.port, secret, timeout_s=meeting.meet_timeout_s
-    )
+    client = store or connected(meeting)
     try:
         if meeting.transport == "nccl":
             return NcclPeers(meeting, rank, device, client)
         address = client.address if isinstance(client, GroupStoreClient) else meeting.host
         return _GlooPeers(meeting, rank, client, secret, address)
     finally:
-        client.close()
+        if store is None:
+            client.close()
+
+
+def connected(meeting: Meeting) -> GroupStoreClient:
+    """A member's connection to rank 0's store. Raises as `join`."""
+    secret = bytes.fromhex(meeting.secret)
+    return GroupStoreClient(meeting.host, meeting.port, secret, timeout_s=meeting.meet_timeout_s)
 
 
 class _GlooPeers(PeerGroup):

@@ -187,6 +187,26 @@ def test_the_supervisor_dies_and_every_rank_learns_of_it(
     deaths.goes_on()
 
 
+def test_servers_of_any_machine_let_go_of_a_trainer_that_is_killed_between_pushes(
+    deaths: Deaths,
+) -> None:
+    """They do not see its process: what they notice is the end of a connection."""
+    good, cut = deaths.version(), deaths.version()
+    job = Job((good, cut), ranks=1, rank=0, point="rank.begun", transport="gloo")
+    urls = [replica["url"] for replica in deaths.stubs.replicas().values()]
+    assert deaths.ranks.run(job)[0].killed
+    until = time.monotonic() + SETTLE_S
+    while trainers := [_state(url)["trainer"] for url in urls if _state(url)["trainer"]]:
+        assert time.monotonic() < until, trainers
+        time.sleep(0.1)
+    assert deaths.settled({good}) == good
+    deaths.goes_on("gloo")
+
+
+def _state(url: str) -> Any:
+    return httpx.get(f"{url}/stub/state", trust_env=False).raise_for_status().json()
+
+
 def test_ranks_that_are_not_there_any_more_leave_the_fleet_to_others(deaths: Deaths) -> None:
     """A trainer that is killed as a whole keeps neither the fleet's lock nor its files."""
     job = Job((deaths.version(), deaths.version()), ranks=1, rank=0, point="rank.placed")

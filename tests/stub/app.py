@@ -431,6 +431,7 @@ class StubServer:
             {
                 "digest": engine.digest,
                 "draft_digest": engine.draft_digest,
+                "trainer": self.peers.key,
                 "paused": engine.paused,
                 "asleep": sorted(engine.asleep),
                 "update_open": engine.update_open,

@@ -59,7 +59,8 @@ class StubPeers:
         self.dies_at = ""
         """The step at which this process is killed: map, stage, arrived or load."""
         self._engine = engine
-        self._key = ""
+        self.key = ""
+        """What a trainer's group is known by; "" without one."""
         self._arrivals: Arrivals | None = None
         self._program: Program | None = None
         self._tensors: dict[str, Any] = {}
@@ -76,9 +77,9 @@ class StubPeers:
             raise EngineRefused(f"Worker failed with error '{error}'") from error
 
     def report(self, key: str = "", **_: Any) -> dict[str, Any]:
-        if key != self._key:
+        if key != self.key:
             self.close()
-        return LayoutReport(0, reason=NOT_ON_GPU, opened=self._key).to_wire()
+        return LayoutReport(0, reason=NOT_ON_GPU, opened=self.key).to_wire()
 
     def map(self, key: str, group: dict[str, Any], place: int, **given: Any) -> bool:
         import torch
@@ -90,9 +91,13 @@ class StubPeers:
         self._program = program = Program.from_wire(given["programs"][0])
         meeting, cpu = Meeting.from_wire(group), torch.device("cpu")
         steps = steps_of(program.copies, given["exports"][0])
-        self._arrivals = Arrivals(meeting, place, cpu, steps)
-        self._key = key
+        self.key = key
+        self._arrivals = Arrivals(meeting, place, cpu, steps, lambda: self.release(key))
         return True
+
+    def release(self, key: str) -> None:
+        if self.key == key:
+            self.close()
 
     def stage(self, numbers: list[dict[str, int]]) -> None:
         from skyctl.engines.vllm.inside import arrivals
@@ -125,7 +130,7 @@ class StubPeers:
         return answer
 
     def close(self) -> None:
-        arrivals, self._arrivals, self._key = self._arrivals, None, ""
+        arrivals, self._arrivals, self.key = self._arrivals, None, ""
         if arrivals is not None:
             arrivals.close()
 

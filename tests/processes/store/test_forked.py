@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from skyctl.store.locks import Locks
 from skyctl.store.state import FleetState
+from skyctl.wire.group_store import GroupStoreClient
 
 _FORKS = """
 import os, signal, sys
@@ -136,6 +138,40 @@ def test_a_server_notices_the_end_of_a_caller_that_has_forked(tmp_path: Path) ->
         finally:
             process.kill()
             process.communicate()
+
+
+_STORE = """
+from skyctl.wire.group_store import GroupStore
+store = GroupStore("127.0.0.1", bytes(32), ranks=1, timeout_s=5)
+print(store.port, flush=True)
+store.get("joined")
+fork()
+"""
+
+
+def test_a_rank_that_stays_notices_the_end_of_a_trainer_that_has_forked() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _FORKS + _STORE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        joining, staying = (
+            GroupStoreClient("127.0.0.1", port, bytes(32), timeout_s=30) for _ in range(2)
+        )
+        ended = threading.Event()
+        staying.stay(ended.set)
+        joining.set("joined", b"")
+        assert process.stdout.readline() == "forked\n"
+        assert not ended.is_set()
+        process.kill()
+        assert ended.wait(30)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 _HELPED = """

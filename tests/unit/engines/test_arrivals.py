@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,11 +37,27 @@ def copies_of(ranks: int) -> tuple[list[Copy], list[list[int]]]:
     return copies, [[n % ranks, n // ranks] for n in range(COUNT)]
 
 
+class Store:
+    """A connection to rank 0's."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def stay(self, on_end: Callable[[], object]) -> None:
+        self.ends = on_end
+
+    def close(self) -> None: ...
+
+
 class Group(PeerGroup):
     """Sends its number in each byte of a message; notes where they land."""
 
+    closed = False
+
     def __init__(self) -> None:
         self.storages: set[int] = set()
+
+    def close(self) -> None:
+        self.closed = True
 
     def transfer(self, sends: Messages, receives: Messages) -> None:
         for rank, message in receives:
@@ -54,9 +71,10 @@ def test_all_steps_land_in_memory_that_does_not_grow_with_the_ranks(
 ) -> None:
     group, target = Group(), torch.zeros(COUNT * SIZE, dtype=torch.uint8)
     monkeypatch.setattr(arrivals, "join", lambda *_: group)
+    monkeypatch.setattr(arrivals, "connected", Store)
     steps = steps_of(*copies_of(ranks))
     assert len(steps) == COUNT * SIZE // STEP and landing_bytes(steps) == STEP
-    arriving = Arrivals(MEETING, 1, CPU, steps)
+    arriving = Arrivals(MEETING, 1, CPU, steps, lambda: None)
     before = arriving._landing.untyped_storage().data_ptr()
     arriving.receive({0: target})
     arriving.wait()
@@ -88,6 +106,26 @@ def test_a_worker_without_memory_for_what_lands_refuses_before_the_push(
     assert loader.key == ""
 
 
+@pytest.mark.parametrize("next_trainer", [False, True])
+def test_a_worker_lets_go_of_a_trainer_that_has_ended_and_of_no_later_one(
+    monkeypatch: pytest.MonkeyPatch, next_trainer: bool
+) -> None:
+    groups, stores = [Group(), Group()], [Store(), Store()]
+    coming, connecting = iter(groups), iter(stores)
+    loader = loader_with(monkeypatch, free=COUNT * SIZE + SPARE_BYTES + STEP)
+    monkeypatch.setattr(arrivals, "join", lambda *_: next(coming))
+    monkeypatch.setattr(arrivals, "connected", lambda _: next(connecting))
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.0)
+    assert joined(loader)
+    loader._arrivals.wait()
+    if next_trainer:
+        assert joined(loader, key="next")
+        loader._arrivals.wait()
+    stores[0].ends()
+    assert groups[0].closed and not groups[1].closed
+    assert (loader.key, loader._beside is None) == (("next", False) if next_trainer else ("", True))
+
+
 def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
     """The loader of a worker that packs nothing, with so much memory free."""
     target = torch.zeros(COUNT * SIZE, dtype=torch.uint8)
@@ -97,11 +135,12 @@ def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(arrivals, "join", lambda *_: Group())
+    monkeypatch.setattr(arrivals, "connected", Store)
     return peers.PeerLoader(SimpleNamespace(device=CPU))
 
 
-def joined(loader: Any) -> bool:
+def joined(loader: Any, key: str = "key") -> bool:
     copies, sources = copies_of(4)
     program = Program("layout", (("w", "uint8", (COUNT * SIZE,)),), tuple(copies))
-    staged: bool = loader.join(program, sources, "key", None, MEETING.to_wire(), 4)
+    staged: bool = loader.join(program, sources, key, None, MEETING.to_wire(), 4)
     return staged

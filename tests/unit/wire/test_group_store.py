@@ -57,6 +57,35 @@ def test_what_one_rank_sets_the_others_get_however_early_they_ask(store: GroupSt
     second.close()
 
 
+def test_a_rank_that_stays_learns_of_the_end_of_a_store_that_lets_in_no_others(
+    store: GroupStore,
+) -> None:
+    staying, ended = rank(store), threading.Event()
+    staying.stay(ended.set)
+    late = rank(store)
+    store.seal()
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            socket.create_connection((ADDRESS, store.port), 5).close()
+        except ConnectionError:
+            break
+        assert time.monotonic() < deadline
+    late.set("key", b"value")  # who is in may go on
+    assert store.get("key") == b"value"
+    late.close()
+    assert not ended.is_set()
+    store.close()
+    assert ended.wait(5)
+
+
+def test_a_rank_that_stays_may_leave(store: GroupStore) -> None:
+    staying, ended = rank(store), threading.Event()
+    staying.stay(ended.set)
+    staying.close()
+    assert ended.wait(5)
+
+
 def test_a_rank_learns_its_own_address(store: GroupStore) -> None:
     assert rank(store).address == ADDRESS
 
@@ -101,7 +130,7 @@ def test_a_crowd_of_strangers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "request_head",
-    [(0, 257, 0), (0, 3, 1024 * 1024 + 1), (2, 0, 0)],
+    [(0, 257, 0), (0, 3, 1024 * 1024 + 1), (3, 0, 0)],
     ids=["key", "value", "operation"],
 )
 def test_a_rank_that_asks_for_too_much_is_let_go(

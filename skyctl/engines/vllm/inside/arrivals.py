@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 
 import torch
 
+from skyctl.engines.inside.ended import GRACE_S
 from skyctl.wire.batches import Batch, batches
 from skyctl.wire.copies import octets_of
 from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.group_store import GroupStoreClient
 from skyctl.wire.layouts import Copy, Program
 from skyctl.wire.messages import RowQuestion
 from skyctl.wire.peer_group import Meeting, PeerGroup
-from skyctl.wire.peers import join
+from skyctl.wire.peers import connected, join
 
 Targets = Mapping[int, torch.Tensor]
 """Flat bytes, by the number of the parameter."""
@@ -29,6 +32,8 @@ class Arrivals:
     Args:
         place: of this worker in the group.
         steps: what each push sends it.
+        trainer_ended: is called, in a thread, some seconds after the trainer's rank 0 has ended, or
+            has left the group, unless that was left here.
     """
 
     def __init__(
@@ -37,8 +42,11 @@ class Arrivals:
         place: int,
         device: torch.device,
         steps: Steps,
+        trainer_ended: Callable[[], None],
     ) -> None:
         self._group: PeerGroup | None = None
+        self._store: GroupStoreClient | None = None
+        self._trainer_ended = trainer_ended
         self._problem = ""
         self._thread = threading.Thread()
         self._steps = steps
@@ -70,8 +78,10 @@ class Arrivals:
         """Leave the group; what is under way ends by itself."""
         self._closed = True
         group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        store, self._store = self._store, None
+        for member in (group, store):
+            if member is not None:
+                member.close()
 
     def _then(self, act: Callable[[], None]) -> None:
         before = self._thread
@@ -91,10 +101,17 @@ class Arrivals:
         self._thread.start()
 
     def _join(self, meeting: Meeting, place: int, device: torch.device) -> None:
-        group = join(meeting, place, device)
-        self._group = group
+        self._store = store = connected(meeting)
+        self._group = join(meeting, place, device, store)
+        store.stay(self._rank_ended)
         if self._closed:
             self.close()
+
+    def _rank_ended(self) -> None:
+        if not self._closed:
+            time.sleep(GRACE_S)
+        if not self._closed:
+            self._trainer_ended()
 
     def _receive(self, targets: Targets, check: Callable[[], None]) -> None:
         group = self._group

@@ -77,7 +77,10 @@ class PeerLoader(LayoutLoader):
                     self._beside = Beside(targets, self._device)
                 require_free(landing, self._device)
                 torch.cuda.synchronize(self._device)
-            self._arrivals = Arrivals(Meeting.from_wire(group), place, self._device, steps)
+            meeting = Meeting.from_wire(group)
+            self._arrivals = Arrivals(
+                meeting, place, self._device, steps, lambda: self.release(key)
+            )
             self.key = key
             return by_loader or self._beside is not None
         except BaseException:
