@@ -1,9 +1,9 @@
 """Load adapters into all servers of a fleet, or into none.
 
-    read, check, copy ─► intend ─► load NAME@4 ─► name ─► commit
-    └ nothing is loaded ┘ └ durable   │ unseen      │ seen by users from here
-                                      └──── fails ──┴─► every server back at what is committed,
-                                                        else quarantined; withdraw
+    read, check, copy ─► intend ─► [give] ─► load NAME@4 ─► name ─► commit
+    └ nothing is loaded ┘ └ durable   │         │ unseen      │ seen by users from here
+                                      └─────────┴──── fails ──┴─► every server back at what is
+                                                   committed, else quarantined; withdraw, release
 
 A version is loaded beside those that serve, so a server that cannot take it is found before any
 user sees it. Giving it the name is one assignment in each server: running requests finish with the
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.committed import undo
 from skyctl.adapters.fleet import AdapterChange, AdapterFleet
-from skyctl.adapters.given import give, release
+from skyctl.adapters.given import give, keep, release
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.staging import in_use, staged
@@ -74,9 +74,14 @@ async def load(fleet: AdapterFleet, request: LoadAdapter) -> AdapterChange:
         new = _version(fleet, request.name, adapter, copy)
         targets, skipped = _taking_part(fleet)
         await _refuse_unapplied(fleet, adapter, targets, request.timeout_s)
-        if request.sent is not None:
-            await give(fleet, adapter, request.sent, copy, targets, request.timeout_s)
         store.intend_version(fleet.state, new, [target.name for target in targets])
+        if request.sent is not None:
+            reached("adapters.give.call")
+            try:
+                await give(fleet, adapter, request.sent, copy, targets, request.timeout_s)
+            except (SkyctlError, asyncio.CancelledError):
+                require_all(await undo(fleet, new.name, targets), f"adapters {new.name}")
+                raise
 
         async def load_version(target: ServerTarget) -> None:
             await fleet.server(target, request.timeout_s).load_adapter(new.served_as, new.path)
@@ -167,7 +172,10 @@ async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
                 raise
         await asyncio.sleep(_POLL_S)
     try:
-        for adapter_name in store.unfinished(fleet.state):
+        unfinished = store.unfinished(fleet.state)
+        if unfinished:
+            await keep(fleet)  # a server may have to catch up with what only others hold
+        for adapter_name in unfinished:
             fleet.state.add_event("adapters", f"a change of {adapter_name} broke off: undone")
             await undo(fleet, adapter_name, fleet.targets()[0])
         yield

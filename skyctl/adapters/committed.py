@@ -12,6 +12,7 @@ from pathlib import Path
 from skyctl import engines
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.fleet import AdapterFleet
+from skyctl.adapters.given import release
 from skyctl.adapters.peft import UNWRITTEN, read_parts
 from skyctl.checkpoints.staging import sweep
 from skyctl.engines.base import Server
@@ -116,5 +117,12 @@ async def undo(
             reason = f"its adapters are not the fleet's: {outcome.detail}; type: skyctl recover"
             fleet.state.update_server(outcome.server, quarantine=reason)
             fleet.quarantined(outcome.server)
-    store.withdraw(fleet.state, name)
+    await withdraw(fleet, name, targets)
     return outcomes
+
+
+async def withdraw(fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget]) -> None:
+    """The change of `name` was undone: servers let go of what they were given for it."""
+    path = store.withdraw(fleet.state, name)
+    if path and (Path(path) / UNWRITTEN).exists():
+        await release(fleet, targets, [path])

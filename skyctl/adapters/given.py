@@ -117,7 +117,7 @@ async def keep(fleet: AdapterFleet) -> tuple[str, ...]:
 
 def _unwritten(fleet: AdapterFleet) -> list[str]:
     """The versions that are in no file yet, by their paths."""
-    paths = filter(None, store.kept_paths(fleet.state))
+    paths = store.requested_paths(fleet.state)
     return [path for path in paths if os.path.exists(f"{path}/{UNWRITTEN}")]  # noqa: PTH110
 
 

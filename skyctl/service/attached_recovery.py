@@ -7,7 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from skyctl import engines
-from skyctl.adapters.committed import catch_up
+from skyctl.adapters.committed import catch_up, withdraw
+from skyctl.adapters.fleet import AdapterFleet
+from skyctl.adapters.given import keep
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import judge
 from skyctl.core.findings import Action, Condition, Finding
@@ -114,7 +116,7 @@ async def recover(
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
         actions = _Actions(ref, own, client, state)
         recovered = await carry_out(await find(servers, client, state, locks), actions)
-        await _bring_to_adapters([*own.values()], client, state, ref.config.control_timeout_s)
+        await _bring_to_adapters(ref, [*own.values()], client, state)
         return tuple(
             replace(repair, ok=False, detail=others[repair.server])
             if repair.server in others
@@ -124,20 +126,30 @@ async def recover(
 
 
 async def _bring_to_adapters(
-    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState, timeout_s: float
+    ref: FleetRef, targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> None:
     """Repair, on servers that serve, what a killed change of adapters left, or a server missed.
-    All are asked: the record does not show that a server was restarted.
+    All are asked: the record does not show that a server was restarted. What only servers hold is
+    written first, for those that do not.
     """
     unfinished = store.unfinished(state)
     absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
     serving = [target for target in targets if target.name not in absent]
-    for outcome in await catch_up(state, client, serving, timeout_s):
+    fleet = AdapterFleet(
+        name=ref.name,
+        state=state,
+        client=client,
+        targets=lambda: (serving, {}),
+        directory=ref.paths.adapters,
+        timeout_s=ref.config.control_timeout_s,
+    )
+    await keep(fleet)
+    for outcome in await catch_up(state, client, serving, fleet.timeout_s):
         if not outcome.ok:
             reason = f"its adapters are not the fleet's: {outcome.detail}"
             state.update_server(outcome.server, quarantine=reason)
     for name in unfinished:
-        store.withdraw(state, name)
+        await withdraw(fleet, name, serving)
 
 
 @dataclass

@@ -154,17 +154,24 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
                 _record(state, server, name, target)
 
 
-def withdraw(state: FleetState, name: str) -> None:
-    """The change of `name` was undone; a server where it was not is not current (`is_current`)."""
+def withdraw(state: FleetState, name: str) -> str:
+    """The change of `name` was undone; a server where it was not is not current (`is_current`).
+    Returns the path of the version that no client could request; "" if there was none.
+    """
     with state.transaction():
-        row = state.row("SELECT target FROM adapters WHERE name = ?", name)
+        row = state.row(
+            "SELECT target, path FROM adapters a LEFT JOIN adapter_versions v "
+            "ON v.name = a.name AND v.version = a.target WHERE a.name = ?",
+            name,
+        )
         if row is None or row["target"] is None:
-            return
+            return ""
         state.write(
-            "UPDATE adapter_versions SET until = ? WHERE name = ? AND version = ?",
-            time.time(), name, row["target"],
+            "UPDATE adapter_versions SET until = 0 WHERE name = ? AND version = ?",
+            name, row["target"],
         )  # fmt: skip
         state.write("UPDATE adapters SET target = NULL WHERE name = ?", name)
+    return row["path"] or ""
 
 
 def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersion]) -> None:
@@ -212,6 +219,12 @@ def record_path(state: FleetState, adapter: AdapterVersion, path: str) -> None:
 def kept_paths(state: FleetState) -> set[str | None]:
     """Every copy that must stay."""
     return {row["path"] for row in state.rows("SELECT path FROM adapter_versions")}
+
+
+def requested_paths(state: FleetState) -> list[str]:
+    """The copies of versions that clients request, requested, or are about to."""
+    rows = state.rows("SELECT path FROM adapter_versions WHERE until IS NULL OR until > 0")
+    return [row["path"] for row in rows if row["path"]]
 
 
 def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:

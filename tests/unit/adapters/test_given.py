@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from skyctl.checkpoints.staging import staged
 from skyctl.errors import PartialFailure, PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.service.attached_recovery import _bring_to_adapters
 from skyctl.store import adapters as store
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -128,6 +131,58 @@ async def test_a_server_that_copied_something_else_fails_it_for_all(fleet: Fleet
         await fleet.sync(0.6)
     assert "is not what was sent" in str(caught.value.details)
     assert fleet.served() == before and not store.unfinished(fleet.state)
+
+
+class Died(BaseException):
+    """Of a process that is killed."""
+
+
+async def test_what_servers_were_given_goes_with_a_process_that_dies_before_they_load_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.sync(0.5)
+    before, first = fleet.served(), str(fleet.path())
+
+    async def give_and_die(*arguments: Any) -> None:
+        await given.give(*arguments)
+        raise Died
+
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        patch.setattr(change, "give", give_and_die)
+        await fleet.sync(0.6)
+    assert [len(stub.adapters.given) for stub in fleet.stubs] == [2, 2]
+    assert store.unfinished(fleet.state) == {"x": 2}  # on record before servers had anything
+    fleet.stubs[0].adapters = type(fleet.stubs[0].adapters)("stub")  # it is restarted as well
+    async with change.changing(fleet.fleet):  # whoever takes the lock next
+        pass
+    assert (Path(first) / WEIGHTS).exists() and fleet.served() == before
+    assert [stub.adapters.given for stub in fleet.stubs] == [{}, {}]
+    assert not store.unfinished(fleet.state) and await given.keep(fleet.fleet) == ()
+
+
+async def test_recovery_writes_what_only_servers_hold_for_one_that_was_restarted(
+    fleet: Fleet,
+) -> None:
+    await fleet.sync(0.5)  # and its process dies before it has had it written
+    before = fleet.served()
+    fleet.stubs[0].adapters = type(fleet.stubs[0].adapters)("stub")
+    paths = SimpleNamespace(adapters=fleet.fleet.directory)
+    ref: Any = SimpleNamespace(
+        name="f", paths=paths, config=SimpleNamespace(control_timeout_s=10.0)
+    )
+    await _bring_to_adapters(ref, fleet.targets, fleet.fleet.client, fleet.state)
+    assert fleet.served() == before and (fleet.path() / WEIGHTS).exists()
+    assert [row.quarantine for row in fleet.state.servers()] == [None] * len(fleet.state.servers())
+
+
+async def test_what_some_servers_were_given_goes_with_the_refusal_of_another(fleet: Fleet) -> None:
+    await fleet.sync(0.5)
+    await given.keep(fleet.fleet)
+    fleet.stubs[1].adapters.cannot_take = "it sees no such GPU"
+    with pytest.raises(PreflightError, match="sees no such GPU"):
+        await fleet.sync(0.6)
+    assert [stub.adapters.given for stub in fleet.stubs] == [{}, {}]
+    assert not store.unfinished(fleet.state) and await given.keep(fleet.fleet) == ()
 
 
 async def test_a_version_that_was_replaced_stays_with_servers_until_it_is_written(
