@@ -88,6 +88,8 @@ class SessionHolder:
     def __init__(self, ref: FleetRef | RemoteRef) -> None:
         self._ref = ref
         self._sessions: MutableMapping[asyncio.AbstractEventLoop, Session] = WeakKeyDictionary()
+        self._sends_files = False
+        """Servers could not copy an adapter out of this process's memory: files have the next."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._ref,)

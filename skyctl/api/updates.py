@@ -246,7 +246,7 @@ class Adapters:
             def room() -> AbstractContextManager[Path]:
                 return staged(place.adapters, needed_bytes=total, in_memory=place.in_memory)
 
-            if on_one_gpu(named_tensors):
+            if on_one_gpu(named_tensors) and not self._fleet._sends_files:
                 with room() as directory:
                     sent, buffer = await asyncio.to_thread(gather, named_tensors, config, directory)
                     try:
@@ -254,6 +254,7 @@ class Adapters:
                     except PreflightError as error:
                         if CANNOT_TAKE not in error.message:
                             raise
+                        self._fleet._sends_files = True
                     finally:
                         buffer.free()
             with room() as directory:
