@@ -4,7 +4,9 @@ adapter `own` at its start: what skyctl loads from the same directory must answe
 
 from __future__ import annotations
 
+import random
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
+from skyctl.adapters.peft import WEIGHTS
 from skyctl.checkpoints.header import read_header
 from tests.integration.fleet_cli import bearer
 from tests.unit.adapters.files import lora, make_adapter
@@ -37,10 +40,19 @@ def write_adapters(model: Path, directory: Path) -> tuple[Path, Path]:
         tensors |= lora(f"base_model.model.{module}", rows=rows, columns=columns)
     listed = [module.rpartition(".")[2] for module in _MODULES]
     x1, x2 = (
-        make_adapter(directory / f"x{number}", tensors, value=value, target_modules=listed)
-        for number, value in ((1, 0.4), (2, -0.7))
+        make_adapter(directory / f"x{number}", tensors, target_modules=listed) for number in (1, 2)
     )
+    for seed, adapter in enumerate((x1, x2)):
+        _fill(adapter / WEIGHTS, random.Random(seed))
     return x1, x2
+
+
+def _fill(file: Path, chance: random.Random) -> None:
+    """Draw its numbers: a product of constant ones turns all hidden states the same way."""
+    raw = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    drawn = array("f", (chance.gauss(0, 0.1) for _ in range((len(raw) - begin) // 4)))
+    file.write_bytes(raw[:begin] + drawn.tobytes())
 
 
 def adapters(run: SGLangRun) -> str:
@@ -58,8 +70,10 @@ def adapters(run: SGLangRun) -> str:
     body = {"input_ids": _PROMPT, "lora_path": "math", "sampling_params": settings}
     held = run.held("tuned-0", fleet="tuned", body=body)
     replaced = _change(run, "sync", "math", str(run.x2))
-    assert tokens(run, "math", flush=False) == first and held[0].is_alive()
+    # of the others, none has the same sums beside a request as alone
+    assert tokens(run, "math", flush=False)[:1] == first[:1] and held[0].is_alive()
     assert run.ended(held) == (run.held_tokens, "length")
+    assert tokens(run, "math") == first
     assert _names(run) == {"tiny", "own", "first", "math"}
     _change(run, "unload", "first")
     assert _names(run) == {"tiny", "own", "math"}
@@ -81,8 +95,12 @@ def _through_changes(
     command("sleep", timeout_s=90)
     command("wake", timeout_s=90)
     assert [tokens(run, "math"), tokens(run, None)] == [second, base]
+    before = run.answers("tuned")["tuned-0"]
+    comparable = before == run.answers()["sgl-0"]  # SGLang computes otherwise where it takes LoRA
     command("sync-weights", str(run.b), timeout_s=90)
-    assert run.answers("tuned")["tuned-0"] == run.answers("right")["right-0"], "pushed in part"
+    pushed = run.answers("tuned")["tuned-0"]
+    assert pushed != before
+    assert not comparable or pushed == run.answers("right")["right-0"], "pushed in part"
     command("sync-weights", str(run.a), timeout_s=90)
     assert [tokens(run, "math"), tokens(run, None), tokens(run, "own")] == [second, base, own]
     run.remembered["math"], run.remembered["late"] = list(second), list(own)

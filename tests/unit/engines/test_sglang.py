@@ -105,7 +105,8 @@ def test_servers_take_tensors_on_gpus_where_that_is_asked_for(settings: dict[str
 def test_the_api_key_opens_inference_and_nothing_that_changes_a_server() -> None:
     for path in ("/generate", "/v1/completions", "/model_info", "/metrics"):
         assert is_data(path, serve.ROUTES)
-    for path in (keeper.PAUSE, keeper.FROM_DISK, keeper.STATE, "/flush_cache", "/abort_request"):
+    control = (keeper.PAUSE, keeper.FROM_DISK, keeper.STATE, keeper.LOAD, keeper.UNLOAD)
+    for path in (*control, "/flush_cache", "/abort_request"):
         assert not is_data(path, serve.ROUTES)
 
 
