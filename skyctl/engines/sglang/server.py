@@ -8,9 +8,11 @@ those that would, and to a server without a keeper they are not sent.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from skyctl.engines.base import (
@@ -361,7 +363,7 @@ def settings_problem(settings: Mapping[str, Any]) -> str:
     """
     named = {name.replace("-", "_"): value for name, value in settings.items()}
     drafts = str(named.get("speculative_algorithm") or "")
-    if named.get("enable_lora") and named.get("quantization"):
+    if named.get("enable_lora") and (named.get("quantization") or _is_quantized(named)):
         return (
             "it takes LoRA adapters for quantized layers, where SGLang loads new weights but not "
             "their scales"
@@ -370,3 +372,12 @@ def settings_problem(settings: Mapping[str, Any]) -> str:
         moves_experts=bool(named.get("enable_eplb")),
         drafts="" if drafts == "NGRAM" else drafts,  # that one drafts from the tokens themselves
     )
+
+
+def _is_quantized(settings: Mapping[str, Any]) -> bool:
+    """Whether a server's checkpoint is, as far as it is on this machine."""
+    try:
+        config = json.loads((Path(str(settings.get("model_path"))) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("quantization_config"))

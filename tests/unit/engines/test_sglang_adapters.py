@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,8 @@ async def test_the_model_itself_keeps_its_names(fleet: Fleet, model: str) -> Non
     fleet.stubs[0].engine.served_model_name = "/directory/of/an/update"
     assert await fleet.text(model) == base != await fleet.text("x")
     assert await fleet.text("stub:x") == await fleet.text("x")
+    with pytest.raises(ServerError, match="does not exist"):
+        await fleet.text("other:x")
     with pytest.raises(ServerError, match="no LoRA adapters: send chats or completions"):
         body = {"model": "x", "input": "hello"}
         await fleet.client.call(fleet.servers[0].target, "POST", "/v1/responses", json=body)
@@ -239,6 +242,11 @@ def test_the_fleet_files_limits_become_sglangs_arguments() -> None:
     assert server.argv[begin + 6 : begin + 13] == TARGETS
 
 
-def test_quantized_layers_with_adapters_take_no_pushes() -> None:
-    assert "scales" in settings_problem({"enable_lora": True, "quantization": "fp8"})
-    assert not settings_problem({"enable_lora": True, "quantization": None})
+def test_quantized_layers_with_adapters_take_no_pushes(tmp_path: Path) -> None:
+    plain = {"enable_lora": True, "quantization": None, "model_path": str(tmp_path)}
+    assert "scales" in settings_problem({**plain, "quantization": "fp8"})
+    assert not settings_problem(plain)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    assert "scales" in settings_problem(plain)
+    assert not settings_problem({**plain, "enable_lora": False})

@@ -145,7 +145,8 @@ def choose_by_model(serving: Any, refusal: Callable[..., Exception]) -> None:
         if model in manager.lora_registry._registry:
             return model
         base = base_names(manager)
-        if model and model not in base and model.partition(":")[0] not in base:
+        begins = tuple(f"{name}:" for name in base)
+        if model and model not in base and not model.startswith(begins):
             raise refusal(status_code=404, detail=f"The model `{model}` does not exist.")
         return resolve(self, model, explicit)
 
