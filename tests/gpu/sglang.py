@@ -312,7 +312,7 @@ def by_nccl(run: SGLangRun) -> str:
     after = used_mib()
     assert run.answers("right")["right-0"] == on_b
     assert {row["pid"] for row in fleet.data("status", timeout_s=30)["replicas"]} == pids
-    assert abs(after - before) < 300, f"{before} MiB before, {after} after"
+    assert after - before < 300, f"{before} MiB before, {after} after"
     steady = statistics.median(freezes[2 : 2 + run.pushes])
     return (
         f"first {freezes[0]:.0f}, later {steady:.0f} ms (median of {run.pushes}); three senders "
@@ -340,7 +340,7 @@ def many_pushes(run: SGLangRun) -> str:
         assert all(server["ok"] for server in pushed["servers"]), pushed
         freezes.append(1000 * pushed["freeze_window_s"])
     after = used_mib()
-    assert abs(after - before) < 200, f"{before} MiB before, {after} after"
+    assert after - before < 200, f"{before} MiB before, {after} after"
     frozen = f"frozen {statistics.median(freezes):.0f} ms (median)"
     return f"{run.pushes}; {frozen}; {before} to {after} MiB"
 
