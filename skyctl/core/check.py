@@ -325,9 +325,9 @@ def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
 
 
 def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
-    """The trainer computes on this machine, wherever the servers are."""
+    """What a trainer on this machine needs of it, wherever the servers are."""
     section = plan.config.tinker
-    if section is None or not section.gpus:
+    if section is None or not section.gpus or section.machine is not None:
         return
     visible = visible_gpus(discover(), os.environ)
     shares = 1 if section.shard_base is False else len(section.ranks)

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.tinker import MODULES, TinkerSettings
 from skyctl.engines import ENGINES
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.launch.base import Node
@@ -23,6 +24,9 @@ from skyctl.store.paths import FleetPaths
 def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tuple[str, str]]:
     """What is wrong, and what to change, for each machine that is to run a server."""
     servers = _by_node(plan)
+    trainer = TinkerSettings.of_argument(plan.tinker.argv[-1]).node if plan.tinker else None
+    if trainer is not None:
+        servers.setdefault(trainer, [])
     if not servers:
         return
     engine = ENGINES[plan.config.engine]
@@ -33,10 +37,11 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
         shared = plan.config.shared_dir and os.path.realpath(plan.config.shared_dir)
         with _written_to(shared) as written:
             questions = []
-            for hosted in servers.values():
+            for node, hosted in servers.items():
                 used = [port for server in hosted for port in (server.port, server.master_port)]
                 ports = [port for port in used if port and port not in own_ports]
-                question = {"ports": 0, "modules": list(modules), "listening": ports}
+                needed = [*modules, *(MODULES if node == trainer else ())]
+                question = {"ports": 0, "modules": needed, "listening": ports}
                 questions.append({**question, "paths": [*paths, *written]})
             answered = answers(list(servers), questions)
     except OSError as error:
@@ -90,6 +95,10 @@ def _wrong_on(
     for server in servers:
         for index in sorted(set(server.gpus) - gpus):
             yield f"{node.target} has no GPU {index}", "correct `gpus`"
+    section = plan.config.tinker
+    if section is not None and section.machine == node.target:
+        for index in sorted({*section.gpus} - gpus):
+            yield f"{node.target} has no GPU {index}", "correct `tinker: device`; cpu always works"
     yield from _without_room(node, facts, servers)
 
 

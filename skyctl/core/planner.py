@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from skyctl.fleetfile.arguments import merge_arguments, plan_warnings, refusals
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import RouterSection
 from skyctl.fleetfile.values import resolve_relative
-from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Gpu, Machine
+from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
 from skyctl.store.paths import expanded
@@ -110,6 +110,7 @@ class _Planner:
         self.replicas = expand_replicas(config)
         self.remote = bool(self.machines)
         self.machines = self.machines or (self.local,)
+        self.trainer = self._trainer_node()
         visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
@@ -185,9 +186,21 @@ class _Planner:
             return self.config.gpus
         return [gpu.index for gpu in self.local.gpus if gpu.index not in trainer]
 
+    def _trainer_node(self) -> Node | None:
+        """The machine that trains, None for this one. Its GPUs are kept from servers there."""
+        section = self.config.tinker
+        for machine in self.machines:
+            if section and machine.node and machine.node.target == section.machine:
+                free = tuple(gpu for gpu in machine.gpus if gpu.index not in section.gpus)
+                others = (replace(m, gpus=free) if m is machine else m for m in self.machines)
+                self.machines = tuple(others)
+                return machine.node
+        return None
+
     def _trainer_gpus(self) -> tuple[int, ...]:
         """The GPUs of this machine that the Tinker API trains on."""
-        numbers = self.config.tinker.gpus if self.config.tinker else ()
+        here = self.config.tinker is not None and self.trainer is None
+        numbers = self.config.tinker.gpus if self.config.tinker and here else ()
         visible = self.local.gpus
         return tuple(visible[number].index for number in numbers if number < len(visible))
 
@@ -311,6 +324,7 @@ class _Planner:
             port=section.port,
             storage=str(storage) if storage else None,
             devices=section.ranks,
+            machine=asdict(self.trainer) if self.trainer else None,
             shard_base=section.shard_base,
             dtype=section.dtype,
             threads=section.threads,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from skyctl.errors import SkyctlError
+from skyctl.launch.base import Node
 from skyctl.store.paths import expanded
 
 MODULES = ("google.protobuf", "zstandard", "numpy", "torch", "transformers", "safetensors")
@@ -38,6 +39,8 @@ class TinkerSettings:
     """Where it keeps checkpoints; None is the fleet's own directory."""
     devices: Sequence[str]
     """Where it trains, a rank on each."""
+    machine: Mapping[str, Any] | None
+    """The fields of the `Node` that it trains on; None for this machine."""
     shard_base: bool | None
     """Whether ranks shard the base; None: as a GPU's memory allows."""
     dtype: str
@@ -76,6 +79,13 @@ class TinkerSettings:
     """The name that servers give the model."""
     key_source: str | None
     """A variable or a file that has the key of the servers; None if they ask for none."""
+
+    @property
+    def node(self) -> Node | None:
+        """The machine that it trains on; None for this one."""
+        if self.machine is None:
+            return None
+        return Node(**{**self.machine, "command": tuple(self.machine["command"])})
 
     def argument(self) -> str:
         """The settings as one word of a command line."""

@@ -296,8 +296,6 @@ class FleetConfig(Section):
             raise ValueError("`host` goes with one machine; a server binds its machine's address")
         if any(group.gpus for group in self.groups):
             raise ValueError("a group's `gpus` goes with one machine; leave it out")
-        if self.tinker is not None:
-            raise ValueError("`tinker` goes with one machine: it trains for servers beside it")
         if self.lora is not None and self.shared_dir is None:
             raise ValueError(
                 "`lora` needs a directory that all machines share: servers read the fleet's copies "
@@ -335,6 +333,7 @@ class FleetConfig(Section):
     def _check_tinker(self, tinker: TinkerSection) -> None:
         if self.attached:
             raise ValueError("`tinker` is for servers that skyctl starts: it trains their `model`")
+        tinker.check_place(self.launcher, self.ssh.hosts)
         if self.lora is None or self.lora.max_rank < tinker.max_rank:
             rank = "without `lora` they take none"
             if self.lora is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -24,6 +25,11 @@ class TinkerSection(Section):
     port: Port = Field(8790, description="Port of the API.")
     storage: str | None = Field(
         None, description="Directory of runs and checkpoints; in the fleet's own when absent."
+    )
+    machine: str | None = Field(
+        None,
+        description="With `launcher: ssh`, one of its hosts: the trainer computes there, and reads "
+        "and writes `storage` at the same path. Default: this machine.",
     )
     device: Device = Field(
         "cpu",
@@ -100,6 +106,22 @@ class TinkerSection(Section):
                     "or each is cpu"
                 )
         return self
+
+    def check_place(self, launcher: str, hosts: Sequence[str]) -> None:
+        """Raise ValueError if the launcher, with these hosts, cannot start its trainer."""
+        if launcher == "ray":
+            raise ValueError(
+                "`tinker` does not go with `launcher: ray`: write `launcher: ssh`, with the nodes "
+                "as its `hosts`"
+            )
+        if self.machine is None:
+            return
+        if launcher != "ssh" or self.machine not in hosts:
+            raise ValueError("`tinker: machine` is one of `ssh: hosts`, with `launcher: ssh`")
+        if self.storage is None:
+            raise ValueError(
+                "`tinker: machine` needs a `storage` at a path that it shares with this machine"
+            )
 
     @property
     def ranks(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ async def serve(
     lock = _lock(directory)
     listener = _listen(settings.host, settings.port)
     ledger, bell = Ledger(directory / "ledger.sqlite"), Doorbell()
-    worker = _worker(settings)
+    worker = _worker(settings, directory)
     training = Training(ledger, worker, directory, bell, limits)
     sampling = Sampling(ledger, servers, worker, bell)
     keep = Keep(settings.keep_runs_s, settings.keep_samplers, settings.keep_samplers_s)
@@ -102,7 +102,10 @@ async def serve(
         lock.close()
 
 
-def _worker(settings: TinkerSettings) -> Worker:
+def _worker(settings: TinkerSettings, directory: Path) -> Worker:
+    node, seen = settings.node, directory / "seen"
+    if node is not None:
+        seen.touch(mode=0o600)
     return Worker(
         WorkerSettings(
             settings.base_model,
@@ -113,6 +116,8 @@ def _worker(settings: TinkerSettings) -> Worker:
             settings.batch_tokens,
             settings.gradient_checkpointing,
             settings.shard_base,
+            node=node,
+            seen=str(seen) if node else "",
         )
     )
 

@@ -12,13 +12,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from skyctl.launch.base import Node
 from skyctl.tinker import worker_messages
+from skyctl.tinker.connection import beat, connect
 
 START_TIMEOUT_S = 900.0
 HUNG_AFTER_S = 60.0
@@ -64,11 +66,15 @@ class WorkerSettings:
     """Whether several ranks divide the base; None: where it takes too much of a GPU."""
     timeout_s: float = 1800.0
     """Seconds after which a request is given up, and the worker ended."""
+    node: Node | None = None
+    """The machine of all ranks; None for this one."""
+    seen: str = ""
+    """A file that this machine must see as the API's does; "" for none."""
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One process of the worker."""
+    """One process of the worker, or the connection to another machine's."""
 
     process: asyncio.subprocess.Process
     """It has a handle on nothing but its socket."""
@@ -105,21 +111,27 @@ class Worker:
         """What `status` shows of it."""
         operation, began = self._operation or (None, 0.0)
         return {
-            "ranks": [
-                {"pid": rank.process.pid, "device": device}
-                for rank, device in zip(self._ranks, self.settings.devices, strict=False)
-                if rank.process.returncode is None
-            ],
+            "ranks": self._shown_ranks(),
             "operation": operation,
             "operation_s": None if operation is None else time.monotonic() - began,
             "fault": self._fault or self._hung(),
         }
 
+    def _shown_ranks(self) -> list[dict[str, Any]]:
+        if (node := self.settings.node) is not None:
+            ranks = self.hello.get("ranks", []) if self.alive else []
+            return [{**rank, "device": f"{rank['device']} of {node.target}"} for rank in ranks]
+        return [
+            {"pid": rank.process.pid, "device": device}
+            for rank, device in zip(self._ranks, self.settings.devices, strict=False)
+            if rank.process.returncode is None
+        ]
+
     def _hung(self) -> str:
         """That no rank has used CPU for so long that none can be at work, or "". On a GPU, waiting
         for a kernel uses CPU; a rank that waits for another uses none.
         """
-        if not self._ranks or self._operation is None:
+        if not self._ranks or self._operation is None or self.settings.node is not None:
             return ""
         operation, began = self._operation
         pids = [rank.process.pid for rank in self._ranks]
@@ -233,17 +245,23 @@ class Worker:
         began = time.monotonic()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._spawn()
+                node = self.settings.node
+                await (self._spawn() if node is None else self._connect(node))
                 reads = [worker_messages.read_async(rank.reader) for rank in self._ranks]
-                (self.hello, _), *_ = await asyncio.gather(*reads)
+                (hello, _), *_ = await asyncio.gather(*reads)
+            if "error" in hello:
+                raise EOFError(hello["error"])
+            self.hello = hello
         except BaseException as error:
             await self.stop()
             self._failures += 1
             if isinstance(error, OSError | EOFError | TimeoutError):
-                took = time.monotonic() - began
+                took = f"{time.monotonic() - began:.0f} s"
                 self._fault = (
-                    f"the training worker did not start ({took:.0f} s); its output has the reason"
+                    f"the training worker did not start ({took}); its output has the reason"
                 )
+                if self.settings.node is not None and str(error):
+                    self._fault += f": {error}"
                 raise WorkerDied(self._fault) from error
             raise
         self._failures, self._fault = 0, ""
@@ -270,7 +288,19 @@ class Worker:
                 self._ranks.append(_Rank(process, *streams))
         finally:
             os.close(meeting)
-        watcher = asyncio.create_task(_end_together(list(self._ranks)))
+        self._watch(_end_together(list(self._ranks)))
+
+    async def _connect(self, node: Node) -> None:
+        """Have another machine start them; here they are one."""
+        settings = {**vars(self.settings), "devices": list(self.settings.devices), "node": None}
+        client = await connect(node, settings, self.settings.seen)
+        assert client.stdin is not None and client.stdout is not None
+        self._ranks.append(_Rank(client, client.stdout, client.stdin))
+        self._watch(beat(client))
+        self._watch(_end_together(list(self._ranks)))
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        watcher = asyncio.create_task(work)
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 

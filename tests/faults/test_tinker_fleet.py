@@ -14,8 +14,10 @@ pytest.importorskip("torch")
 pytest.importorskip("google.protobuf")
 
 from skyctl.launch.local.host import free_port
+from tests.faults.ssh_fleet import B, SshFleet
 from tests.faults.stub_fleet import StubFleet
 from tests.pids import gone, kill
+from tests.tiny import make_tiny_checkpoint
 
 EXTRA = """\
 args: {{max-model-len: 256}}
@@ -123,3 +125,37 @@ def test_an_up_whose_api_cannot_start_says_why_and_leaves_nothing(fleet: StubFle
     assert "tinker exited with code" in said and "taken" in said
     assert "taken" in failed["data"]["logs"]["tinker"][-1]
     assert fleet.json("status", expect=0)["data"]["health"] == "down"
+
+
+def test_a_trainer_on_another_machine_is_shown_and_ends_with_the_api(tmp_path: Path) -> None:
+    fleet, shared = SshFleet(tmp_path), tmp_path / "shared"
+    shared.mkdir()
+    model = make_tiny_checkpoint(shared / "tiny", seed=1)
+    port, section = free_port("127.0.0.1"), f"tinker: {{machine: me@{B}, "
+    extra = EXTRA.format(storage=shared / "runs", port=port).replace("tinker: {", section)
+    fleet.lay_out(more=f"shared_dir: {shared}\n{extra}")
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace(f"{fleet.directory}/model", str(model)))
+
+    def ranks(but: int = 0) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + 90
+        while not (row := tinker(fleet))["ranks"] or row["ranks"][0]["pid"] == but:
+            assert time.monotonic() < deadline, row
+            time.sleep(0.2)
+        return list(row["ranks"])
+
+    def trainers() -> list[int]:
+        return [p.pid for p in fleet._of(B, lambda p: "skyctl.tinker.worker" in p.cmdline())]
+
+    try:
+        fleet.json("up")
+        [first] = ranks()
+        assert first["device"] == f"cpu of me@{B}" and trainers() == [first["pid"]]
+        kill(tinker(fleet)["pid"])
+        assert gone(first["pid"], within_s=20)
+        [second] = ranks(but=first["pid"])
+        assert trainers() == [second["pid"]]
+        fleet.run("down")
+        assert gone(second["pid"], within_s=20) and fleet.everything() == []
+    finally:
+        fleet.end()

@@ -224,6 +224,7 @@ def main() -> None:
         port=int(port),
         storage=directory,
         devices=["cpu"] * int(ranks),
+        machine=None,
         shard_base=None,
         dtype="float32",
         threads=1,

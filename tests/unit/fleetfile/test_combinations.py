@@ -7,6 +7,9 @@ import pytest
 from skyctl.fleetfile.scaling import ScaleSection
 from tests.unit.fleetfile.texts import STARTED, parse, refused
 
+LORA = "model: x\nlora: {max_rank: 32}\n"
+ON_A = f"{LORA}launcher: ssh\nssh: {{hosts: [a]}}\nshared_dir: /s\n"
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),
@@ -14,11 +17,16 @@ from tests.unit.fleetfile.texts import STARTED, parse, refused
         ("model: x\ntinker: {}\n", "without `lora` they take none: write `lora: {max_rank: 32}`"),
         ("model: x\ntinker: {}\nlora: {max_rank: 16}\n", "their `lora: max_rank` is 16"),
         ("servers: [http://h:1]\ntinker: {}\n", "`tinker` is for servers that skyctl starts"),
+        (f"{LORA}launcher: ray\nshared_dir: /s\ntinker: {{}}\n", "write `launcher: ssh`, with"),
+        (f"{LORA}tinker: {{machine: a}}\n", "is one of `ssh: hosts`"),
+        (f"{ON_A}tinker: {{machine: b, storage: /s}}\n", "is one of `ssh: hosts`"),
+        (f"{ON_A}tinker: {{machine: a}}\n", "needs a `storage` at a path that it shares"),
     ],
 )
 def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, expected: str) -> None:
     (line,) = refused(f"name: demo\n{text}")
-    assert line.startswith("fleet.yaml:3: ") and expected in line
+    place = [number for number, key in enumerate(text.splitlines(), 2) if key.startswith("tinker")]
+    assert line.startswith(f"fleet.yaml:{place[0]}: ") and expected in line
     assert parse("name: demo\nmodel: x\nlora: {max_rank: 32}\ntinker: {}\n").tinker is not None
 
 
@@ -101,7 +109,6 @@ def test_settings_that_leave_servers_open_are_refused(text: str, expected: str) 
         (SSH + "auth: none\n", "every client that reaches the machines could replace the weights"),
         (SSH + "lora: {}\n", "`lora` needs a directory that all machines share"),
         (SSH + "shared_dir: copies\n", "5: shared_dir: expected"),
-        (SSH + "lora: {}\nshared_dir: /s\ntinker: {}\n", "`tinker` goes with one machine"),
         ("shared_dir: /s\n", "`shared_dir` goes with `launcher: ssh` or `launcher: ray`"),
         (SSH + "replicas: [{gpus: [[0]]}]\n", "a group's `gpus` goes with one machine"),
     ],
