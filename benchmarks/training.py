@@ -56,7 +56,15 @@ LONGEST, LONGEST_S = 32_768, 50.0
 FASTER, THAN_PLAIN = {2: 1.85, 4: 3.5}, 1.2
 CONTEXT = 1 << 18
 LIMIT_S = {1: 240.0, 2: 360.0, 4: 480.0}
-PART_S = {"model": 60, "skyctl-2": 95, "skyctl-4": 110, "longest": 60, "small-1": 60, "small-2": 60}
+PART_S = {
+    "model": 60,
+    "skyctl-1": 120,
+    "skyctl-2": 95,
+    "skyctl-4": 110,
+    "longest": 60,
+    "small-1": 60,
+    "small-2": 60,
+}
 OTHER_PARTS_S = 90
 _PR_SET_PDEATHSIG = 1
 

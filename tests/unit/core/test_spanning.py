@@ -2,65 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyctl.core import check_machines as checking
 from skyctl.core.check import check_plan
-from skyctl.core.plan import FleetPlan, ServerSpec
-from skyctl.core.planner import plan_fleet
 from skyctl.core.planning import living, ports_of, servers_of
 from skyctl.errors import UsageError
-from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.base import Cpu, Gpu, Machine, Node
+from skyctl.launch.base import Node
 from skyctl.store.credentials import AT_SPAWN
 from skyctl.supervisor.wire import spec_hash
-
-SPAN = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nodes_per_replica": 2}
-
-
-def machine(name: str, gpus: int) -> Machine:
-    ports = itertools.count(21000)
-    return Machine(
-        Node(f"me@{name}", f"10.0.0.{ord(name)}", "/env/python", ("ssh",), 60.0),
-        tuple(Gpu(index, f"GPU-{index}", "H100", 80 * 1024**3) for index in range(gpus)),
-        tuple(Cpu(index, index) for index in range(4)),
-        lambda: next(ports),
-        "eth0",
-    )
-
-
-def plan(
-    gpus: dict[str, int], known_ports: Mapping[str, int] | None = None, **config: Any
-) -> FleetPlan:
-    ssh = {"hosts": [f"me@{name}" for name in gpus]}
-    written = {"name": "f", "model": "org/m", "launcher": "ssh", "ssh": ssh, **SPAN, **config}
-    ports = itertools.count(20000)
-    return plan_fleet(
-        FleetConfig.model_validate(written),
-        Path("/nowhere"),
-        gpus=[],
-        next_port=lambda: next(ports),
-        environ={},
-        known_ports=known_ports,
-        python="/usr/bin/python3",
-        machines=[machine(name, count) for name, count in gpus.items()],
-    )
-
-
-def value_of(argv: tuple[str, ...], flag: str) -> str:
-    return argv[argv.index(flag) + 1]
-
-
-def places(server: ServerSpec) -> list[tuple[str, tuple[int, ...]]]:
-    parts = [(server.node, server.gpus), *((one.node, one.gpus) for one in server.followers)]
-    return [(node.target[-1], gpus) for node, gpus in parts if node]
+from tests.unit.core.machines import places, plan, value_of
 
 
 def test_each_machine_has_its_share_of_the_gpus() -> None:
