@@ -86,9 +86,9 @@ async def test_it_computes_the_same_bits_as_here_and_ends_with_its_api(
     assert [rank["device"] for rank in there.report()["ranks"]] == [f"cpu of {TARGET}"] * ranks
     with pytest.raises(Refused, match="no operation 'nothing'"):
         await there.call({"do": "nothing"})
-    held = pids(there)
+    before_pids = pids(there)
     await there.stop()
-    assert all(gone(pid, within_s=20) for pid in held)
+    assert all(gone(pid, within_s=20) for pid in before_pids)
 
 
 @pytest.mark.parametrize("victim", ["connection", "rank"])
@@ -96,21 +96,21 @@ async def test_a_death_is_the_workers_and_the_next_one_repeats_all(
     make: Callable[..., Worker], victim: str
 ) -> None:
     worker = make(2)
-    before, held = await answers_of(worker), pids(worker)
-    os.kill(connection_of(worker) if victim == "connection" else held[1], signal.SIGKILL)
-    assert all(gone(pid, within_s=20) for pid in held)
+    before, before_pids = await answers_of(worker), pids(worker)
+    os.kill(connection_of(worker) if victim == "connection" else before_pids[1], signal.SIGKILL)
+    assert all(gone(pid, within_s=20) for pid in before_pids)
     with pytest.raises(WorkerDied):
         await worker.call({"do": "close", "model": "m"}, life=worker.life)
-    assert await answers_of(worker) == before and not {*pids(worker)} & {*held}
+    assert await answers_of(worker) == before and not {*pids(worker)} & {*before_pids}
 
 
 async def test_it_ends_when_its_api_is_silent_for_the_grace(make: Callable[..., Worker]) -> None:
     worker = make(grace_s=2.0 * BEAT_S)
     await worker.ensure()
-    held, connection = pids(worker), connection_of(worker)
+    before_pids, connection = pids(worker), connection_of(worker)
     os.kill(connection, signal.SIGSTOP)  # as a network that drops everything
     try:
-        assert all(gone(pid, within_s=30) for pid in held)
+        assert all(gone(pid, within_s=30) for pid in before_pids)
     finally:
         os.kill(connection, signal.SIGCONT)
 
