@@ -199,8 +199,8 @@ class _Planner:
 
     def _trainer_gpus(self) -> tuple[int, ...]:
         """The GPUs of this machine that the Tinker API trains on."""
-        here = self.config.tinker is not None and self.trainer is None
-        numbers = self.config.tinker.gpus if self.config.tinker and here else ()
+        section = self.config.tinker
+        numbers = section.gpus if section is not None and self.trainer is None else ()
         visible = self.local.gpus
         return tuple(visible[number].index for number in numbers if number < len(visible))
 
