@@ -46,7 +46,7 @@ _VLLM = (
     *("vllm.model_executor.models.qwen3", "skyctl.engines.vllm.inside.worker"),
 )
 _SERVE = "skyctl.engines.vllm.inside.serve"
-_READ_BY_IMPORTS = ("OMP_", "TORCH", "HF_", "LD_PRELOAD", "VLLM_LOGGING")
+_READ_BY_IMPORTS = ("OMP_", "TORCHDYNAMO_", "HF_", "LD_PRELOAD", "VLLM_LOGGING")
 """How variables begin that matter as vLLM is imported, not later."""
 _imported_with: dict[str, str] | None = None
 _set_by_imports: dict[str, str] = {}
@@ -71,8 +71,7 @@ def load_vllm() -> None:
 
 
 def _of_imports(env: Mapping[str, str]) -> dict[str, str]:
-    added = _set_by_imports.items()
-    return {k: v for k, v in env.items() if k.startswith(_READ_BY_IMPORTS) and (k, v) not in added}
+    return {name: value for name, value in env.items() if name.startswith(_READ_BY_IMPORTS)}
 
 
 class Child(subprocess.Popen[Any]):
@@ -133,7 +132,7 @@ def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
     if (first, second) == ("-m", _SERVE):
         if _imported_with != _of_imports(env):
             return None
-        env.update(_set_by_imports)
+        env |= _set_by_imports | env
         return list(words)
     if first == "-c":  # the arguments of vLLM's parser, asked once for each state directory
         return list(words) if _imported_with is not None and second == arguments._ASK else None
