@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from itertools import dropwhile
@@ -210,6 +211,8 @@ def _forget(env: Mapping[str, str]) -> None:
     os.environ.update(env)
     if died or kill_points.VARIABLE in env:
         importlib.reload(kill_points)
+    if worker := sys.modules.get("skyctl.engines.vllm.inside.worker"):
+        vars(worker)["_STARTED_AT"] = time.time()
 
 
 def _take(streams: Sequence[int]) -> None:

@@ -110,8 +110,8 @@ class _Planner:
         self.replicas = expand_replicas(config)
         self.remote = bool(self.machines)
         self.machines = self.machines or (self.local,)
-        self.trainer = self._trainer_node()
         visible = all(machine.gpus for machine in self.machines)
+        self.trainer = self._trainer_node()
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
         )

@@ -26,8 +26,8 @@ ENGINE_TIMEOUT_S = 10.0
 that a dead push sent it."""
 _COUNT_INTERVAL_S = 0.02
 _FRESH_S = 2.0
-"""For so long holds what a server was seen to be. A push that was stopped (SIGSTOP, a suspended
-machine) looks again: the server may have been started anew meanwhile."""
+"""For so long holds what a server was seen to be. A push that was stopped (SIGSTOP) looks again: a
+server may have been started meanwhile."""
 _LOOKS = 3
 
 

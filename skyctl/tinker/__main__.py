@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 import sys
@@ -103,7 +104,9 @@ async def serve(
 
 
 def _worker(settings: TinkerSettings, directory: Path) -> Worker:
-    node, seen = settings.node, directory / "seen"
+    node, seen = settings.node, directory / f"seen-{secrets.token_hex(8)}"
+    for earlier in directory.glob("seen-*"):
+        earlier.unlink(missing_ok=True)
     if node is not None:
         seen.touch(mode=0o600)
     return Worker(

@@ -54,9 +54,11 @@ async def connect(node: Node, settings: Mapping[str, Any], seen: str) -> asyncio
     return client
 
 
-async def beat(client: asyncio.subprocess.Process) -> None:
-    """Tell the other side for as long as the connection lives that this one does."""
+async def beat(client: asyncio.subprocess.Process, grace_s: float) -> None:
+    """Tell the other side, which waits for `grace_s`, for as long as the connection lives that this
+    one does.
+    """
     assert client.stdin is not None
     while client.returncode is None and not client.stdin.is_closing():
         client.stdin.write(worker_messages.pack({"do": "beat"}))
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(min(BEAT_S, grace_s / 4))

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from skyctl import __version__
 from skyctl.tinker import worker_messages
@@ -94,20 +94,22 @@ def _unseen(path: str) -> str:
     )
 
 
-async def _run(channel: int) -> int:
+async def _run(channel: int) -> NoReturn:
     reader = asyncio.StreamReader(limit=CHUNK)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(0, "rb"))
-    return await _Relay(reader, channel).run()
+    code = await _Relay(reader, channel).run()
+    # not by returning: that waits for a thread which may write to a connection that is gone
+    os._exit(code)
 
 
-def main() -> int:
+def main() -> None:
     channel = os.dup(1)
     os.dup2(2, 1)  # what ranks print goes to the log
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbered as nvidia-smi does, and the plan
     os.write(channel, f"\n{GREETING} {__version__}\n".encode())
-    return asyncio.run(_run(channel))
+    asyncio.run(_run(channel))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -296,7 +296,7 @@ class Worker:
         client = await connect(node, settings, self.settings.seen)
         assert client.stdin is not None and client.stdout is not None
         self._ranks.append(_Rank(client, client.stdout, client.stdin))
-        self._watch(beat(client))
+        self._watch(beat(client, node.grace_s))
         self._watch(_end_together(list(self._ranks)))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:

@@ -15,11 +15,11 @@ from skyctl.launch.base import Node
 from tests.unit.core.machines import places, plan
 
 
-def planned(device: str, shared: str = "/shared") -> FleetPlan:
+def planned(device: str, shared: str = "/shared", **gpus: int) -> FleetPlan:
     alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "nodes_per_replica": 1}
     tinker = {"machine": "me@b", "device": device, "storage": "/shared/runs"}
     return plan(
-        {"a": 1, "b": 2},
+        gpus or {"a": 1, "b": 2},
         lora={"max_rank": 32},
         shared_dir=shared,
         tinker=tinker,
@@ -34,6 +34,11 @@ def test_servers_on_its_machine_leave_it_its_gpu() -> None:
     assert found.tinker is not None
     settings = TinkerSettings.of_argument(found.tinker.argv[-1])
     assert settings.node == found.servers[1].node
+
+
+def test_servers_of_a_trainer_that_takes_a_whole_machine_are_on_the_gpus_of_the_others() -> None:
+    found = planned("cuda:0", a=2, b=1)
+    assert [places(server) for server in found.servers] == [[("a", (0,))], [("a", (1,))]]
 
 
 def test_its_machine_is_asked_for_the_trainers_packages_and_gpus(
