@@ -5,7 +5,8 @@
 
 Starts two servers on one checkpoint, pushes another out of this process's memory, and kills the
 second server, --kills times. `admission_s` is the time from the first 200 of its /health to the
-event that it is ready: within it the server has taken the fleet's weights. Answers of both servers
+event that it is ready: within it the server has taken the fleet's weights, by the `way` that its
+events name. Answers of both servers
 are compared with those of a server that was started on the pushed checkpoint. At last the tensors
 are pushed with `keep=True`, and the copy that a server writes is compared with them. Writes
 sibling.json to --out, and prints a table last.
@@ -98,7 +99,7 @@ async def push(options: argparse.Namespace, tensors: dict[str, Any]) -> dict[str
         result = await api.sync_weights(tensors, weight_version=LABEL)
     told = result.to_json()
     if not options.gpu:
-        shutil.rmtree(Path(str(result.checkpoint)), ignore_errors=True)
+        shutil.rmtree(Path(str(result.checkpoint)).resolve())  # it is a link
     elif told["transport"] != "live":
         raise SystemExit(f"it was pushed by {told['transport']}: {told['notes']}")
     return dict(told)
@@ -173,7 +174,17 @@ def killed(fleet: Fleet, number: int) -> dict[str, Any]:
         "engine_s": round(answered_at - began, 3),
         "admission_s": round(ready_at - answered_at, 3),
         "taking_s": round(ready_at - min(taking, default=ready_at), 3),
+        "way": way_of([event["message"] for event in events]),
     }
+
+
+def way_of(messages: list[str]) -> str:
+    """How the weights came, by a server's events."""
+    if any("its workers copied" in message for message in messages):
+        return "worker to worker"
+    return (
+        "a file" if any("taking its weights" in message for message in messages) else "no sibling"
+    )
 
 
 def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> dict[str, Any]:
@@ -229,11 +240,11 @@ def main() -> None:
         fleet.run("down", check=False)
     machine = taken_on_gpus() if options.gpu else taken_on()
     save({"benchmark": "sibling", **machine, **result}, directory=options.out)
-    print(f"\n{'kill':>4} {'engine':>8} {'admission':>10} {'taking':>8}  seconds")
+    print(f"\n{'kill':>4} {'engine':>8} {'admission':>10} {'taking':>8}  seconds, way")
     for row in result["kills"]:
         print(
             f"{row['kill']:>4} {row['engine_s']:>8.1f} {row['admission_s']:>10.3f} "
-            f"{row['taking_s']:>8.3f}"
+            f"{row['taking_s']:>8.3f}  {row['way']}"
         )
     print(f"answers agree: {result['answers_agree']}, verified: {result['verified']}")
     print(f"pushed again and kept: {result['kept']}")

@@ -12,6 +12,8 @@ TRAINER = "trainer"
 """Transport of weights that a trainer sends itself."""
 LIVE = "live"
 """Transport of weights that servers copy out of a trainer's memory."""
+SIBLING = "sibling"
+"""Transport of weights that a server copies from another of its fleet, worker to worker."""
 
 UNLABELLED = "default"
 """The weight version that a server reports which was never given one."""

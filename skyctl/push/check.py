@@ -169,6 +169,10 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
 
         _refuse_spanning("a trainer's memory", fleet)
         return LiveWay(source.live, fleet), []
+    if fleet.sibling is not None:
+        from skyctl.push.sibling_way import sibling_way
+
+        return sibling_way(fleet.sibling, question), []
     _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
     if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):

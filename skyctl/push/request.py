@@ -14,6 +14,7 @@ from skyctl.units import count_of
 if TYPE_CHECKING:
     from skyctl.launch.base import Node
     from skyctl.live.offer import Live
+    from skyctl.push.sibling_way import Sibling
     from skyctl.push.trainer import Trainer
     from skyctl.store.expected import Expectations
     from skyctl.store.fleet_weights import FleetWeights
@@ -227,6 +228,8 @@ class PushFleet:
     """The versions that the fleet has had, oldest first."""
     live: Live | None = None
     """Weights in a trainer's memory, that servers copy from."""
+    sibling: Sibling | None = None
+    """A server that has the weights, which the only server of this push copies from it."""
 
 
 class PushObserver:

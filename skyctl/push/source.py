@@ -1,5 +1,6 @@
-"""Where the weights of a push come from (files that skyctl reads, a trainer that sends them, or one
-in whose memory they are), what their label means, and the digest over every byte of them.
+"""Where the weights of a push come from (files that skyctl reads, a trainer that sends them, one in
+whose memory they are, or another server), what their label means, and the digest over every byte of
+them.
 """
 
 from __future__ import annotations
@@ -228,6 +229,8 @@ async def read_source(request: PushRequest, fleet: PushFleet) -> Source:
         return Source(secrets.token_hex(16), trainer=fleet.trainer)
     if fleet.live is not None:
         return Source(secrets.token_hex(16), live=fleet.live)
+    if fleet.sibling is not None:
+        return Source(secrets.token_hex(16))
     checkpoint = await asyncio.to_thread(_read, request)
     return Source(
         checkpoint.identity_digest, checkpoint, fleet.trainer, compares_rows=request.verify

@@ -9,6 +9,7 @@ push/sender_way.py              shm ipc gloo nccl    a sender process that reads
 push/senderless_delivery.py     disk                 files that each server reads
 push/senderless_delivery.py     a trainer's own      its engine: skyctl sees no byte
 push/live_way.py                live                 a trainer's memory, which servers map
+push/sibling_way.py             sibling              a server of the fleet that runs them
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bring a server that starts, or that recovery repairs, to the fleet's weights: from files, or from
 a sibling where no file has them.
 
-The sibling writes what it runs into a file in memory and serves meanwhile (`push/saving.py`); from
-there on it is a push like any other.
+The server's workers copy what the sibling's hold (`push/sibling_way.py`). Where they cannot, the
+sibling writes it into a file in memory (`push/saving.py`), and that is pushed. It serves meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from skyctl import engines
 from skyctl.checkpoints.configs import ALL_KEYS
@@ -17,10 +18,11 @@ from skyctl.checkpoints.live import running_model
 from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.core.expectations import informed
 from skyctl.core.repeated import published, require_draft
-from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
-from skyctl.push.request import PushObserver, PushRequest
+from skyctl.errors import PreflightError, ServerError, SkyctlError, StateUnwritable, WeightsGone
+from skyctl.push.request import PushObserver, PushRequest, PushResult
 from skyctl.push.saving import write_weights
-from skyctl.push.verify import arrangement_of
+from skyctl.push.sibling_way import BUFFER_BYTES, Sibling
+from skyctl.push.verify import arrangement_of, can_compare
 from skyctl.states import Phase
 from skyctl.store.in_doubt import clear_doubt, in_doubt, leave_to_next_push, touch
 from skyctl.supervisor.admission import is_current, push_fleet
@@ -64,19 +66,17 @@ async def push_alone(replica: Replica, running: RunningFleet) -> None:
 
 
 async def _push_alone(replica: Replica, running: RunningFleet) -> None:
-    from skyctl.push.transaction import push
-
-    state, plan = running.state, running.require_plan()
+    state, verify = running.state, running.require_plan().config.weight_transfer.verify
     weights = state.weights_of(replica.name)
-    async with _request_for(replica, running) as request:
-        fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
-        # first: this process may die meanwhile
-        touch(state, replica.name)
-        try:
-            result = await push(request, fleet, client=running.client, observer=PushObserver())
-        except SkyctlError as error:
-            state.expected.learn(error.details.pop("learned", None))
-            raise
+    await asyncio.to_thread(require_draft, weights)  # no sibling has it in a file
+    try:
+        # may read a whole checkpoint
+        request = await asyncio.to_thread(published, weights, verify=verify)
+    except WeightsGone as error:
+        result = await _from_sibling(replica, running, error)
+    else:
+        with in_use(request.checkpoint):
+            result = await _pushed(request, replica, running)
     digest = next((s.weights_digest for s in result.servers), "")
     _refuse_unlike(replica, running, digest)
     state.expected.learn(result.learned)
@@ -89,36 +89,98 @@ async def _push_alone(replica: Replica, running: RunningFleet) -> None:
     )
 
 
-@asynccontextmanager
-async def _request_for(replica: Replica, running: RunningFleet) -> AsyncIterator[PushRequest]:
-    """Pushes the fleet's weights, which stay where they are while the context is open.
+async def _pushed(
+    request: PushRequest, replica: Replica, running: RunningFleet, sibling: Sibling | None = None
+) -> PushResult:
+    """Push into this server alone."""
+    from skyctl.push.transaction import push
+
+    state, plan = running.state, running.require_plan()
+    fleet = informed(push_fleet(plan, [replica], state, plan.base), state)
+    # first: this process may die meanwhile
+    touch(state, replica.name)
+    try:
+        return await push(
+            request,
+            replace(fleet, sibling=sibling),
+            client=running.client,
+            observer=PushObserver(),
+        )
+    except SkyctlError as error:
+        state.expected.learn(error.details.pop("learned", None))
+        raise
+
+
+async def _from_sibling(replica: Replica, running: RunningFleet, gone: WeightsGone) -> PushResult:
+    """Take the weights from a sibling: out of its workers' memory where both fit, else out of a
+    file that it writes.
 
     Raises:
-        WeightsGone: no file has them, and no sibling that could write them.
-        SkyctlError: nothing was pushed yet.
+        WeightsGone: no sibling has them, or can give them.
     """
     state = running.state
-    verify = running.require_plan().config.weight_transfer.verify
-    weights = state.weights_of(replica.name)
-    await asyncio.to_thread(require_draft, weights)  # no sibling writes one
-    try:
-        # may read a whole checkpoint
-        request = await asyncio.to_thread(published, weights, verify=verify)
-    except WeightsGone as error:
-        sibling, reason = _sibling_of(replica, running), error.message
+    sibling = _sibling_of(replica, running)
+    if sibling is None:
+        raise gone
+    state.add_event(replica.name, f"taking its weights from {sibling.name}: {gone.message}")
+    if _same_form(replica, sibling, running):
+        new = replica.name not in in_doubt(state)
+        try:
+            result = await _copied(replica, sibling, running)
+        except SkyctlError as error:
+            if new and isinstance(error, PreflightError):
+                clear_doubt(state, replica.name)  # nothing was touched
+            reason = f"its workers did not copy those of {sibling.name}: {error.message}"
+            state.add_event(replica.name, f"{reason}; {sibling.name} writes them to a file")
+        else:
+            state.add_event(replica.name, f"its workers copied those of {sibling.name}")
+            return result
+        sibling = _sibling_of(replica, running)
         if sibling is None:
-            raise
-    else:
-        with in_use(request.checkpoint):
-            yield request
-        return
-    state.add_event(replica.name, f"taking its weights from {sibling.name}: {reason}")
+            raise WeightsGone(f"{gone.message}, and {reason}")
     async with AsyncExitStack() as stack:
         try:
             request = await stack.enter_async_context(_written_by(sibling, running))
         except SkyctlError as error:
-            raise WeightsGone(f"{reason}, and {error.message}") from error
-        yield request
+            raise WeightsGone(f"{gone.message}, and {error.message}") from error
+        return await _pushed(request, replica, running)
+
+
+def _same_form(replica: Replica, sibling: Replica, running: RunningFleet) -> bool:
+    """Whether the workers of these two may hold the same tensors, on one machine, with a digest on
+    record to compare them by.
+    """
+    specs, plan = (replica.spec, sibling.spec), running.require_plan()
+    return (
+        can_compare(replica.target)
+        and all(spec.node is None and not spec.followers for spec in specs)
+        and replica.spec.world_size == sibling.spec.world_size
+        and bool(sibling.row.weights_digest)
+        and not running.state.weights_of(replica.name).draft
+        and plan.config.weight_transfer.verify
+    )
+
+
+async def _copied(replica: Replica, sibling: Replica, running: RunningFleet) -> PushResult:
+    """Have this server's workers copy what the sibling's hold. PreflightError: nothing was
+    touched.
+    """
+    plan, paths = running.require_plan(), running.paths
+    control = engines.server(
+        running.client, sibling.target, timeout_s=plan.config.control_timeout_s
+    )
+    request = PushRequest(
+        checkpoint="",
+        weight_version=sibling.row.weight_version,
+        weights_digest=sibling.row.weights_digest,
+        scan_nan=False,  # they were accepted when they were pushed
+    )
+    needed_bytes = BUFFER_BYTES * sibling.spec.world_size if plan.device == "cpu" else 0
+    try:
+        with staged(paths.staging, needed_bytes=needed_bytes) as directory:
+            return await _pushed(request, replica, running, Sibling(control, str(directory)))
+    finally:
+        await asyncio.to_thread(sweep, paths.staging, running.state.checkpoints())
 
 
 def _sibling_of(replica: Replica, running: RunningFleet) -> Replica | None:

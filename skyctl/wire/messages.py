@@ -192,6 +192,22 @@ class TensorPart:
     """Why it cannot be read."""
 
 
+@dataclass
+class WeightsOffer:
+    """What one worker lets that of another server copy."""
+
+    form: str = ""
+    """Digest of the names, shapes, dtypes and layout of its tensors, and of its rank."""
+    total_bytes: int = 0
+    """Where the last of them ends in the sequence that is copied in chunks."""
+    buffer_bytes: int = 0
+    """The size of a chunk."""
+    sources: list[list[Any]] = field(default_factory=list)
+    """Its buffers, which chunks are in by turns: each an `Export`, or a file and an offset."""
+    reason: str = ""
+    """Why it cannot be copied from; "" if it can."""
+
+
 _EXPONENTS = {"bfloat16": ("H", 0x7F80), "float32": ("I", 0x7F80_0000), "float16": ("H", 0x7FFF)}
 
 

@@ -56,7 +56,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     numbers: dict[int, int] = {}
     with torch.inference_mode(), plain_tensors():
         state = sorted(model.state_dict(keep_vars=True).items())
-        named = list(_distinct(state))
+        named = list(distinct(state))
         tensors = len(named)
         digests = _digest_tensors([tensor for _, tensor in named], numbers)
         for (name, _), digest in zip(named, digests, strict=True):
@@ -82,7 +82,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     }
 
 
-def _distinct(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def distinct(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Non-empty tensors, shared ones once."""
     seen: set[int] = set()
     for name, tensor in tensors:
@@ -345,13 +345,13 @@ def values_of(placement: Placement, rows: list[int] | slice, begin: int, end: in
     if placement.expert is not None:
         return _expert_values(layer, parameter, placement.expert, rows, begin, end)
     if placement.attribute == "weight" and is_packed(layer):
-        return _packed_values(layer, rows, begin, end)
+        return packed_values(layer, rows, begin, end)
     matrix = parameter.data
     matrix = matrix.reshape(1, -1) if matrix.dim() < 2 else matrix.flatten(1)
     return matrix[rows, begin:end]
 
 
-def _packed_values(layer: Any, rows: list[int] | slice, begin: int, end: int) -> torch.Tensor:
+def packed_values(layer: Any, rows: list[int] | slice, begin: int, end: int) -> torch.Tensor:
     columns = torch.arange(end - begin)
     probe = torch.zeros(end - begin, input_size(layer), dtype=layer.weight.dtype)
     probe[columns, columns + begin] = 1

@@ -23,8 +23,8 @@ UNQUANTIZED = (
     "UnquantizedFusedMoEMethod",
 )
 """Classes of a layer's `quant_method` that leave its weight as it is loaded."""
-_PLAIN_METHODS = {*UNQUANTIZED, "_GateLinearMethod"}
-_EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+PLAIN_METHODS = {*UNQUANTIZED, "_GateLinearMethod"}
+EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
 _ATTENTION = {"Attention", "MMEncoderAttention"}
 
 
@@ -61,7 +61,7 @@ def whole_problem(model: Any) -> str:
     """Why no parameter of the model may be copied: something is derived from them at load time."""
     for path, module in model.named_modules():
         kind = type(module).__name__
-        if not hasattr(module, "process_weights_after_loading") or kind in _PLAIN_METHODS:
+        if not hasattr(module, "process_weights_after_loading") or kind in PLAIN_METHODS:
             continue
         if kind not in _ATTENTION:
             return f"{path} ({kind}) derives other tensors from its weights"
@@ -118,7 +118,7 @@ def _describe(parameter: _Parameter, *, processed: bool = False) -> ParameterLay
 def _parts(parameter: _Parameter) -> Iterator[Part]:
     module = parameter.module
     method = type(getattr(module, "quant_method", None)).__name__
-    if method not in _PLAIN_METHODS and unprocessed(module) is None:
+    if method not in PLAIN_METHODS and unprocessed(module) is None:
         raise _Unknown(f"{method} processes it")
     kind = type(module).__name__
     if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
@@ -223,7 +223,7 @@ def _experts(parameter: _Parameter) -> Iterator[Part]:
     module, name, config = parameter.module, parameter.name, parameter.module.moe_config
     parallel = config.moe_parallel_config
     backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", "unknown")
-    if backend not in _EXPERT_BACKENDS:
+    if backend not in EXPERT_BACKENDS:
         raise _Unknown(f"its backend {backend} may rearrange experts")
     manager = module.expert_map_manager
     if parallel.enable_eplb or config.num_experts != config.num_logical_experts:

@@ -17,12 +17,13 @@ from skyctl.engines.vllm.inside.experts import (
     update_problem,
 )
 from skyctl.wire.layouts import Program
-from skyctl.wire.messages import DIGEST_VERSION, ReadTensor, RowQuestion
+from skyctl.wire.messages import DIGEST_VERSION, ReadTensor, RowQuestion, WeightsOffer
 from skyctl.wire.nccl import leave_group, nccl_problem, nccl_settings
 
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
     from skyctl.engines.vllm.inside.peers import PeerLoader
+    from skyctl.engines.vllm.inside.worker_copies import WorkerCopies
 
 _STARTED_AT = time.time()
 pack_after_updates()  # vLLM imports this module in its workers, before they have a model
@@ -105,6 +106,28 @@ class SkyctlWorkerExtension:
 
         model = self.model_runner.get_model()
         write_tensors(model, path, inode, [ReadTensor(**tensor) for tensor in tensors])
+
+    def skyctl_weights_share(self, key: str, directory: str, pid: int) -> dict[str, Any]:
+        """A `WeightsOffer` to the worker of another server; see `worker_copies.py`."""
+        return asdict(self._skyctl_copies().share(key, directory, pid))
+
+    def skyctl_weights_fill(self, key: str, chunk: int) -> None:
+        """Copy a chunk of the weights to where the other worker reads it."""
+        self._skyctl_copies().fill(key, chunk)
+
+    def skyctl_weights_open(self, key: str, offers: Sequence[dict[str, Any]], pid: int) -> None:
+        """Get ready to copy what the other server's workers offer, by rank."""
+        offer = offers[self.vllm_config.parallel_config.rank]
+        self._skyctl_copies().open(key, WeightsOffer(**offer), pid)
+
+    def skyctl_weights_copy(self, key: str, chunk: int, last: bool) -> None:
+        """Copy a chunk into the parameters."""
+        self._skyctl_copies().copy(key, chunk, last)
+
+    def skyctl_weights_close(self, free: bool) -> None:
+        """End a copy, on either side; `free`: nothing maps the buffers any more."""
+        copies = self._skyctl_copies()
+        copies.release() if free else copies.close()
 
     def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
         """Call another of these methods and keep its answer for `skyctl_answers` (`answers.py`).
@@ -316,6 +339,14 @@ class SkyctlWorkerExtension:
     def skyctl_layout_close(self) -> None:
         """Release the sender's memory."""
         self._skyctl_loader().close()
+
+    def _skyctl_copies(self) -> WorkerCopies:
+        from skyctl.engines.vllm.inside.worker_copies import WorkerCopies
+
+        copies: WorkerCopies | None = getattr(self, "_skyctl_worker_copies", None)
+        if copies is None:
+            copies = self._skyctl_worker_copies = WorkerCopies(self)
+        return copies
 
     def _skyctl_adapters(self) -> GivenAdapters:
         from skyctl.engines.vllm.inside.adapter_memory import GivenAdapters
