@@ -128,6 +128,9 @@ async def _from_sibling(replica: Replica, running: RunningFleet, gone: WeightsGo
         try:
             result = await _copied(replica, sibling, running)
         except SkyctlError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # this server died meanwhile
             if new and isinstance(error, PreflightError):
                 clear_doubt(state, replica.name)  # nothing was touched
             reason = f"its workers did not copy those of {sibling.name}: {error.message}"
@@ -177,8 +180,9 @@ async def _copied(replica: Replica, sibling: Replica, running: RunningFleet) -> 
     )
     needed_bytes = BUFFER_BYTES * sibling.spec.world_size if plan.device == "cpu" else 0
     try:
-        with staged(paths.staging, needed_bytes=needed_bytes) as directory:
-            return await _pushed(request, replica, running, Sibling(control, str(directory)))
+        async with sibling.copied_from:
+            with staged(paths.staging, needed_bytes=needed_bytes) as directory:
+                return await _pushed(request, replica, running, Sibling(control, str(directory)))
     finally:
         await asyncio.to_thread(sweep, paths.staging, running.state.checkpoints())
 

@@ -71,17 +71,28 @@ async def test_a_replica_that_dies_while_it_takes_the_fleets_weights_is_not_rout
         assert (await stub_state(supervisor, "a"))["digest"] == expected
 
 
+@pytest.mark.parametrize(
+    ("fault", "event"),
+    [
+        ("", "its workers copied those of b"),
+        ("share", "it is quantized; b writes them to a file"),
+        ("fill", "was given up"),
+        ("digest", "does not hold what was announced"),
+    ],
+)
 async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_sibling(
-    tmp_path: Path,
+    tmp_path: Path, fault: str, event: str
 ) -> None:
     async with two_pushable(tmp_path) as (supervisor, new):
         await pushed(supervisor, new)
         expected = (await stub_state(supervisor, "b"))["digest"]
+        await set_faults(supervisor, "b", {"copies": fault})
         (new / "model.safetensors").unlink()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: routed(supervisor) == {"b"})
         await eventually(lambda: routed(supervisor) == {"a", "b"})
         assert (await stub_state(supervisor, "a"))["digest"] == expected
+        assert event in " ".join(e.message for e in supervisor.state.events() if e.subject == "a")
         assert not list(supervisor.paths.staging.iterdir())
 
 

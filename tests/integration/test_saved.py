@@ -57,6 +57,8 @@ def test_a_replica_that_restarts_takes_weights_that_no_file_has_from_its_sibling
             break
         assert replica["state"] != "quarantined", replica
         time.sleep(0.5)
+    events = [event["message"] for event in real_fleet.data("events")["events"]]
+    assert any("its workers copied those of" in message for message in events), events
     assert served(real_fleet) == digests
     assert answers(real_fleet) == pushed
     assert real_fleet.data("weights", "verify")["agree"] is True

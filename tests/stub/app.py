@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from tests.stub import fit
 from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
+from tests.stub.copies import StubCopies
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
 from tests.stub.group import StubGroup, StubPeers
@@ -64,6 +65,7 @@ class StubServer:
         self.group = StubGroup(self.engine)
         self.peers = StubPeers(self.engine)
         self.adapters = StubAdapters(served_model)
+        self.copies = StubCopies(self.engine)
         self.gate = TokenGate()
         self.unwritable, self.writes = "", asyncio.Event()
         self.writes.set()
@@ -305,6 +307,8 @@ class StubServer:
         if method.startswith("skyctl_adapter_"):
             answer = self.adapters.rpc(method, body["kwargs"])
             return _results([answer] * workers)
+        if method.startswith("skyctl_weights_") and workers == 1:
+            return _results([self.copies.rpc(method, body["kwargs"])])
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return _results([answer] * workers)
@@ -414,11 +418,13 @@ class StubServer:
 
     async def _set_faults(self, request: Request) -> Response:
         """Other faults from now on, counted from their first call; the tests' own route. `dies_at`
-        names a step of a push point to point; `unwritable` says why it cannot write its weights,
+        names a step of a push point to point, and `copies` the one at which a copy from worker to
+        worker goes wrong; `unwritable` says why it cannot write its weights,
         and `holds_writes` lets no call that writes them end."""
         faults = await request.json()
         self.peers.dies_at = faults.pop("dies_at", "")
         self.unwritable = faults.pop("unwritable", "")
+        self.copies.fault = faults.pop("copies", "")
         self.writes.clear() if faults.pop("holds_writes", False) else self.writes.set()
         self.asgi.faults = {route: Fault.from_json(fault) for route, fault in faults.items()}
         self.asgi.calls.clear()

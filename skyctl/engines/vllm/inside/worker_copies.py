@@ -41,7 +41,6 @@ from skyctl.wire.messages import WeightsOffer
 _NUM_BUFFERS = 2
 _GPU_BUFFER_BYTES = 1 << 30
 _LEAST_BUFFER_BYTES = 32 << 20
-_CPU_BUFFER_BYTES = 64 << 20
 _ALIGNMENT = 256
 _COLUMNS = 512
 """As many columns of a layer that a CPU has packed are read at a time."""
@@ -62,8 +61,9 @@ class _Content:
 class WorkerCopies:
     """One worker's end of a copy, on either side. Lives as long as the worker."""
 
-    def __init__(self, worker: Any) -> None:
+    def __init__(self, worker: Any, *, cpu_buffer_bytes: int = 64 << 20) -> None:
         self._worker = worker
+        self._cpu_buffer_bytes = cpu_buffer_bytes
         self._lock = threading.RLock()
         self._exporter = Exporter()
         self._owned: list[torch.Tensor] = []
@@ -242,7 +242,7 @@ class WorkerCopies:
     def _reserve(self, directory: Path) -> None:
         """Take the buffers. Raises RuntimeError: there is no memory for them."""
         if self._device.type != "cuda":
-            self._buffer_bytes = min(_CPU_BUFFER_BYTES, self._end)
+            self._buffer_bytes = min(self._cpu_buffer_bytes, self._end)
             self._sources = [
                 [str(directory / f"rank-{self._worker.vllm_config.parallel_config.rank}-{n}"), 0]
                 for n in range(_NUM_BUFFERS)
@@ -253,7 +253,6 @@ class WorkerCopies:
             self._buffers = [mapped(*source) for source in self._sources]
             return
         if not self._owned:
-            torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info(self._device)[0] - SPARE_BYTES
             size = min(_GPU_BUFFER_BYTES, free // _NUM_BUFFERS, self._end)
             size -= size % _ALIGNMENT
