@@ -12,9 +12,9 @@ from skyctl.states import PauseMode
 from skyctl.units import count_of
 
 if TYPE_CHECKING:
+    from skyctl.engines.base import Server
     from skyctl.launch.base import Node
     from skyctl.live.offer import Live
-    from skyctl.push.sibling_way import Sibling
     from skyctl.push.trainer import Trainer
     from skyctl.store.expected import Expectations
     from skyctl.store.fleet_weights import FleetWeights
@@ -164,6 +164,20 @@ class PushServer:
     @property
     def name(self) -> str:
         return self.target.name
+
+
+@dataclass(frozen=True)
+class Sibling:
+    """A server whose weights another of its fleet copies (`push/sibling_way.py`)."""
+
+    control: Server
+    """Its control routes."""
+    directory: str
+    """Where its workers on CPU have their buffers, which are files."""
+
+    @property
+    def name(self) -> str:
+        return self.control.target.name
 
 
 def _nothing_expected() -> Expectations:

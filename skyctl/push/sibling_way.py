@@ -20,7 +20,7 @@ from typing import Any
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.kill_points import reached
-from skyctl.push.request import PushFleet
+from skyctl.push.request import PushFleet, Sibling
 from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
 from skyctl.push.way import Delivery, Plan, Question
 from skyctl.states import SIBLING
@@ -30,20 +30,6 @@ from skyctl.wire.worker import WorkerMethod
 BUFFER_BYTES = 128 << 20
 """What a worker on CPU takes of the directory at most."""
 _CLOSE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class Sibling:
-    """A server that runs the weights of a push."""
-
-    control: Server
-    """Its control routes."""
-    directory: str
-    """Where its workers on CPU have their buffers, which are files."""
-
-    @property
-    def name(self) -> str:
-        return self.control.target.name
 
 
 def sibling_way(sibling: Sibling, question: Question) -> SiblingWay:

@@ -19,9 +19,9 @@ from skyctl.checkpoints.staging import in_use, staged, sweep
 from skyctl.core.expectations import informed
 from skyctl.core.repeated import published, require_draft
 from skyctl.errors import PreflightError, ServerError, SkyctlError, StateUnwritable, WeightsGone
-from skyctl.push.request import PushObserver, PushRequest, PushResult
+from skyctl.push.request import PushObserver, PushRequest, PushResult, Sibling
 from skyctl.push.saving import write_weights
-from skyctl.push.sibling_way import BUFFER_BYTES, Sibling
+from skyctl.push.sibling_way import BUFFER_BYTES
 from skyctl.push.verify import arrangement_of, can_compare
 from skyctl.states import Phase
 from skyctl.store.in_doubt import clear_doubt, in_doubt, leave_to_next_push, touch

@@ -9,9 +9,9 @@ import pytest
 
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet
+from skyctl.push.request import PushFleet, Sibling
 from skyctl.push.servers import Holds, PushedServer
-from skyctl.push.sibling_way import Sibling, SiblingDelivery, sibling_way
+from skyctl.push.sibling_way import SiblingDelivery, sibling_way
 from tests.unit.push.deliveries import site
 
 OFFER = {"form": "a form", "reason": "", "total_bytes": 25, "buffer_bytes": 10, "sources": []}

@@ -48,14 +48,20 @@ _COLUMNS = 512
 
 @dataclass(frozen=True)
 class _Content:
-    """A tensor that is copied: its form, and where it begins in the sequence of all."""
+    """A tensor that is copied."""
 
     name: str
+    """In the running model."""
     dtype: str
+    """torch's name of it."""
     shape: tuple[int, ...]
+    """() for a single value."""
     stride: tuple[int, ...]
+    """In elements; () for a weight that a CPU has packed."""
     nbytes: int
+    """Its size."""
     begin: int
+    """Where it begins in the sequence of all tensors, in bytes."""
 
 
 class WorkerCopies:
