@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -206,6 +207,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise PreflightError(f"{path} is not a JSON object")
     return config
+
+
+def config_of(*models: str | None) -> dict[str, Any] | None:
+    """`config.json` of the first of these models, directories or hub ids, that this machine has it
+    of; None if it has none.
+    """
+    for model in filter(None, models):
+        directory = locate(model)
+        with suppress(PreflightError):
+            if directory is not None:
+                return read_config(directory)
+    return None
 
 
 def _read_index(directory: Path) -> _Index | None:

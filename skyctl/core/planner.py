@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.checkpoint import locate
+from skyctl.checkpoints.checkpoint import config_of, locate
 from skyctl.core.pinning import Pins, model_of, references, with_revisions
 from skyctl.core.placement import (
     Place,
@@ -218,6 +218,9 @@ class _Planner:
         port: int | str = PORT_AT_SPAWN
         if node is None or node.chosen:
             port = replica.port or self._port(replica.name, place.machine.next_port)
+        args = with_revisions(
+            self.engine, self.model_path, self._with_absolute_paths(replica.args), self.pins
+        )
         return ServerLaunch(
             python=node.python if node else self.python,
             model_path=self.model_path,
@@ -226,9 +229,7 @@ class _Planner:
             port=port,
             device=self.device,
             backend=backend,
-            args=with_revisions(
-                self.engine, self.model_path, self._with_absolute_paths(replica.args), self.pins
-            ),
+            args=args,
             env=replica.env,
             environ={} if node else self.environ,
             secret=AT_SPAWN,
@@ -241,10 +242,15 @@ class _Planner:
             local_model=self.local_model,
             auth=self.config.auth,
             api_key=api_key,
+            model_config=self._model_config(args) if lora is not None else None,
             adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
             hand_over=self._hand_over(replica, place),
             span=self._span(replica, place),
         )
+
+    def _model_config(self, args: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        revision = None if self.local_model else args.get("revision")
+        return config_of(f"{self.model_path}@{revision}" if revision else self.model_path)
 
     def _hand_over(self, replica: Replica, place: Place) -> HandOver | None:
         if not replica.role:

@@ -152,6 +152,8 @@ class StartedWith:
     """The path or name of the model that these weights were loaded from."""
     lora_targets: tuple[str, ...] = ()
     """The modules that it takes LoRA for, () for all that it can."""
+    config_problem: Callable[[Mapping[str, Any] | None], str] = lambda config: ""
+    """`update_problem` by its model's config.json, None if that cannot be read."""
 
 
 class Server(Protocol):

@@ -93,6 +93,9 @@ class ServerLaunch:
     """Which routes require a token."""
     api_key: str | None = None
     """The user's key; None for one that skyctl makes."""
+    model_config: Mapping[str, Any] | None = None
+    """The model's config.json, for servers that take adapters; None if it is not on this
+    machine."""
     adapters: AdapterLimits | None = None
     """Limits of its LoRA adapters; None if it takes none."""
     hand_over: HandOver | None = None

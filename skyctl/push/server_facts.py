@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl import engines
+from skyctl.checkpoints.checkpoint import config_of
 from skyctl.engines.base import Feature, Server, lacks_method
 from skyctl.engines.dialect import Dialect
 from skyctl.errors import PreflightError, ServerError
@@ -102,7 +103,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         (paused, sleeping, metrics), weight_version, made = await gather(
             gather(server.is_paused(), server.is_sleeping(), server.metrics()),
             server.weight_version(),
-            _make(server, by_target[target], relays=fleet.reading.one_reader),
+            _make(server, by_target[target], fleet),
         )
         level = metrics.sleep_level
         # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
@@ -134,7 +135,8 @@ same processes repeatedly, and the configuration alone costs vLLM longer than al
 """
 
 
-async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessFacts:
+async def _make(server: Server, pushed: PushServer, fleet: PushFleet) -> ProcessFacts:
+    relays = fleet.reading.one_reader
     made_before = _makes.get((pushed.instance, relays))
     if made_before is not None:
         return made_before
@@ -142,6 +144,9 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
     version, started, update_problem = await gather(
         server.version(), server.started_with(), _update_problem(server)
     )
+    update_problem = update_problem or started.update_problem
+    if not update_problem:
+        update_problem = started.config_problem(config_of(fleet.model_path, started.model))
     # what it says it was started with, else what the fleet records
     backend = pushed.backend if started.backend is None else started.backend
     problem, settings = await _nccl(server) if backend == "nccl" or relays else ("", None)
@@ -153,12 +158,12 @@ async def _make(server: Server, pushed: PushServer, *, relays: bool) -> ProcessF
         load_format=started.load_format,
         nccl_problem=problem,
         nccl_settings=settings,
-        update_problem=update_problem or started.update_problem,
+        update_problem=update_problem,
         drafts=started.drafts,
         draft_model=started.draft_model,
         kv_lease_s=started.kv_lease_s,
     )
-    if pushed.instance:
+    if pushed.instance and not update_problem:  # the next step may be to download its config.json
         if len(_makes) >= _MOST:
             _makes.clear()
         _makes[pushed.instance, relays] = made

@@ -1,7 +1,7 @@
 """Two SGLang servers on one GPU, through skyctl from a fleet file, and a third that was started on
 the other checkpoint and says what is right. Where there is a second GPU, a sender on it pushes to
-the third by NCCL, which takes one process of a group on each GPU. A fourth takes LoRA adapters
-(`sglang_adapters.py`). `python -m tests.gpu.sglang WORK
+the third by NCCL, which takes one process of a group on each GPU. Two more take LoRA adapters,
+each on one of the checkpoints (`sglang_adapters.py`). `python -m tests.gpu.sglang WORK
 OUT` prints a table; `tests/gpu/test_sglang.py` asserts the same steps. `scripts/gpu-sglang.sh` sets
 a machine up for it.
 
@@ -37,7 +37,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 from tests.gpu.devices import available
-from tests.gpu.sglang_adapters import adapters, adapters_return, write_adapters
+from tests.gpu.sglang_adapters import TUNED_RIGHT, adapters, adapters_return, write_adapters
 from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
@@ -52,7 +52,7 @@ SERVER: dict[str, Any] = {
     "sampling-backend": "pytorch",
     "grammar-backend": "none",
     "disable-cuda-graph": True,
-    # four servers start side by side: none may take a share of what the others have not taken yet
+    # five servers start side by side: none may take a share of what the others have not taken yet
     "mem-fraction-static": 0.5,
     "max-total-tokens": 500_000,
     "context-length": 2048,
@@ -77,7 +77,8 @@ class Place:
 @dataclass
 class SGLangRun:
     """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
-    fleet `right`, a server on `b`; `tuned` has a server on `a` that takes adapters. `extra` goes
+    fleet `right`, a server on `b`; `tuned` has a server on `a` that takes adapters, and
+    `tuned-right` the same on `b`. `extra` goes
     into all fleet files. `transports` are tried; the last one is what the file of `sgl` says.
     `sender_gpu` is left to the sender of `right`; None where there is no second GPU."""
 
@@ -92,7 +93,7 @@ class SGLangRun:
     verbs: int = 60
 
     def __post_init__(self) -> None:
-        self.fleets = {name: self._fleet(name) for name in ("sgl", "right", "tuned")}
+        self.fleets = {name: self._fleet(name) for name in ("sgl", "right", "tuned", TUNED_RIGHT)}
         self.cli = self.fleets["sgl"]
         self.places: dict[str, Place] = {}
         self.holding: list[threading.Thread] = []
@@ -108,7 +109,9 @@ class SGLangRun:
         self.tuned_failed: BaseException | None = None
         loaded = {"lora-paths": [f"own={self.x1}"]}  # by SGLang itself, at its start
         lora = {"max_adapters": 2, "adapters": {"first": str(self.x2)}}
-        self._write("tuned", self.a, replicas=1, lora=lora, args=self.extra["args"] | loaded)
+        args = self.extra["args"] | loaded
+        self._write("tuned", self.a, replicas=1, lora=lora, args=args)
+        self._write(TUNED_RIGHT, self.b, replicas=1, lora=lora, args=args)
 
     def _fleet(self, name: str) -> FleetCli:
         (self.directory / name).mkdir(parents=True, exist_ok=True)
@@ -131,7 +134,7 @@ class SGLangRun:
     # what steps use
 
     def up(self) -> None:
-        """That `tuned` failed to start is for the step that needs it."""
+        """That a server with adapters failed to start is for the step that needs it."""
         failed: dict[str, BaseException] = {}
 
         def one(name: str) -> None:
@@ -146,7 +149,8 @@ class SGLangRun:
             thread.start()
         for thread in threads:
             thread.join()
-        self.tuned_failed = failed.pop("tuned", None)
+        self.tuned_failed = failed.pop("tuned", None) or failed.pop(TUNED_RIGHT, None)
+        failed.pop(TUNED_RIGHT, None)
         for error in failed.values():
             raise error
 
@@ -259,7 +263,7 @@ def starts(run: SGLangRun) -> str:
     began = time.monotonic()
     run.up()
     assert {row["state"] for row in run.rows().values()} == {"ready"}, run.rows()
-    return f"four servers in {time.monotonic() - began:.0f} s"
+    return f"five servers in {time.monotonic() - began:.0f} s"
 
 
 def a_b_a(run: SGLangRun) -> str:

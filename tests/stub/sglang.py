@@ -634,6 +634,8 @@ class SGLangStub:
                 "pp_size": self.engine.pp_size,
                 "dp_size": self.engine.dp_size,
                 "disable_radix_cache": not self.engine.radix_cache,
+                "enable_lora": self.engine.lora is not None,
+                "lora_target_modules": self.engine.lora,
                 "hicache_storage_backend": self.engine.hicache_storage_backend,
                 "version": self.engine.version,
             }

@@ -17,6 +17,10 @@ from skyctl.wire.worker import WorkerMethod
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What skyctl has its servers take LoRA for, unless the fleet file names others."""
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+"""With others `lora/lora_manager.py` may wrap experts, whose parameters are renamed by that;
+SGLang's loaders skip names that they do not know.
+"""
 _ALL = "all"
 _STACKED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -94,6 +98,45 @@ class SGLangAdapters(SGLangState):
         error = ServerError(f"{self.target.name}: SGLang servers have no {feature}")
         error.refusal = refusal
         raise error
+
+
+def config_problem(settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> str:
+    """Why an update would leave parts of a server with adapters wrong, by its settings, as
+    arguments or as it reports them, and its model's config.json; "" if it would not. Without a
+    config.json (None) it might.
+    """
+    named = {name.replace("-", "_"): value for name, value in settings.items()}
+    if not named.get("enable_lora"):
+        return ""
+    if named.get("quantization") or (config and _is_set(config, "quantization_config")):
+        return (
+            "it takes LoRA adapters for quantized layers, where SGLang loads new weights but not "
+            "their scales"
+        )
+    if config is None:
+        model = named.get("model_path") or "MODEL"
+        return (
+            "it takes LoRA adapters, and whether SGLang would load all weights follows from its "
+            f"model's config.json, which is not on this machine: hf download {model} config.json, "
+            "or copy it to where the servers have it"
+        )
+    targets = named.get("lora_target_modules")
+    attention = isinstance(targets, Sequence) and targets and _ATTENTION.issuperset(targets)
+    if not attention and _is_set(config, "experts"):
+        return (
+            "it takes LoRA adapters for the experts of its model, where SGLang skips new weights "
+            "without an error; start it without `lora`, or with `lora-target-modules` of attention "
+            f"alone ({', '.join(sorted(_ATTENTION))})"
+        )
+    return ""
+
+
+def _is_set(config: Mapping[str, Any], ending: str) -> bool:
+    """Whether a key with this ending has a value that is not 0, in the whole of a config.json."""
+    return any(
+        (value and name.endswith(ending)) or (isinstance(value, dict) and _is_set(value, ending))
+        for name, value in config.items()
+    )
 
 
 def adapter_fit(

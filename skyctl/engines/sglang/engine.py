@@ -42,7 +42,7 @@ from skyctl.engines.launches import (
     Sizes,
     push_warnings,
 )
-from skyctl.engines.sglang.adapters import TARGETS
+from skyctl.engines.sglang.adapters import TARGETS, config_problem
 from skyctl.engines.vllm.command import RESERVED as VLLM_RESERVED
 from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.router import VLLM_ROUTER
@@ -224,10 +224,11 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
         )
     from skyctl.engines.sglang.server import settings_problem
 
-    yield from push_warnings(
-        settings_problem({**launch.args, "enable-lora": launch.adapters is not None})
-        for launch in launches
-    )
+    settings = [{**_adapter_arguments(launch.adapters), **launch.args} for launch in launches]
+    yield from push_warnings(map(settings_problem, settings))
+    # a model that is not on this machine is downloaded by the servers
+    configs = [launch.model_config or {} for launch in launches]
+    yield from push_warnings(map(config_problem, settings, configs))
 
 
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:

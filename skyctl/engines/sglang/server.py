@@ -8,11 +8,10 @@ those that would, and to a server without a keeper they are not sent.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from skyctl.engines.base import (
@@ -25,7 +24,7 @@ from skyctl.engines.dialect import GROUP_PREFIX
 from skyctl.engines.http_server import ignoring_status
 from skyctl.engines.launches import update_problem
 from skyctl.engines.prometheus import samples, server_metrics
-from skyctl.engines.sglang.adapters import SGLangAdapters
+from skyctl.engines.sglang.adapters import SGLangAdapters, config_problem
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.state import POLL_S
 from skyctl.errors import DeadlineExceeded, ServerError
@@ -75,6 +74,7 @@ class SGLangServer(SGLangAdapters):
             str(info.get("model_path") or ""),
             str(info.get("load_format") or ""),
             update_problem=settings_problem(info),
+            config_problem=partial(config_problem, info),
         )
 
     async def metrics(self) -> ServerMetrics:
@@ -363,21 +363,7 @@ def settings_problem(settings: Mapping[str, Any]) -> str:
     """
     named = {name.replace("-", "_"): value for name, value in settings.items()}
     drafts = str(named.get("speculative_algorithm") or "")
-    if named.get("enable_lora") and (named.get("quantization") or _is_quantized(named)):
-        return (
-            "it takes LoRA adapters for quantized layers, where SGLang loads new weights but not "
-            "their scales"
-        )
     return update_problem(
         moves_experts=bool(named.get("enable_eplb")),
         drafts="" if drafts == "NGRAM" else drafts,  # that one drafts from the tokens themselves
     )
-
-
-def _is_quantized(settings: Mapping[str, Any]) -> bool:
-    """Whether a server's checkpoint is, as far as it is on this machine."""
-    try:
-        config = json.loads((Path(str(settings.get("model_path"))) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("quantization_config"))

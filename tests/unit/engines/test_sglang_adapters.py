@@ -13,16 +13,20 @@ import pytest
 from skyctl.adapters import change
 from skyctl.adapters.fleet import AdapterFleet
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
-from skyctl.engines.sglang.adapters import TARGETS, adapter_fit
+from skyctl.engines.sglang.adapters import TARGETS, adapter_fit, config_problem
 from skyctl.engines.sglang.inside import adapters as inside
-from skyctl.engines.sglang.server import SGLangServer, settings_problem
+from skyctl.engines.sglang.server import SGLangServer
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushRequest
 from skyctl.store.state import FleetState
+from tests.faults.attached_fleet import attached_fleet
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub
+from tests.stub.state import digest_of_checkpoint
+from tests.tiny import make_tiny_checkpoint
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.core.plans import gpus, plan
 
@@ -242,11 +246,97 @@ def test_the_fleet_files_limits_become_sglangs_arguments() -> None:
     assert server.argv[begin + 6 : begin + 13] == TARGETS
 
 
-def test_quantized_layers_with_adapters_take_no_pushes(tmp_path: Path) -> None:
-    plain = {"enable_lora": True, "quantization": None, "model_path": str(tmp_path)}
-    assert "scales" in settings_problem({**plain, "quantization": "fp8"})
-    assert not settings_problem(plain)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    assert "scales" in settings_problem(plain)
-    assert not settings_problem({**plain, "enable_lora": False})
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "problem"),
+    [
+        ({}, {"num_experts": 0, "text_config": {"num_experts_per_tok": 2}}, ""),
+        ({}, {"num_experts": 8}, "for the experts"),
+        ({}, {"num_local_experts": 8}, "for the experts"),
+        ({}, {"text_config": {"n_routed_experts": 8}}, "for the experts"),
+        ({"lora_target_modules": ["q_proj", "v_proj"]}, {"num_experts": 8}, ""),
+        ({"lora-target-modules": "all"}, {"num_experts": 8}, "for the experts"),
+        ({}, QUANTIZED, "scales"),
+        ({"quantization": "fp8"}, {}, "scales"),
+        ({"lora_target_modules": ["q_proj"]}, {"text_config": QUANTIZED}, "scales"),
+        ({"model_path": "org/tiny"}, None, "hf download org/tiny config.json"),
+    ],
+)  # fmt: skip
+def test_a_server_with_adapters_takes_no_pushes_that_sglang_would_load_in_part(
+    settings: dict[str, Any], config: dict[str, Any] | None, problem: str
+) -> None:
+    defaults = {"enable_lora": True, "quantization": None, "lora_target_modules": list(TARGETS)}
+    message = config_problem({**defaults, **settings}, config)
+    assert problem in message and bool(message) == bool(problem)
+    assert not config_problem({**defaults, **settings, "enable_lora": False}, config)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        ("directory", {"num_experts": 8}, "for the experts of its model"),
+        ("hub", {"num_experts": 8}, "for the experts of its model"),
+        ("hub", QUANTIZED, "but not their scales"),
+        ("hub", None, "hf download org/tiny config.json"),
+        ("hub", {}, ""),
+    ],
+)
+async def test_pushes_are_refused_by_the_config_of_what_servers_with_adapters_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    config: dict[str, Any] | None,
+    message: str,
+) -> None:
+    a, b = (make_tiny_checkpoint(tmp_path / name, seed=i) for i, name in enumerate("ab"))
+    configure(a, config or {})
+    name = in_hub(tmp_path, monkeypatch, a, "main", config is not None) if model == "hub" else a
+    digest = digest_of_checkpoint(str(a))
+    stub = SGLangStub(SGLangEngine(model=str(name), digest=digest, lora=TARGETS))
+    async with attached_fleet(tmp_path, monkeypatch, [stub], engine="sglang") as fleet:
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(str(b))))
+    if message:
+        assert job.error and message in job.error["message"], job
+        assert stub.engine.log == []
+    else:
+        assert job.state == "succeeded", job
+
+
+def test_the_plan_warns_of_a_model_whose_pushes_will_be_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warnings(**config: Any) -> str:
+        return " ".join(plan(engine="sglang", machine_gpus=gpus(1), **config).warnings)
+
+    checkpoint = make_tiny_checkpoint(tmp_path / "a", seed=0)
+    configure(checkpoint, {"num_experts": 8})
+    lora = {"max_adapters": 2, "max_rank": 8}
+    hub: dict[str, Any] = {
+        "model": in_hub(tmp_path, monkeypatch, checkpoint, "v1", True),
+        "args": {"revision": "v1"},
+    }
+    for model in ({"model": str(checkpoint)}, hub):
+        assert "for the experts of its model" in warnings(lora=lora, **model)
+        assert "will be refused" not in warnings(**model)
+    assert "will be refused" not in warnings(lora=lora, model="org/unknown")
+
+
+def configure(checkpoint: Path, config: dict[str, Any]) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **config}))
+
+
+def in_hub(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path, revision: str, cached: bool
+) -> str:
+    """The checkpoint's name on the hub, whose local cache has it if `cached`."""
+    repository = directory / "hub/models--org--tiny"
+    (repository / "refs").mkdir(parents=True)
+    if cached:
+        (repository / "refs" / revision).write_text("c0ffee")
+        (repository / "snapshots").mkdir()
+        (repository / "snapshots/c0ffee").symlink_to(checkpoint)
+    monkeypatch.setenv("HF_HUB_CACHE", str(directory / "hub"))
+    return "org/tiny"
