@@ -30,15 +30,15 @@ from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
 
 @asynccontextmanager
 async def two_pushable(
-    tmp_path: Path, draft: Path | None = None
+    tmp_path: Path, draft: Path | None = None, names: str = "ab"
 ) -> AsyncIterator[tuple[Supervisor, Path]]:
-    """Servers `a` and `b` behind a router, on one checkpoint, and drafting with `draft`; and
-    another to push.
+    """Servers, `a` and `b` unless named, behind a router, on one checkpoint, and drafting with
+    `draft`; and another checkpoint to push.
     """
     base = write_checkpoint(tmp_path / "base")
     new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
     async with supervising(tmp_path) as supervisor:
-        servers = [pushable(name, base, draft) for name in ("a", "b")]
+        servers = [pushable(name, base, draft) for name in names]
         await bring_up(supervisor, fleet_plan(servers, stub_router()))
         yield supervisor, new
 
@@ -94,6 +94,24 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_s
         assert (await stub_state(supervisor, "a"))["digest"] == expected
         assert event in " ".join(e.message for e in supervisor.state.events() if e.subject == "a")
         assert not list(supervisor.paths.staging.iterdir())
+
+
+async def test_two_replicas_that_restart_together_copy_from_one_sibling_in_turn(
+    tmp_path: Path,
+) -> None:
+    async with two_pushable(tmp_path, names="abc") as (supervisor, new):
+        await pushed(supervisor, new)
+        expected = (await stub_state(supervisor, "b"))["digest"]
+        (new / "model.safetensors").unlink()
+        for name in "ac":
+            os.kill(pid_of(supervisor, name), signal.SIGKILL)
+        await eventually(lambda: routed(supervisor) == {"b"})
+        await eventually(lambda: routed(supervisor) == {"a", "b", "c"})
+        events = supervisor.state.events()
+        copied = [e.subject for e in events if e.message.startswith("its workers copied")]
+        assert sorted(copied) == ["a", "c"]
+        for name in "ac":
+            assert (await stub_state(supervisor, name))["digest"] == expected
 
 
 async def test_a_replica_that_takes_weights_from_its_sibling_takes_the_draft_from_its_files(

@@ -18,12 +18,15 @@ class StubCopies:
 
     def __init__(self, engine: StubEngine) -> None:
         self._engine = engine
-        self._source = ""
+        self._source = self._key = ""
         self.fault = ""
 
     def rpc(self, method: str, kwargs: dict[str, Any]) -> Any:
         match method.removeprefix("skyctl_weights_"):
+            case "fill" | "copy" if kwargs["key"] != self._key:
+                raise EngineRefused("Worker failed with error 'this copy was given up'")
             case "share":
+                self._key = kwargs["key"]
                 reason = "it is quantized" if self.fault == "share" else ""
                 self._source = f"{kwargs['directory']}/rank-0"
                 rows = {"sources": [[self._source, 0]], "total_bytes": 2, "buffer_bytes": 1}
@@ -34,6 +37,7 @@ class StubCopies:
                 digest = "another" if self.fault == "digest" else self._engine.digest
                 Path(self._source).write_text(repr((digest, self._engine.contents)))
             case "open":
+                self._key = kwargs["key"]
                 self._source = kwargs["offers"][0]["sources"][0][0]
             case "copy" if kwargs["last"]:
                 self._take(*ast.literal_eval(Path(self._source).read_text()))
