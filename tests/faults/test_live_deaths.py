@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,7 +195,11 @@ def test_servers_of_any_machine_let_go_of_a_trainer_that_is_killed_between_pushe
     good, cut = deaths.version(), deaths.version()
     job = Job((good, cut), ranks=1, rank=0, point="rank.begun", transport="gloo")
     urls = [replica["url"] for replica in deaths.stubs.replicas().values()]
-    assert deaths.ranks.run(job)[0].killed
+    with ThreadPoolExecutor(1) as pool:
+        pushing, joined = pool.submit(deaths.ranks.run, job), set[str]()
+        while not pushing.done():
+            joined |= {url for url in urls if _state(url)["trainer"]}
+    assert pushing.result()[0].killed and joined == set(urls)
     until = time.monotonic() + SETTLE_S
     while trainers := [_state(url)["trainer"] for url in urls if _state(url)["trainer"]]:
         assert time.monotonic() < until, trainers

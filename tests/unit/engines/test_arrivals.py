@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,8 @@ from skyctl.engines.vllm.inside import arrivals, peers
 from skyctl.engines.vllm.inside.arrivals import Arrivals, landing_bytes, steps_of
 from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES
 from skyctl.wire import batches
+from skyctl.wire import peers as members
+from skyctl.wire.group_store import GroupStore
 from skyctl.wire.layouts import Copy, Program
 from skyctl.wire.peer_group import Meeting, Messages, PeerGroup
 
@@ -126,6 +130,33 @@ def test_a_worker_lets_go_of_a_trainer_that_has_ended_and_of_no_later_one(
     assert (loader.key, loader._beside is None) == (("next", False) if next_trainer else ("", True))
 
 
+@pytest.mark.parametrize("amid", ["a transfer", "the meeting"])
+def test_a_worker_lets_go_of_a_trainer_that_dies_while_it_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch, amid: str
+) -> None:
+    store = GroupStore("127.0.0.1", bytes(32), ranks=1, timeout_s=30.0)
+    meeting = replace(MEETING, port=store.port, secret=bytes(32).hex())
+    loader, let_go = loader_with(monkeypatch, free=COUNT * SIZE + SPARE_BYTES + STEP), Event()
+    release = loader.release
+    loader.release = lambda key: (release(key), let_go.set())
+    monkeypatch.setattr(arrivals, "join", members.join)
+    monkeypatch.setattr(arrivals, "connected", members.connected)
+    monkeypatch.setattr(arrivals, "GRACE_S", 0.0)
+    with loader.lock:
+        assert joined(loader, meeting=meeting)
+        begun = loader._arrivals
+        if amid == "a transfer":
+            rank = members.join(meeting, 0, CPU, store)
+            begun.receive(loader._beside.parameters)
+            rank.close()
+        store.close()
+        with pytest.raises(RuntimeError):
+            begun.wait()
+        assert loader._beside is not None and not let_go.is_set()
+    assert let_go.wait(30.0), "it keeps the group and what lies beside the parameters"
+    assert (loader.key, loader._arrivals, loader._beside) == ("", None, None)
+
+
 def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
     """The loader of a worker that packs nothing, with so much memory free."""
     target = torch.zeros(COUNT * SIZE, dtype=torch.uint8)
@@ -139,8 +170,8 @@ def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
     return peers.PeerLoader(SimpleNamespace(device=CPU))
 
 
-def joined(loader: Any, key: str = "key") -> bool:
+def joined(loader: Any, key: str = "key", meeting: Meeting = MEETING) -> bool:
     copies, sources = copies_of(4)
     program = Program("layout", (("w", "uint8", (COUNT * SIZE,)),), tuple(copies))
-    staged: bool = loader.join(program, sources, key, None, MEETING.to_wire(), 4)
+    staged: bool = loader.join(program, sources, key, None, meeting.to_wire(), 1)
     return staged

@@ -33,7 +33,8 @@ class Arrivals:
         place: of this worker in the group.
         steps: what each push sends it.
         trainer_ended: is called, in a thread, some seconds after the trainer's rank 0 has ended, or
-            has left the group, unless that was left here.
+            has left the group, or anything here has failed, unless `close` was called. May be
+            called twice.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Arrivals:
         # allocated before a push begins: memory that ran out in one would leave half of the weights
         self._landing = torch.empty(landing_bytes(steps), dtype=torch.uint8, device=device)
         self._timeout_s = meeting.transfer_timeout_s
-        self._closed = False
+        self._leaving = False
+        """By `close`: nobody is to hear of the trainer any more."""
         self._then(lambda: self._join(meeting, place, device))
 
     def receive(self, targets: Targets, check: Callable[[], None] = lambda: None) -> None:
@@ -76,7 +78,10 @@ class Arrivals:
 
     def close(self) -> None:
         """Leave the group; what is under way ends by itself."""
-        self._closed = True
+        self._leaving = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         group, self._group = self._group, None
         store, self._store = self._store, None
         for member in (group, store):
@@ -95,7 +100,10 @@ class Arrivals:
                 act()
             except Exception as error:
                 self._problem = f"{error}" or repr(error)
-                self.close()
+                self._disconnect()
+                # not in this thread, which a load may wait for with the lock that letting go takes;
+                # nor is the store's end enough, which is watched only once the group has formed
+                threading.Thread(target=self._ended, name="skyctl-ended", daemon=True).start()
 
         self._thread = threading.Thread(target=run, name="skyctl-arrivals", daemon=True)
         self._thread.start()
@@ -103,14 +111,14 @@ class Arrivals:
     def _join(self, meeting: Meeting, place: int, device: torch.device) -> None:
         self._store = store = connected(meeting)
         self._group = join(meeting, place, device, store)
-        store.stay(self._rank_ended)
-        if self._closed:
-            self.close()
+        store.stay(self._ended)
+        if self._leaving:
+            self._disconnect()
 
-    def _rank_ended(self) -> None:
-        if not self._closed:
+    def _ended(self) -> None:
+        if not self._leaving:
             time.sleep(GRACE_S)
-        if not self._closed:
+        if not self._leaving:
             self._trainer_ended()
 
     def _receive(self, targets: Targets, check: Callable[[], None]) -> None:
