@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,12 @@ async def load(fleet: AdapterFleet, request: LoadAdapter) -> AdapterChange:
             reached("adapters.give.call")
             try:
                 await give(fleet, adapter, request.sent, copy, targets, request.timeout_s)
-            except (SkyctlError, asyncio.CancelledError):
+            except SkyctlError as error:  # the caller goes by what it is, whatever undoing does
+                ends = await undo(fleet, new.name, targets)
+                if not all(end.ok for end in ends):
+                    error.details["undone"] = [end.to_json() for end in ends]
+                raise
+            except asyncio.CancelledError:
                 require_all(await undo(fleet, new.name, targets), f"adapters {new.name}")
                 raise
 
@@ -89,7 +95,11 @@ async def load(fleet: AdapterFleet, request: LoadAdapter) -> AdapterChange:
         async def name(target: ServerTarget) -> None:
             await fleet.server(target, request.timeout_s).name_adapter(new.name, new.served_as)
 
-        steps = [Step("adapters.load.call", load_version), Step("adapters.name.call", name)]
+        named = partial(store.intend_name, fleet.state, new.name)
+        steps = [
+            Step("adapters.load.call", load_version),
+            Step("adapters.name.call", name, named),
+        ]
         outcomes, elapsed_ms = await _carry_out(fleet, new.name, targets, steps, request.timeout_s)
         if request.sent is not None and not request.sent.export:
             await release(fleet, targets, [new.path])
@@ -195,10 +205,13 @@ def _locked(fleet: AdapterFleet, purpose: str) -> Callable[[], None]:
 
 
 class Step(NamedTuple):
-    """What is done on every server at once; kill point `point` is reached before it."""
+    """What is done on every server at once; kill point `point` is reached before it, and it is put
+    on record by `record`.
+    """
 
     point: str
     call: Callable[[ServerTarget], Awaitable[None]]
+    record: Callable[[], None] = lambda: None
 
     async def take(self, target: ServerTarget) -> None:
         """Call one server. An error that skyctl can explain gets skyctl's words."""
@@ -226,6 +239,7 @@ async def _carry_out(
     try:
         for step in steps:
             reached(step.point)
+            step.record()
             outcomes = await fan_out(targets, step.take, timeout_s=timeout_s or fleet.timeout_s)
             for outcome in outcomes:
                 total_ms[outcome.server] += outcome.elapsed_ms

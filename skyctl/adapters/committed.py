@@ -12,7 +12,7 @@ from pathlib import Path
 from skyctl import engines
 from skyctl.adapters.applies import adapter_problem
 from skyctl.adapters.fleet import AdapterFleet
-from skyctl.adapters.given import release
+from skyctl.adapters.given import release, unwritten
 from skyctl.adapters.peft import UNWRITTEN, read_parts
 from skyctl.checkpoints.staging import sweep
 from skyctl.engines.base import Server
@@ -122,7 +122,9 @@ async def undo(
 
 
 async def withdraw(fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget]) -> None:
-    """The change of `name` was undone: servers let go of what they were given for it."""
+    """The change of `name` was undone: servers let go of what they were given for it, unless
+    requests may run with it that only they have.
+    """
     path = store.withdraw(fleet.state, name)
-    if path and (Path(path) / UNWRITTEN).exists():
+    if path and path not in unwritten(fleet):
         await release(fleet, targets, [path])

@@ -56,7 +56,7 @@ async def give(
         ],
         "numbers": sent.numbers,
         "source": sent.export or [str(path / WEIGHTS), begins],
-        "needed": _unwritten(fleet),
+        "needed": unwritten(fleet),
     }
 
     async def take(target: ServerTarget) -> str:
@@ -95,7 +95,7 @@ async def keep(fleet: AdapterFleet) -> tuple[str, ...]:
     written, reasons = [], dict[str, str]()
     with suppress(TimeoutError):
         async with asyncio.timeout(_WRITE_TIMEOUT_S):
-            for path in _unwritten(fleet):
+            for path in unwritten(fleet):
                 reason = "no server holds it"
                 for target in fleet.targets()[0]:
                     try:
@@ -111,12 +111,12 @@ async def keep(fleet: AdapterFleet) -> tuple[str, ...]:
     return tuple(
         f"the adapter in {path} is in servers' memory only, so that none that restarts can load it "
         f"({reasons.get(path, late)}): sync it again"
-        for path in _unwritten(fleet)
+        for path in unwritten(fleet)
     )
 
 
-def _unwritten(fleet: AdapterFleet) -> list[str]:
-    """The versions that are in no file yet, by their paths."""
+def unwritten(fleet: AdapterFleet) -> list[str]:
+    """The paths of versions in no file yet that clients may have requested."""
     paths = store.requested_paths(fleet.state)
     return [path for path in paths if os.path.exists(f"{path}/{UNWRITTEN}")]  # noqa: PTH110
 

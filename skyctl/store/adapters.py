@@ -120,11 +120,22 @@ def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[s
             new.name, new.version, new.version,
         )  # fmt: skip
         state.write(
-            "INSERT INTO adapter_versions (name, version, path, digest, source, rank, bytes, at) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO adapter_versions "
+            "(name, version, path, digest, source, rank, bytes, at, until) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)",
             new.name, new.version, new.path, new.digest, new.source, new.rank, new.bytes, new.at,
         )  # fmt: skip
         _in_doubt(state, new.name, servers)
+
+
+def intend_name(state: FleetState, name: str) -> None:
+    """The version that was sent is about to get the name: from here on clients may request it."""
+    with state.transaction():
+        state.write(
+            "UPDATE adapter_versions SET until = NULL WHERE name = ? AND version = "
+            "(SELECT target FROM adapters WHERE name = ?)",
+            name, name,
+        )  # fmt: skip
 
 
 def intend_unload(state: FleetState, name: str, servers: Collection[str]) -> None:
@@ -144,6 +155,7 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
             "AND until IS NULL",
             time.time(), name, target,
         )  # fmt: skip
+        intend_name(state, name)
         state.write("UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name)
         # a server restarted meanwhile is no longer in doubt: it holds nothing
         doubted = "SELECT server FROM server_adapters WHERE name = ? AND version = 0"
@@ -156,7 +168,7 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
 
 def withdraw(state: FleetState, name: str) -> str:
     """The change of `name` was undone; a server where it was not is not current (`is_current`).
-    Returns the path of the version that no client could request; "" if there was none.
+    Returns the path of the version that is not served then; "" if it was an unload.
     """
     with state.transaction():
         row = state.row(
@@ -167,8 +179,9 @@ def withdraw(state: FleetState, name: str) -> str:
         if row is None or row["target"] is None:
             return ""
         state.write(
-            "UPDATE adapter_versions SET until = 0 WHERE name = ? AND version = ?",
-            name, row["target"],
+            "UPDATE adapter_versions SET until = ? WHERE name = ? AND version = ? "
+            "AND until IS NULL",
+            time.time(), name, row["target"],
         )  # fmt: skip
         state.write("UPDATE adapters SET target = NULL WHERE name = ?", name)
     return row["path"] or ""
@@ -196,7 +209,9 @@ def forget(state: FleetState) -> None:
 def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
     """Versions whose files exist, and which no client could request since `before` (epoch)."""
     rows = state.rows(
-        f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
+        f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ? "
+        "AND NOT EXISTS (SELECT * FROM adapters a WHERE a.name = v.name AND a.target = v.version)",
+        before,
     )
     return [AdapterVersion(**dict(row)) for row in rows]
 
@@ -222,7 +237,7 @@ def kept_paths(state: FleetState) -> set[str | None]:
 
 
 def requested_paths(state: FleetState) -> list[str]:
-    """The copies of versions that clients request, requested, or are about to."""
+    """The copies of versions that clients request, or may have requested."""
     rows = state.rows("SELECT path FROM adapter_versions WHERE until IS NULL OR until > 0")
     return [row["path"] for row in rows if row["path"]]
 

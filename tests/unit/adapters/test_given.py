@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from skyctl.adapters import change, committed, given
 from skyctl.adapters.fleet import AdapterChange, AdapterFleet
-from skyctl.adapters.peft import WEIGHTS, read_adapter
+from skyctl.adapters.peft import UNWRITTEN, WEIGHTS, read_adapter
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.checkpoints.staging import staged
 from skyctl.errors import PartialFailure, PreflightError
@@ -47,11 +49,15 @@ class Fleet:
             in_memory=False,
         )
 
-    async def sync(self, value: float) -> AdapterChange:
-        """Send an adapter whose numbers all have this value."""
+    async def sync(self, value: float, *, in_file: bool = False) -> AdapterChange:
+        """Send an adapter whose numbers all have this value. `in_file`: a CPU had it."""
         trainer = make_adapter(self.tmp_path / f"{value}", value=value)
         with staged(self.fleet.directory, needed_bytes=None, in_memory=False) as directory:
             sent = leave_in_memory(trainer, directory, [int(value * 10)] * 2)
+            if in_file:
+                (directory / UNWRITTEN).unlink()
+                shutil.copyfile(trainer / WEIGHTS, directory / WEIGHTS)
+                sent = replace(sent, export=())
             request = LoadAdapter(name="x", directory=str(directory), new=None, sent=sent)
             return await change.load(self.fleet, request)
 
@@ -183,6 +189,40 @@ async def test_what_some_servers_were_given_goes_with_the_refusal_of_another(fle
         await fleet.sync(0.6)
     assert [stub.adapters.given for stub in fleet.stubs] == [{}, {}]
     assert not store.unfinished(fleet.state) and await given.keep(fleet.fleet) == ()
+
+
+LOAD = "/v1/load_lora_adapter"
+
+
+@pytest.mark.parametrize("call", [1, 2])  # to load the version, to name it
+@pytest.mark.parametrize("in_file", [True, False])
+async def test_what_requests_may_run_with_stays_when_its_change_is_undone(
+    fleet: Fleet, call: int, in_file: bool
+) -> None:
+    await fleet.sync(0.5)
+    await given.keep(fleet.fleet)
+    before = fleet.served()
+    fleet.stubs[1].asgi.faults[LOAD] = Fault("status", calls=(call,))
+    fleet.stubs[1].asgi.calls.clear()
+    with pytest.raises(PartialFailure):
+        await fleet.sync(0.6, in_file=in_file)
+    was_served = call == 2
+    only_there = was_served and not in_file
+    assert fleet.served() == before
+    assert [len(stub.adapters.given) for stub in fleet.stubs] == [only_there] * 2
+    await committed.retire(fleet.fleet)
+    assert len(store.kept_paths(fleet.state)) == 1 + was_served
+    assert await given.keep(fleet.fleet) == ()
+    assert [stub.adapters.given for stub in fleet.stubs] == [{}, {}]
+
+
+async def test_a_refusal_stays_what_it_is_where_it_cannot_be_undone(fleet: Fleet) -> None:
+    await fleet.sync(0.5)
+    fleet.stubs[1].adapters.cannot_take = "it sees no such GPU"
+    fleet.stubs[1].asgi.faults["/v1/models"] = Fault("status")
+    with pytest.raises(PreflightError, match=given.CANNOT_TAKE) as caught:
+        await fleet.sync(0.6)
+    assert [row["status"] for row in caught.value.details["undone"]] == ["ok", "failed"]
 
 
 async def test_a_version_that_was_replaced_stays_with_servers_until_it_is_written(
