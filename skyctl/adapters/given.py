@@ -26,6 +26,9 @@ from skyctl.wire.worker import WorkerMethod
 CANNOT_TAKE = "cannot copy the adapter out of the trainer's memory"
 """In the message of a refusal after which the tensors can go through a file."""
 
+MAY_PASS = "it cannot reach the tensors"
+"""Begins a worker's reason that may be gone with the next adapter: memory ran out, for one."""
+
 _WRITE_TIMEOUT_S = 60.0
 """For all that is to be written at a time."""
 _POLL_S = 0.05

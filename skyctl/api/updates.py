@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.adapters.fleet import AdapterChange
-from skyctl.adapters.given import CANNOT_TAKE
+from skyctl.adapters.given import CANNOT_TAKE, MAY_PASS
 from skyctl.adapters.requests import LoadAdapter, SentTensors, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
@@ -246,6 +246,7 @@ class Adapters:
             def room() -> AbstractContextManager[Path]:
                 return staged(place.adapters, needed_bytes=total, in_memory=place.in_memory)
 
+            notes: tuple[str, ...] = ()
             if on_one_gpu(named_tensors) and not self._fleet._sends_files:
                 with room() as directory:
                     sent, buffer = await asyncio.to_thread(gather, named_tensors, config, directory)
@@ -254,9 +255,11 @@ class Adapters:
                     except PreflightError as error:
                         if CANNOT_TAKE not in error.message:
                             raise
-                        self._fleet._sends_files = True
+                        self._fleet._sends_files = MAY_PASS not in error.message
+                        notes = (f"sent through a file: {error.message}",)
                     finally:
                         buffer.free()
             with room() as directory:
                 sent = await asyncio.to_thread(write_adapter, named_tensors, config, directory)
-                return await fleet.load_adapter(request(directory, sent))
+                change = await fleet.load_adapter(request(directory, sent))
+                return replace(change, notes=change.notes + notes)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl.adapters import tensors as in_memory
+from skyctl.adapters.given import MAY_PASS
 from skyctl.adapters.peft import UNWRITTEN, WEIGHTS
 from skyctl.errors import PreflightError
 from tests.stub.app import StubServer
@@ -81,18 +82,22 @@ async def test_tensors_of_a_gpu_go_into_servers_and_are_written_by_one_of_them(
         assert again.adapter is not None and again.adapter.digest != change.adapter.digest
 
 
-async def test_where_servers_cannot_reach_a_gpu_a_file_is_sent(
-    tmp_path: Path, gpu: list[Path]
+@pytest.mark.parametrize(
+    ("reason", "tries"),
+    [("it loads no adapters", 1), (f"{MAY_PASS}: CUDA out of memory", 2)],
+)
+async def test_where_servers_cannot_take_what_a_gpu_has_a_file_is_sent(
+    tmp_path: Path, gpu: list[Path], reason: str, tries: int
 ) -> None:
     servers = stubs(tmp_path)
-    servers[1].adapters.cannot_take = "it sees no such GPU"
+    servers[1].adapters.cannot_take = reason
     async with attached(tmp_path, servers) as fleet:
         change = await fleet.adapters.sync("x", trained(1), CONFIG, create=True)
-        assert change.adapter is not None
+        assert change.adapter is not None and reason in change.notes[-1]
         written = load_file(Path(change.adapter.path) / WEIGHTS)
         assert all(written[name].equal(tensor) for name, tensor in trained(1).items())
         await fleet.adapters.sync("x", trained(2), CONFIG)
-    assert len(gpu) == 1  # it is not tried again
+    assert len(gpu) == tries
 
 
 async def test_nan_on_a_gpu_is_refused_before_a_server_is_asked(
