@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from skyctl.errors import PreflightError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import eventually
@@ -30,6 +31,8 @@ class FakePush:
     async def __call__(
         self, request: PushRequest, fleet: Any, *, observer: Any, **_: Any
     ) -> PushResult:
+        if fleet.sibling is not None:
+            raise PreflightError("these stubs have no workers whose memory could be copied")
         names = [server.name for server in fleet.servers]
         self.calls.append((request.checkpoint, names))
         self.observer = observer
