@@ -28,9 +28,9 @@ for wheel in "$wheels"/*.whl; do
     */sglang-*) leave=('sglang/multimodal_gen/*' 'sglang/test/*' 'sglang/benchmark/*' 'sglang/eval/*' 'tools/*') ;;
     */sglang_kernel-*) leave=('*/flash_ops*' '*/flashmla_ops*' '*/sm100/*' '*/infllm_ops*') ;;
     */torch_memory_saver-*) leave=('*_cu12.*') ;;
-    *) leave=('*/__pycache__/*') ;;
+    *) leave=() ;;
   esac
-  unzip -q -o "$wheel" -d "$site" -x "${leave[@]}" || [ $? -eq 11 ] # 11: nothing was left out
+  unzip -q -o "$wheel" -d "$site" ${leave[0]:+-x "${leave[@]}"}
 done
 cp scripts/sglang_absent.py "$site/"
 
