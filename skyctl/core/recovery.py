@@ -120,9 +120,9 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     _leave_held(cases, actions)
     chosen = [case for case in cases if case.action.releases]
     await asyncio.gather(*(_release_one(case, actions) for case in chosen))
-    unanswered = Action.PUSH, Action.QUARANTINE
-    half_updated = [case for case in cases if case.ended is None and case.action in unanswered]
-    await asyncio.gather(*(_keep_frozen(case, actions) for case in half_updated))
+    # those that are restarted need no pause
+    kept = [c for c in cases if c.ended is None and c.action in (Action.PUSH, Action.QUARANTINE)]
+    await asyncio.gather(*(_keep_frozen(case, actions) for case in kept))
     # servers that cannot take part are replaced or quarantined below: none stays at older weights
     able = [case.name for case in cases if not case.action.replaces]
     await _push([case for case in cases if case.action is Action.PUSH], able, actions)

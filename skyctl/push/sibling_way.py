@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from skyctl.engines.base import Server
@@ -152,15 +151,16 @@ class SiblingDelivery(Delivery):
         opened, self._opened = self._opened, None
         if opened is None:
             return
-        close = partial(_closed, timeout_s=_CLOSE_TIMEOUT_S)
-        unmapped = [await close(server.control, free=True) for server in opened]
-        await close(self._sibling, free=all(unmapped))
+        unmapped = [await _closed(server.control, free=True) for server in opened]
+        await _closed(self._sibling, free=all(unmapped))
 
 
-async def _closed(control: Server, *, free: bool, timeout_s: float) -> bool:
+async def _closed(control: Server, *, free: bool) -> bool:
     """End a copy in a server's workers; returns whether it has."""
     try:
-        await control.ask_workers(WorkerMethod.WEIGHTS_CLOSE, {"free": free}, timeout_s=timeout_s)
+        await control.ask_workers(
+            WorkerMethod.WEIGHTS_CLOSE, {"free": free}, timeout_s=_CLOSE_TIMEOUT_S
+        )
     except SkyctlError:
         return False
     return True

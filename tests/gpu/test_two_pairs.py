@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.conftest import need_gpus
 from tests.gpu.devices import available
 from tests.integration.fleet_cli import UP_TIMEOUT_S, greedy_body
-from tests.integration.pairs import MODEL, PROMPT, TOKENS, Pair, pairs_on_gpus, started_on_gpus
+from tests.integration.pairs import MODEL, PROMPT, TOKENS, Pair, on_gpus, started_on_gpus
 from tests.load import Load
 
 pytest.importorskip("nixl")
@@ -22,7 +22,9 @@ CLIENTS = 32
 def test_two_pairs_take_pushes_under_load(tmp_path: Path) -> None:
     need_gpus(4)
     checkpoints, answer = started_on_gpus(tmp_path / "started")
-    pairs = pairs_on_gpus(tmp_path / "pairs", checkpoints, answer, available()[:4])
+    # every prompt is computed and transferred anew
+    args = {"enable-prefix-caching": False, "num-gpu-blocks-override": 2000}
+    pairs = on_gpus(tmp_path / "pairs", checkpoints, answer, available()[:4], args)
     try:
         pairs.run("up", timeout_s=UP_TIMEOUT_S)
         texts = asyncio.run(_pushes_under_load(pairs))

@@ -97,7 +97,8 @@ def on_cpu(root: Path, checkpoints: dict[str, Path]) -> Pair:
     answer = {
         name: answered(checkpoint, PROMPT, TOKENS) for name, checkpoint in checkpoints.items()
     }
-    return Pair(root, checkpoints, answer, {"replicas": _replicas(), **_ON_CPU})
+    replicas = [{"role": "prefill"}, {"role": "decode"}]
+    return Pair(root, checkpoints, answer, {"replicas": replicas, **_ON_CPU})
 
 
 def started_on_gpus(root: Path) -> tuple[dict[str, Path], Answers]:
@@ -120,38 +121,24 @@ def started_on_gpus(root: Path) -> tuple[dict[str, Path], Answers]:
     return checkpoints, dict(zip(checkpoints, answers, strict=True))
 
 
-def on_gpus(root: Path, checkpoints: dict[str, Path], answer: Answers, *, sleeps: bool) -> Pair:
-    """A GPU each. Where servers cannot sleep, their KV caches are ordinary memory of CUDA."""
-    prefill, decode = available()[:2]
-    more = {} if sleeps else {"enable-sleep-mode": False}
-    args = {**_ON_GPUS["args"], **more}
-    return Pair(
-        root,
-        checkpoints,
-        answer,
-        {"replicas": _replicas(prefill, decode), **_ON_GPUS, "args": args},
-    )
-
-
-def pairs_on_gpus(
-    root: Path, checkpoints: dict[str, Path], answer: Answers, gpus: list[int]
+def on_gpus(
+    root: Path,
+    checkpoints: dict[str, Path],
+    answer: Answers,
+    gpus: list[int],
+    args: dict[str, Any],
 ) -> Pair:
-    """Half of the GPUs prefill, half decode; every prompt is computed and transferred anew."""
+    """A GPU for each server: half of them prefill, half decode. `args`: more of vLLM's. Where
+    servers cannot sleep, their KV caches are ordinary memory of CUDA.
+    """
     half = len(gpus) // 2
     groups = {"prefill": gpus[:half], "decode": gpus[half:]}
     replicas = [
-        {"role": role, "count": half, "gpus": [[gpu] for gpu in each]}
-        for role, each in groups.items()
+        {"role": role, "count": half, "gpus": [[gpu] for gpu in chosen]}
+        for role, chosen in groups.items()
     ]
-    args = {**_ON_GPUS["args"], "enable-prefix-caching": False, "num-gpu-blocks-override": 2000}
-    return Pair(root, checkpoints, answer, {"replicas": replicas, **_ON_GPUS, "args": args})
-
-
-def _replicas(*gpus: int) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = [{"role": "prefill"}, {"role": "decode"}]
-    for group, gpu in zip(groups, gpus, strict=False):
-        group["gpus"] = [[gpu]]
-    return groups
+    settings = {"replicas": replicas, **_ON_GPUS, "args": {**_ON_GPUS["args"], **args}}
+    return Pair(root, checkpoints, answer, settings)
 
 
 def _write(fleet: FleetCli, name: str, model: Path, settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu.devices import available
 from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, greedy_body
 from tests.integration.pairs import (
@@ -57,7 +58,8 @@ def pair(
         found = on_cpu(root, request.getfixturevalue("checkpoints"))
     else:
         checkpoints, answer = request.getfixturevalue("of_gpus")
-        found = on_gpus(root, checkpoints, answer, sleeps=request.param == "gpus")
+        args = {} if request.param == "gpus" else {"enable-sleep-mode": False}
+        found = on_gpus(root, checkpoints, answer, available()[:2], args)
     try:
         found.run("up", timeout_s=UP_TIMEOUT_S)
         yield found
