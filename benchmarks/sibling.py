@@ -7,8 +7,9 @@ Starts two servers on one checkpoint, pushes another out of this process's memor
 second server, --kills times. `admission_s` is the time from the first 200 of its /health to the
 event that it is ready: within it the server has taken the fleet's weights, by the `way` that its
 events name. Answers of both servers are compared with those of a server that was started on the
-pushed checkpoint. At last the tensors are pushed with `keep=True`, and the copy that a server
-writes is compared with them. Writes sibling.json to --out, and prints a table last.
+pushed checkpoint, and `free_mib` is what the GPUs had free before and after the kills. At last the
+tensors are pushed with `keep=True`, and the copy that a server writes is compared with them. Writes
+sibling.json to --out, and prints a table last.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from benchmarks.push import (
 )
 from skyctl import Fleet as Api
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.launch.local.devices import free_gpu_memory
 
 GIB = 1 << 30
 BACK_TIMEOUT_S = 240.0
@@ -81,6 +83,12 @@ def reference_answers(options: argparse.Namespace, model: Path, answers: list[li
 
 def prompts_of(options: argparse.Namespace) -> tuple[list[int], ...]:
     return TINY_PROMPTS if options.shape == "tiny" else PROMPTS
+
+
+def free_mib(options: argparse.Namespace) -> dict[int, int]:
+    """What each of the servers' GPUs has free."""
+    free = free_gpu_memory() if options.gpu else {}
+    return {gpu: free[gpu] >> 20 for gpu in options.gpu}
 
 
 def tensors_of(options: argparse.Namespace, checkpoint: Path) -> dict[str, Any]:
@@ -194,17 +202,20 @@ def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> d
     told = asyncio.run(push(options, tensors))
     prompts = prompts_of(options)
     rows, equal = [], True
+    free = {"before": free_mib(options)}
     for number in range(options.kills):
         row = killed(fleet, number)
         answers = [answer(url, token, prompts) for url in first]
         equal &= all(tokens == expected for tokens in answers)
         print(row, "answers", "agree" if equal else f"differ: {answers}, {expected}", flush=True)
         rows.append(row)
+    free["after"] = free_mib(options)
     return {
         "bytes": told["total_bytes"],
         "transport": told["transport"],
         "kills": rows,
         "admission_s": statistics.median(row["admission_s"] for row in rows),
+        "free_mib": free,
         "answers_agree": equal,
         "verified": fleet.data("weights", "verify")["agree"],
         "kept": kept_or_reason(tensors),
@@ -245,6 +256,7 @@ def main() -> None:
             f"{row['kill']:>4} {row['engine_s']:>8.1f} {row['admission_s']:>10.3f} "
             f"{row['taking_s']:>8.3f}  {row['way']}"
         )
+    print(f"MiB free: {result['free_mib']}")
     print(f"answers agree: {result['answers_agree']}, verified: {result['verified']}")
     print(f"pushed again and kept: {result['kept']}")
 

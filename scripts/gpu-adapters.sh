@@ -4,20 +4,21 @@
 #
 #   bash scripts/gpu-adapters.sh SITE OUTDIR STEP ...
 #
-# SITE is a directory with vLLM and what it needs. A STEP is checkpoints (one GPU; 33 GB of /dev/shm),
-# adapters (GPUs 0 and 1) or sibling (the same). OUTDIR gets the results; the end of a log is printed,
+# SITE is a directory with vLLM and what it needs. A STEP is checkpoints (33 GB of /dev/shm), adapters
+# or sibling: on GPUs 0 and 1, or all on the only one. OUTDIR gets the results; the end of a log is printed,
 # and a table last. A step that fails does not stop the others.
 set -uo pipefail
 . "$(dirname "$0")/gpu-site.sh" "$1" "$2"
 shift 2
 scratch=${SCRATCH:-/dev/shm/skyctl-bench}
+if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then gpus=(0 1) both=(0 1); else gpus=(0) both=(0 0); fi
 
 for step in "$@"; do
   case $step in
     checkpoints) command=(-c "import sys, pathlib; from benchmarks.checkpoints import two_checkpoints
 two_checkpoints(pathlib.Path(sys.argv[1]), 'qwen3-8b')" "$scratch") ;;
-    adapters) command=(-m benchmarks.adapter_memory --gpu 0 1 --scratch "$scratch" --out "$out") ;;
-    sibling) command=(-m benchmarks.sibling --gpu 0 1 --scratch "$scratch" --out "$out") ;;
+    adapters) command=(-m benchmarks.adapter_memory --gpu "${gpus[@]}" --scratch "$scratch" --out "$out") ;;
+    sibling) command=(-m benchmarks.sibling --gpu "${both[@]}" --kills 3 --scratch "$scratch" --out "$out") ;;
     *) echo "no step $step"; continue ;;
   esac
   began=$SECONDS
