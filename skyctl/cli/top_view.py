@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -157,22 +157,26 @@ def _row(cells: Sequence[Text], widths: Sequence[int], right: Sequence[bool]) ->
 def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
     on_gpus = any(replica.gpus for replica in replicas)
     columns = [
-        Column("REPLICA", lambda r: r.name),
-        Column("STATE", lambda r: output.styled(r.state)),
+        Column("REPLICA", lambda r: r.status.name),
+        Column("STATE", lambda r: output.styled(r.status.state)),
         Column(">FOR", lambda r: _or_none(r.state_s, format_seconds), drop=4),
-        Column(">RUN", lambda r: r.running, lambda all_: _sum(all_, "running")),
-        Column(">WAIT", lambda r: r.waiting, lambda all_: _sum(all_, "waiting")),
-        Column(">KV", lambda r: _or_none(r.kv_usage, _percent)),
+        Column(
+            ">RUN", lambda r: r.status.running, lambda all_: _sum(r.status.running for r in all_)
+        ),
+        Column(
+            ">WAIT", lambda r: r.status.waiting, lambda all_: _sum(r.status.waiting for r in all_)
+        ),
+        Column(">KV", lambda r: _or_none(r.status.kv_usage, _percent)),
         Column(">HIT", lambda r: _or_none(r.prefix_hit_rate, _percent), drop=5),
         Column(
             ">PROMPT/S",
             lambda r: _or_none(r.prompt_tokens_per_s, _rate),
-            lambda all_: _or_none(_sum(all_, "prompt_tokens_per_s"), _rate),
+            lambda all_: _or_none(_sum(r.prompt_tokens_per_s for r in all_), _rate),
         ),
         Column(
             ">GEN/S",
             lambda r: _or_none(r.generation_tokens_per_s, _rate),
-            lambda all_: _or_none(_sum(all_, "generation_tokens_per_s"), _rate),
+            lambda all_: _or_none(_sum(r.generation_tokens_per_s for r in all_), _rate),
         ),
     ]
     if on_gpus:
@@ -180,14 +184,14 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
             Column(">GPU", _gpu_utilization),
             Column(">GPU MEMORY", _gpu_memory, drop=3),
         ]
-    if any(replica.role for replica in replicas):
-        columns.insert(1, Column("ROLE", lambda r: r.role, drop=3))
+    if any(replica.status.role for replica in replicas):
+        columns.insert(1, Column("ROLE", lambda r: r.status.role, drop=3))
     return [
         *columns,
         Column(">CPU", lambda r: _or_none(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
         Column(">MEMORY", lambda r: _or_none(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
-        Column("WEIGHTS", lambda r: r.weight_version or "base", drop=6),
-        Column("ROUTED", lambda r: ROUTED[r.routed], drop=7),
+        Column("WEIGHTS", lambda r: r.status.weight_version or "base", drop=6),
+        Column("ROUTED", lambda r: ROUTED[r.status.routed], drop=7),
     ]
 
 
@@ -251,9 +255,10 @@ def _or_none(value: Any, shown: Callable[[Any], str]) -> str | None:
     return None if value is None else shown(value)
 
 
-def _sum(replicas: Sequence[ReplicaSample], field: str) -> Any:
-    values = [value for replica in replicas if (value := getattr(replica, field)) is not None]
-    return sum(values) if values else None
+def _sum(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) if numbers else None
 
 
 def _percent(share: float) -> str:

@@ -150,14 +150,8 @@ class Sampler:
         if recent is not None:
             self._hit_rates[name] = recent
         return ReplicaSample(
-            name=name,
-            state=replica.state,
-            reason=replica.reason,
+            status=replica,
             state_s=self._state_s(replica, at),
-            routed=replica.routed,
-            running=replica.running,
-            waiting=replica.waiting,
-            kv_usage=replica.kv_usage,
             prefix_hit_rate=self._hit_rates.get(name),
             prompt_tokens_per_s=self._rates.per_second(f"{name} prompt", replica.prompt_tokens, at),
             generation_tokens_per_s=self._rates.per_second(
@@ -165,9 +159,6 @@ class Sampler:
             ),
             **_usage(replica, trees),
             gpus=tuple(gpus[index] for index in replica.gpus if index in gpus),
-            weight_version=replica.weight_version,
-            restarts=replica.restarts,
-            role=replica.role,
         )
 
     def _state_s(self, replica: ReplicaStatus, at: float) -> float:

@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from skyctl.core.status import FleetStatus
+from skyctl.core.status import FleetStatus, ReplicaStatus
 from skyctl.launch.local.devices import GpuUsage
 from skyctl.store.state import Event
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class ReplicaSample:
     """One server. Rates are over the interval; unknown values are None."""
 
-    name: str
-    """The server's name."""
-    state: str
-    """Its state, as `skyctl status` shows it."""
-    reason: str
-    """Why it is in this state; "" if that is expected."""
-    state_s: float | None
-    """How long it has been in this state."""
-    routed: bool | None
-    """Whether the router sends it requests."""
-    running: int | None
-    """Requests that it computes."""
-    waiting: int | None
-    """Requests in its queue."""
-    kv_usage: float | None
-    """The used share of its KV cache, 0 to 1."""
+    status: ReplicaStatus
+    """What `skyctl status` shows of it."""
+    state_s: float
+    """How long it has been in its state."""
     prefix_hit_rate: float | None
     """Cache hits per queried token, 0 to 1, in the last interval that had queries."""
     prompt_tokens_per_s: float | None
@@ -45,12 +30,29 @@ class ReplicaSample:
     """Memory of its process tree."""
     gpus: tuple[GpuUsage, ...]
     """The GPUs it runs on."""
-    weight_version: str | None
-    """The version of its weights."""
-    restarts: int
-    """How many times it was started again."""
-    role: str = ""
-    """`prefill` or `decode`; "" for a server that does both."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the sample's JSON."""
+        status = self.status
+        return {
+            "name": status.name,
+            "state": status.state,
+            "reason": status.reason,
+            "state_s": self.state_s,
+            "routed": status.routed,
+            "running": status.running,
+            "waiting": status.waiting,
+            "kv_usage": status.kv_usage,
+            "prefix_hit_rate": self.prefix_hit_rate,
+            "prompt_tokens_per_s": self.prompt_tokens_per_s,
+            "generation_tokens_per_s": self.generation_tokens_per_s,
+            "cpu_percent": self.cpu_percent,
+            "rss_bytes": self.rss_bytes,
+            "gpus": [asdict(gpu) for gpu in self.gpus],
+            "weight_version": status.weight_version,
+            "restarts": status.restarts,
+            "role": status.role,
+        }
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class FleetSample:
             "weight_version": status.weight_version,
             "at": self.at,
             "interval_s": self.interval_s,
-            "replicas": [asdict(replica) for replica in self.replicas],
+            "replicas": [replica.to_json() for replica in self.replicas],
             "router": self.router and asdict(self.router),
             "tinker": self.tinker and asdict(self.tinker),
             "job": self.job and asdict(self.job),

@@ -7,6 +7,7 @@ from typing import Any
 from skyctl.core.requests import EventQuery, StatusQuery
 from skyctl.core.service import FleetService
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.launch.local.devices import GpuUsage
 from skyctl.monitoring.samples import (
     FleetSample,
     JobSample,
@@ -55,25 +56,25 @@ class ToldFleet(FleetService):
         return (self._job,) if self._job else ()
 
 
-def replica_sample(name: str = "tiny-0", **fields: Any) -> ReplicaSample:
-    defaults: dict[str, Any] = {
-        "state": "ready",
-        "reason": "",
-        "state_s": 5.0,
-        "routed": True,
-        "running": 2,
-        "waiting": 0,
-        "kv_usage": 0.25,
-        "prefix_hit_rate": 0.5,
-        "prompt_tokens_per_s": 12.0,
-        "generation_tokens_per_s": 340.0,
-        "cpu_percent": 80.0,
-        "rss_bytes": 3 * 1024**3,
-        "gpus": (),
-        "weight_version": None,
-        "restarts": 0,
-    }
-    return ReplicaSample(name=name, **{**defaults, **fields})
+def replica_sample(
+    name: str = "tiny-0",
+    *,
+    gpus: tuple[GpuUsage, ...] = (),
+    generation_tokens_per_s: float | None = 340.0,
+    **fields: Any,
+) -> ReplicaSample:
+    """`fields` are those of its status."""
+    defaults: dict[str, Any] = {"routed": True, "running": 2, "waiting": 0, "kv_usage": 0.25}
+    return ReplicaSample(
+        status=replica(name, **{**defaults, **fields}),
+        state_s=5.0,
+        prefix_hit_rate=0.5,
+        prompt_tokens_per_s=12.0,
+        generation_tokens_per_s=generation_tokens_per_s,
+        cpu_percent=80.0,
+        rss_bytes=3 * 1024**3,
+        gpus=gpus,
+    )
 
 
 def fleet_sample(*replicas: ReplicaSample, **fields: Any) -> FleetSample:
