@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from skyctl.engines.base import Engine
-from skyctl.engines.launches import ServerLaunch, Span
+from skyctl.engines.launches import Parallelism, Placement, ServerLaunch, Span
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import ReplicaGroup
@@ -30,27 +30,18 @@ class Replica:
     """What the file asks for; None where it leaves them to skyctl."""
     port: int | None
     """What the file asks for; None where it leaves it to skyctl."""
-    tensor_parallel_size: int
-    """Workers of one pipeline stage."""
-    pipeline_parallel_size: int
-    """Its pipeline stages."""
-    data_parallel_size: int
-    """Copies of the model within it."""
+    parallelism: Parallelism
+    """Its workers."""
     role: str = ""
     """prefill or decode; "" for a server that does both."""
     nodes: int = 1
     """On how many machines it runs."""
 
     @property
-    def world_size(self) -> int:
-        """Workers of this replica, each with its own GPU or its own CPU cores."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-    @property
     def part(self) -> Replica:
         """As much of it as one machine runs: whole pipeline stages."""
-        stages = self.pipeline_parallel_size // self.nodes
-        return replace(self, pipeline_parallel_size=stages, nodes=1)
+        stages = self.parallelism.pipeline // self.nodes
+        return replace(self, parallelism=replace(self.parallelism, pipeline=stages), nodes=1)
 
 
 def expand_replicas(config: FleetConfig) -> list[Replica]:
@@ -82,9 +73,11 @@ def _replica(
         env={**config.env, **group.env},
         gpus=tuple(group.gpus[index]) if group.gpus is not None else None,
         port=port,
-        tensor_parallel_size=group.tensor_parallel_size or config.tensor_parallel_size,
-        pipeline_parallel_size=group.pipeline_parallel_size or config.pipeline_parallel_size,
-        data_parallel_size=group.data_parallel_size or config.data_parallel_size,
+        parallelism=Parallelism(
+            tensor=group.tensor_parallel_size or config.tensor_parallel_size,
+            pipeline=group.pipeline_parallel_size or config.pipeline_parallel_size,
+            data=group.data_parallel_size or config.data_parallel_size,
+        ),
         role=group.role or "",
         nodes=group.nodes_per_replica or config.nodes_per_replica,
     )
@@ -119,7 +112,9 @@ def place_replicas(
     cluster = machines[0].node
     if cluster is not None and cluster.ray is not None:
         need = replace(cluster.ray, resource="GPU" if on_gpus else "CPU")
-        nodes = [replace(cluster, ray=replace(need, count=r.world_size)) for r in replicas]
+        nodes = [
+            replace(cluster, ray=replace(need, count=r.parallelism.world_size)) for r in replicas
+        ]
         return [Place(replace(machines[0], node=node), (), ()) for node in nodes]
     gpus = [
         (list(allowed) if allowed is not None else [gpu.index for gpu in machine.gpus])
@@ -131,8 +126,8 @@ def place_replicas(
     parts = [replica.part for replica in replicas]
     for number, part in enumerate(parts):
 
-        def fits(index: int, size: int = part.world_size) -> bool:
-            taken = 0 if share else sum(parts[n].world_size for n in homes[index])
+        def fits(index: int, size: int = part.parallelism.world_size) -> bool:
+            taken = 0 if share else sum(parts[n].parallelism.world_size for n in homes[index])
             return not on_gpus or len(gpus[index]) - taken >= size
 
         ranked = sorted(range(len(machines)), key=lambda i: (not fits(i), len(homes[i])))
@@ -142,7 +137,7 @@ def place_replicas(
     for machine, numbers, free in zip(machines, homes, gpus, strict=True):
         hosted = [parts[number] for number in numbers]
         placed = place_on_gpus(hosted, free, share=share) if on_gpus else [()] * len(hosted)
-        bound = bind_to_cores([replica.world_size for replica in hosted], machine.cpus)
+        bound = bind_to_cores([replica.parallelism.world_size for replica in hosted], machine.cpus)
         for number, chosen, cores in zip(numbers, placed, bound, strict=True):
             place = Place(machine, chosen, cores)
             first = places.setdefault(number, place)
@@ -168,7 +163,7 @@ def place_on_gpus(
             continue
         candidates = [gpu for gpu in allowed if share or not used[gpu]]
         candidates.sort(key=lambda gpu: used[gpu])  # stable: equals stay in the order of `allowed`
-        chosen = tuple(sorted(candidates[: replica.world_size]))
+        chosen = tuple(sorted(candidates[: replica.parallelism.world_size]))
         used.update(chosen)
         placed.append(chosen)
     return placed
@@ -223,10 +218,14 @@ def followers(engine: Engine, leader: ServerLaunch, place: Place) -> Iterator[Fo
     """The other parts of a replica, in the order of their ranks."""
     for rank, other in enumerate(place.others, start=1):
         node = other.machine.node
-        assert node is not None and leader.span is not None
+        assert node is not None and leader.placement.span is not None
         span = replace(
-            leader.span, rank=rank, own_address=node.address, interface=other.machine.interface
+            leader.placement.span,
+            rank=rank,
+            own_address=node.address,
+            interface=other.machine.interface,
         )
-        part = replace(leader, python=node.python, gpus=other.gpus, cores=other.cores, span=span)
+        placement = Placement(leader.placement.device, other.gpus, other.cores, span)
+        part = replace(leader, python=node.python, placement=placement)
         command = engine.server_command(part)
         yield Follower(node, command.argv, command.env, other.gpus)

@@ -25,10 +25,13 @@ from skyctl.core.tinker import TinkerSettings, longest, storage_directory
 from skyctl.engines import ENGINES, require, routing
 from skyctl.engines.base import Feature
 from skyctl.engines.launches import (
+    Access,
     AdapterLimits,
     Device,
     HandOver,
+    Placement,
     RouterLaunch,
+    ServedModel,
     ServerLaunch,
     Span,
 )
@@ -221,31 +224,22 @@ class _Planner:
         args = with_revisions(
             self.engine, self.model_path, self._with_absolute_paths(replica.args), self.pins
         )
+        config = self._model_config(args) if lora is not None else None
         return ServerLaunch(
             python=node.python if node else self.python,
-            model_path=self.model_path,
-            served_model_name=self.served_model_name,
+            model=ServedModel(self.model_path, self.served_model_name, self.local_model, config),
             host=node.address if node else self.config.host,
             port=port,
-            device=self.device,
+            placement=Placement(self.device, place.gpus, place.cores, self._span(replica, place)),
             backend=backend,
             args=args,
             env=replica.env,
             environ={} if node else self.environ,
-            secret=AT_SPAWN,
-            gpus=place.gpus,
-            cores=place.cores,
-            tensor_parallel_size=replica.tensor_parallel_size,
-            pipeline_parallel_size=replica.pipeline_parallel_size,
-            data_parallel_size=replica.data_parallel_size,
+            access=Access(AT_SPAWN, self.config.auth, api_key),
+            parallelism=replica.parallelism,
             own_python=node is not None or self.config.python is None,
-            local_model=self.local_model,
-            auth=self.config.auth,
-            api_key=api_key,
-            model_config=self._model_config(args) if lora is not None else None,
             adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
             hand_over=self._hand_over(replica, place),
-            span=self._span(replica, place),
         )
 
     def _model_config(self, args: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -267,21 +261,21 @@ class _Planner:
         return leading(place, port)
 
     def _server(self, replica: Replica, launch: ServerLaunch, place: Place) -> ServerSpec:
-        command = self.engine.server_command(launch)
+        command, span = self.engine.server_command(launch), launch.placement.span
         return ServerSpec(
             name=replica.name,
             argv=command.argv,
             env=command.env,
             host=launch.host,
             port=launch.port if isinstance(launch.port, int) else 0,
-            gpus=launch.gpus,
-            world_size=replica.world_size,
+            gpus=place.gpus,
+            world_size=replica.parallelism.world_size,
             backend=launch.backend,
             engine=self.engine.name,
             node=place.machine.node,
             role=replica.role,
             followers=tuple(followers(self.engine, launch, place)),
-            master_port=launch.span.port if launch.span else 0,
+            master_port=span.port if span else 0,
             commits={
                 self.pins[str(reference)]: reference.revision
                 for reference in references(self.engine, self.model_path, replica.args)

@@ -20,12 +20,13 @@ def guard_environment(
     guard is found on PYTHONPATH, in a directory of its own.
     """
     added: dict[str, str] = {}
-    if launch.api_key is not None:
-        added[key_variable] = launch.api_key
-    elif launch.auth == "all":
-        added[key_variable] = launch.secret
-    if launch.auth != "none":
-        added[CONTROL_TOKEN] = launch.secret
+    access = launch.access
+    if access.api_key is not None:
+        added[key_variable] = access.api_key
+    elif access.auth == "all":
+        added[key_variable] = access.secret
+    if access.auth != "none":
+        added[CONTROL_TOKEN] = access.secret
     if not launch.own_python:
         before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
         added["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ALONE), before)))

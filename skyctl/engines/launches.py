@@ -49,21 +49,77 @@ class Span:
 
 
 @dataclass(frozen=True)
+class ServedModel:
+    """The model that a server loads."""
+
+    path: str
+    """Its directory, or its name on the hub."""
+    name: str
+    """Its name in requests."""
+    local: bool = True
+    """Whether `path` is a directory."""
+    config: Mapping[str, Any] | None = None
+    """Its config.json, for servers that take adapters; None if it is not on this machine."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The hardware that a server runs on."""
+
+    device: Device
+    """What it computes on."""
+    gpus: tuple[int, ...] = ()
+    """Its GPUs, by number; with a `span`, those of this part."""
+    cores: tuple[tuple[int, ...], ...] = ()
+    """CPU cores of each worker in rank order, () if the engine chooses; with a `span`, of this
+    part."""
+    span: Span | None = None
+    """Its part of a server on several machines; None on one machine."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a server divides its model among workers."""
+
+    tensor: int = 1
+    """Workers that share each layer."""
+    pipeline: int = 1
+    """Stages that the layers are divided into."""
+    data: int = 1
+    """Copies of the model in this server."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers, each with its own GPU or its own CPU cores."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class Access:
+    """Which of a server's routes require a token, and which token."""
+
+    secret: str
+    """The key that skyctl makes for it: a placeholder until it is spawned."""
+    auth: Literal["all", "control", "none"] = "all"
+    """Which routes require a token."""
+    api_key: str | None = None
+    """The user's key; None for one that skyctl makes."""
+
+
+@dataclass(frozen=True)
 class ServerLaunch:
     """What the plan has decided for one server. `host` and `port` may be placeholders."""
 
     python: str
     """The interpreter that runs it."""
-    model_path: str
-    """The model's directory, or its name on the hub."""
-    served_model_name: str
-    """The model's name in requests."""
+    model: ServedModel
+    """What it serves."""
     host: str
     """The address that it binds."""
     port: int | str
     """The port that it listens at."""
-    device: Device
-    """What it computes on."""
+    placement: Placement
+    """Where it computes."""
     backend: str
     """The weight-transfer backend that it starts with, "" for none."""
     args: Mapping[str, Any]
@@ -72,41 +128,16 @@ class ServerLaunch:
     """The fleet file's environment variables."""
     environ: Mapping[str, str]
     """The environment that the process will inherit."""
-    secret: str
-    """The key that skyctl makes for it: a placeholder until it is spawned."""
-    gpus: tuple[int, ...] = ()
-    """Its GPUs, by number; with a `span`, those of this part."""
-    cores: tuple[tuple[int, ...], ...] = ()
-    """CPU cores of each worker in rank order, () if the engine chooses; with a `span`, of this
-    part."""
-    tensor_parallel_size: int = 1
-    """Workers that share each layer."""
-    pipeline_parallel_size: int = 1
-    """Stages that the layers are divided into."""
-    data_parallel_size: int = 1
-    """Copies of the model in this server."""
+    access: Access
+    """Who may use it."""
+    parallelism: Parallelism = Parallelism()
+    """Its workers."""
     own_python: bool = True
     """Whether it runs in skyctl's interpreter, which has skyctl."""
-    local_model: bool = True
-    """Whether `model_path` is a directory."""
-    auth: Literal["all", "control", "none"] = "all"
-    """Which routes require a token."""
-    api_key: str | None = None
-    """The user's key; None for one that skyctl makes."""
-    model_config: Mapping[str, Any] | None = None
-    """The model's config.json, for servers that take adapters; None if it is not on this
-    machine."""
     adapters: AdapterLimits | None = None
     """Limits of its LoRA adapters; None if it takes none."""
     hand_over: HandOver | None = None
     """How it hands over its KV cache; None if it both prefills and decodes."""
-    span: Span | None = None
-    """Its part of a server on several machines; None on one machine."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers of this server."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def plan_warnings(
     """One warning per finding, in the order of the fleet file. `cpu_count` 0 is unknown."""
     engine = ENGINES[config.engine]
     return (
-        *_server_warnings(config, launches[0].device, launches[0].backend),
+        *_server_warnings(config, launches[0].placement.device, launches[0].backend),
         *_port_warnings(config, len(launches)),
         *_size_warnings(config),
         *(PlanWarning(*advice) for advice in engine.warnings(launches, config.share_gpus)),
@@ -141,7 +141,9 @@ def _tinker_warnings(
             "unencrypted; a reader of the key can train, sample and delete checkpoints",
             "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
         )
-    shared = {*trainer_gpus}.intersection(gpu for launch in launches for gpu in launch.gpus)
+    shared = {*trainer_gpus}.intersection(
+        gpu for launch in launches for gpu in launch.placement.gpus
+    )
     if tinker is not None and shared:
         yield PlanWarning(
             f"tinker: trains on {', '.join(tinker.ranks)}: servers use that GPU, too",
@@ -210,8 +212,8 @@ def _size_warnings(config: FleetConfig) -> Iterator[PlanWarning]:
 def _core_warnings(
     config: FleetConfig, launches: Sequence[ServerLaunch], cpu_count: int
 ) -> Iterator[PlanWarning]:
-    workers = sum(launch.world_size for launch in launches)
-    if launches[0].device == "cpu" and 0 < cpu_count < workers:
+    workers = sum(launch.parallelism.world_size for launch in launches)
+    if launches[0].placement.device == "cpu" and 0 < cpu_count < workers:
         key = "replicas" if config.scale is None else "scale: max"
         yield PlanWarning(f"{workers} workers share {cpu_count} CPU cores", f"lower `{key}`")
 

@@ -55,7 +55,7 @@ class ToyServer:
 
 
 def command(launch: ServerLaunch) -> Command:
-    name = launch.served_model_name
+    name = launch.model.name
     argv = (launch.python, "-m", "tests.toys.server", str(launch.port), name)
     return Command(argv, dict(launch.env))
 

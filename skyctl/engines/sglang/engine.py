@@ -107,13 +107,13 @@ def _server_command(launch: ServerLaunch) -> Command:
     """SGLang's server behind skyctl's guard (`inside/serve.py`). Raises UsageError: the fleet file
     asks for something that skyctl does not support with SGLang.
     """
-    if launch.adapters is not None and launch.world_size > launch.tensor_parallel_size:
+    if launch.adapters is not None and launch.parallelism.world_size > launch.parallelism.tensor:
         raise UsageError(
             "lora: SGLang loads adapters into servers of one pipeline stage and one data-parallel "
             "copy only",
             hint="use `replicas` or `tensor_parallel_size`, or take `lora` out",
         )
-    if launch.backend and launch.data_parallel_size > 1:
+    if launch.backend and launch.parallelism.data > 1:
         raise UsageError(
             f"weight_transfer.transport {launch.backend!r}: SGLang's data-parallel servers take no "
             "tensors",
@@ -125,28 +125,28 @@ def _server_command(launch: ServerLaunch) -> Command:
             "parameters",
             hint="use disk, or take `quantization` out",
         )
-    if launch.backend and launch.pipeline_parallel_size > 1:
+    if launch.backend and launch.parallelism.pipeline > 1:
         raise UsageError(
             f"weight_transfer.transport {launch.backend!r}: SGLang takes tensors by the rank "
             "within a stage, so that pipeline stages cannot be told apart",
             hint="use disk, or take `pipeline_parallel_size` out",
         )
-    if launch.auth == "none" and launch.api_key is not None:
+    if launch.access.auth == "none" and launch.access.api_key is not None:
         raise UsageError(
             "auth: none with api_key_env: nothing would ask for the key, which skyctl's guard does",
             hint="take `auth: none` out, or `api_key_env`",
         )
     start = ("-m", _SERVE) if launch.own_python else (str(_SERVE_FILE),)
-    argv = [launch.python, *start, "--model", launch.model_path]
-    argv += ["--served-model-name", launch.served_model_name]
+    argv = [launch.python, *start, "--model", launch.model.path]
+    argv += ["--served-model-name", launch.model.name]
     argv += ["--host", launch.host, "--port", str(launch.port)]
-    if launch.tensor_parallel_size > 1:
-        argv += ["--tp-size", str(launch.tensor_parallel_size)]
-    if launch.pipeline_parallel_size > 1:
-        argv += ["--pp-size", str(launch.pipeline_parallel_size)]
-    if launch.data_parallel_size > 1:
-        argv += ["--dp-size", str(launch.data_parallel_size)]
-    added = {**_defaults(launch.device), **_adapter_arguments(launch.adapters)}
+    if launch.parallelism.tensor > 1:
+        argv += ["--tp-size", str(launch.parallelism.tensor)]
+    if launch.parallelism.pipeline > 1:
+        argv += ["--pp-size", str(launch.parallelism.pipeline)]
+    if launch.parallelism.data > 1:
+        argv += ["--dp-size", str(launch.parallelism.data)]
+    added = {**_defaults(launch.placement.device), **_adapter_arguments(launch.adapters)}
     argv += router_flags({**added, **launch.args})  # no `--no-x` here either
     return Command(tuple(argv), _environment(launch))
 
@@ -177,13 +177,13 @@ def _adapter_arguments(limits: AdapterLimits | None) -> dict[str, Any]:
 
 
 def _environment(launch: ServerLaunch) -> dict[str, str]:
-    defaults = {"HF_HUB_OFFLINE": "1"} if launch.local_model else {}
+    defaults = {"HF_HUB_OFFLINE": "1"} if launch.model.local else {}
     env = {name: value for name, value in defaults.items() if name not in launch.environ}
     env.update(launch.env)
     env[_HEALTH_VARIABLE] = "false"
-    if launch.device == "cuda":
+    if launch.placement.device == "cuda":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices match nvidia-smi's
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.placement.gpus)
     return env | guard_environment(launch, env, _KEY_VARIABLE)
 
 
@@ -216,7 +216,7 @@ def _modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[st
 def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
     """Arguments that do not do what they say, and what to write instead."""
     bounded = all("mem-fraction-static" in launch.args for launch in launches)
-    if launches[0].device == "cuda" and share_gpus and not bounded:
+    if launches[0].placement.device == "cuda" and share_gpus and not bounded:
         yield (
             "share_gpus: set `mem-fraction-static` under args; by default each server takes nearly "
             "nine tenths of its GPU's memory",
@@ -227,7 +227,7 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
     settings = [{**_adapter_arguments(launch.adapters), **launch.args} for launch in launches]
     yield from push_warnings(map(settings_problem, settings))
     # a model that is not on this machine is downloaded by the servers
-    configs = [launch.model_config or {} for launch in launches]
+    configs = [launch.model.config or {} for launch in launches]
     yield from push_warnings(map(config_problem, settings, configs))
 
 

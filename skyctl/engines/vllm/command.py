@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from skyctl.engines.guarding import guard_environment
@@ -114,31 +115,32 @@ def _middleware(launch: ServerLaunch) -> list[str]:
     chosen = [VERSIONS if own else VERSIONS_ALONE, GATE if own else GATE_ALONE]
     if str(launch.args.get("api-server-count", 1)) != "1":
         chosen = []  # a pause or a label reaches only one of several processes
-    if launch.auth != "none":
+    if launch.access.auth != "none":
         chosen.append(GUARD if own else GUARD_ALONE)
     return chosen
 
 
 def server_command(launch: ServerLaunch) -> Command:
     """The API server, or a part of it that leads no other, and what is added to its environment."""
-    answers = launch.span is None or launch.span.rank == 0
+    span = launch.placement.span
+    answers = span is None or span.rank == 0
     module = _HEADLESS_MODULE
     if answers:
         module = _SERVER_MODULE if launch.own_python else _SERVER_MODULE_ALONE
-    argv = [launch.python, "-m", module, "--model", launch.model_path]
-    argv += ["--served-model-name", launch.served_model_name]
+    argv = [launch.python, "-m", module, "--model", launch.model.path]
+    argv += ["--served-model-name", launch.model.name]
     if answers:
         argv += ["--host", launch.host, "--port", str(launch.port)]
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if (size := getattr(launch, name)) > 1:
-            argv += ["--" + name.replace("_", "-"), str(size)]
-    if launch.span is not None:
-        argv += server_flags(_span_arguments(launch, launch.span))
+    for kind, size in asdict(launch.parallelism).items():
+        if size > 1:
+            argv += [f"--{kind}-parallel-size", str(size)]
+    if span is not None:
+        argv += server_flags(_span_arguments(launch, span))
     if launch.backend:
         transfer = json.dumps({"backend": launch.backend}, separators=(",", ":"))
         argv += ["--weight-transfer-config", transfer]
     arguments = {**_default_arguments(launch), **launch.args}
-    if launch.device == "cpu" and arguments.get("enable-sleep-mode"):
+    if launch.placement.device == "cpu" and arguments.get("enable-sleep-mode"):
         del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
     argv += server_flags(arguments)
     if launch.adapters is not None:
@@ -152,7 +154,7 @@ def server_command(launch: ServerLaunch) -> Command:
 
 def _default_arguments(launch: ServerLaunch) -> dict[str, Any]:
     """What skyctl adds unless the file says otherwise."""
-    if launch.device == "cuda":
+    if launch.placement.device == "cuda":
         # the digest that verifies a push takes milliseconds there; vLLM's own checksums copy
         # the model out and take 22 s for 16 GB. Another interpreter may not have skyctl.
         own = {"worker-extension-cls": WORKER_EXTENSION} if launch.own_python else {}
@@ -187,7 +189,7 @@ def _hand_over_arguments(launch: ServerLaunch, hand_over: HandOver) -> dict[str,
             "kv_connector": "NixlConnector",
             **own,
             "kv_role": "kv_producer" if hand_over.role == "prefill" else "kv_consumer",
-            "kv_buffer_device": launch.device,
+            "kv_buffer_device": launch.placement.device,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"kv_lease_duration": hand_over.lease_s},
         }
@@ -211,31 +213,32 @@ def _span_arguments(launch: ServerLaunch, span: Span) -> dict[str, Any]:
 
 
 def _environment(launch: ServerLaunch) -> dict[str, str]:
+    placement, span = launch.placement, launch.placement.span
     defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if launch.local_model:
+    if launch.model.local:
         defaults["HF_HUB_OFFLINE"] = "1"  # a local checkpoint needs nothing from the hub
-    if launch.device == "cpu":
+    if placement.device == "cpu":
         defaults[_KV_VARIABLE] = "1"  # GiB; vLLM takes 4 for each replica
         defaults[SPIN_VARIABLE] = "0.02"
-        if launch.cores:  # workers of one server by `|`, in rank order
-            workers = (",".join(map(str, cores)) for cores in launch.cores)
+        if placement.cores:  # workers of one server by `|`, in rank order
+            workers = (",".join(map(str, cores)) for cores in placement.cores)
             defaults[CORES_VARIABLE] = "|".join(workers)
     env = {name: value for name, value in defaults.items() if name not in launch.environ}
     env.update(launch.env)
     env["VLLM_SERVER_DEV_MODE"] = "1"
     if launch.adapters is not None:
         env[ADAPTER_SWITCH] = "1"
-    if launch.device == "cuda":
+    if placement.device == "cuda":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in placement.gpus)
     if launch.hand_over is not None:
         env[SIDE_HOST_VARIABLE] = "127.0.0.1"
         env[SIDE_PORT_VARIABLE] = str(launch.hand_over.port)
-    if launch.span is not None:
-        env["VLLM_HOST_IP"] = launch.span.own_address
-        if launch.span.interface:  # else by the host's name, which often is loopback's
-            env.setdefault("GLOO_SOCKET_IFNAME", launch.span.interface)
-        if launch.span.rank:  # its workers do not end when they are asked to: 5 s by default
+    if span is not None:
+        env["VLLM_HOST_IP"] = span.own_address
+        if span.interface:  # else by the host's name, which often is loopback's
+            env.setdefault("GLOO_SOCKET_IFNAME", span.interface)
+        if span.rank:  # its workers do not end when they are asked to: 5 s by default
             env["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"
             return env
     if launch.backend == "ipc":
@@ -286,15 +289,14 @@ def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str
 
 def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
     """Arguments that do not do what they say, and what to write instead."""
-    on_cpu = launches[0].device == "cpu"
+    on_cpu = launches[0].placement.device == "cpu"
     if on_cpu and any(launch.args.get("enable-sleep-mode") for launch in launches):
         yield (
             "enable-sleep-mode is left out: vLLM has none on CPU",
             "take it out of `args`, or keep it for machines with GPUs",
         )
     if on_cpu and any(
-        launch.pipeline_parallel_size > 1 and launch.args.get("enforce-eager")
-        for launch in launches
+        launch.parallelism.pipeline > 1 and launch.args.get("enforce-eager") for launch in launches
     ):
         # it makes the buffers between pipeline ranks as it warms up, which it then leaves out
         yield (
