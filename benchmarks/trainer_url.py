@@ -1,16 +1,18 @@
 """vLLM's own trainer engines and client, unmodified: through the fleet URL, and into a server.
 
-    python -m benchmarks.trainer_url --out DIR                     two GPUs: NCCL and IPC
-    python -m benchmarks.trainer_url --shape qwen3-8b --backends nccl --out DIR
+    python -m benchmarks.trainer_url --shape qwen3-8b --backends ipc --out DIR     one GPU
+    python -m benchmarks.trainer_url --shape qwen3-8b --out DIR    NCCL, if there are two, and IPC
     python -m benchmarks.trainer_url --device cpu --out DIR        files in place of a GPU's memory
 
 Each backend has two servers on the first GPU: that of a fleet with `trainer:`, started on one
 checkpoint, and a plain vLLM, started on the other. One trainer has the contents of both in turn (on
-the second GPU by NCCL, on the servers' by IPC) and sends them both ways alternately: to the URL of
-the fleet, and to the plain server between /pause and /resume. After each, the server answers as the
-one that was started on that checkpoint, or the run ends. `frozen` is skyctl's freeze window there,
-and from /pause to /resume here. The last update goes into a fleet that sleeps, but for its weights.
-Writes one JSON object for each backend to --out.
+the second GPU by NCCL, on the servers' by IPC: four times the model in one GPU's memory) and sends
+them both ways: to the URL of the fleet, and to the plain server between /pause and /resume. Which
+way is first alternates, with each content alike. After each, the server answers as the one that was
+started on that checkpoint, or it counts as unlike. `frozen` is skyctl's freeze window there, and
+from /pause to /resume here; `paired` is the median of the ratios within each run. The last update
+goes into a fleet that sleeps, but for its weights. Once --seconds for each backend are over, starts
+included, no run begins after the fifth that counts. Writes a JSON object for each to --out.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from benchmarks.push import (
     Fleet,
     answer,
     control_token,
+    gpu_memory,
     on_cpu,
     save,
     settings,
@@ -51,7 +54,9 @@ from skyctl.engines.vllm.command import server_flags
 REPOSITORY = Path(__file__).parents[1]
 WAYS = ("fleet URL", "directly")
 PROMPTS = ([40, 41, 42, 43], [7, 300, 12], [1000, 2000, 3000])
-STARTED_WITHIN_S = 120.0
+STARTED_WITHIN_S = 170.0
+FEWEST_RUNS = 5
+"""Of each way, after the warm-ups."""
 
 
 # --- the trainer, in a process of its own ---------------------------------------------------------
@@ -67,11 +72,14 @@ def trainer_main(options: argparse.Namespace) -> None:
     weights = Weights(checkpoints, "bfloat16", 1) if options.device == "cuda" else None
     urls = dict(zip(WAYS, options.urls, strict=True))
     sends = {way: _sender(options, url, checkpoints, weights) for way, url in urls.items()}
+    content = 0
     for run in range(options.warmups + options.runs):
-        content = (run + 1) % 2
+        if run >= options.warmups + FEWEST_RUNS and time.time() > options.until:
+            break
+        content = 1 - content
         if weights is not None:
             weights.show(content)
-        for way in WAYS if run % 2 else reversed(WAYS):
+        for way in WAYS if run // 2 % 2 else reversed(WAYS):
             alone = way == "directly"
             began = time.perf_counter()
             if alone:
@@ -84,7 +92,7 @@ def trainer_main(options: argparse.Namespace) -> None:
             line = {"run": run, "way": way, "content": content, "seconds": seconds}
             print(json.dumps({**line, "tokens": tokens}), flush=True)
     if weights is not None:
-        url, content = options.urls[0], (options.warmups + options.runs + 1) % 2
+        url, content = options.urls[0], 1 - content
         weights.show(content)
         post(url, "/sleep", level=1)
         post(url, "/wake_up", tags="weights")
@@ -225,15 +233,15 @@ class Pair:
         self.fleet.run("up", "--timeout", str(int(STARTED_WITHIN_S)))
         until_healthy(process, self.plain)
 
-    def sent(self, options: argparse.Namespace) -> dict[str, Any]:
-        """What came of all runs of a trainer."""
+    def sent(self, options: argparse.Namespace, until: float) -> dict[str, Any]:
+        """What came of all runs of a trainer, none of which begins after `until`."""
         token = control_token(self.fleet)
         servers = [self.fleet.urls[0], self.plain]
         expected = [answer(url, token, PROMPTS) for url in servers]
         if expected[0] == expected[1]:
             raise SystemExit("the checkpoints answer alike")
         began = time.time()
-        lines = self._trained(options, servers, token)
+        lines = self._trained(options, servers, token, until)
         jobs = [job for job in self.fleet.data("jobs")["jobs"] if job["result"]]
         jobs = sorted(
             (job for job in jobs if job["created_at"] > began), key=lambda job: job["created_at"]
@@ -242,12 +250,13 @@ class Pair:
             way: [line for line in lines if line["way"] == way] for way in WAYS
         }
         for line, job in zip(ways["fleet URL"], jobs, strict=False):
-            line["frozen"] = job["result"]["freeze_window_s"]
+            line |= {"frozen": job["result"]["freeze_window_s"], "stages": job["result"]["stages"]}
         counted = {way: ways[way][options.warmups :] for way in WAYS}
         frozen = {
             way: [line.get("frozen", line["seconds"]) for line in counted[way]] for way in WAYS
         }
         medians = {way: statistics.median(frozen[way]) for way in WAYS}
+        stages = [line["stages"] for line in counted["fleet URL"]]
         return {
             "pushes": len(lines),
             "answers_unlike_a_server_started_on_them": sum(
@@ -256,16 +265,25 @@ class Pair:
             "frozen_s": {way: [round(value, 4) for value in frozen[way]] for way in WAYS},
             "frozen_median_s": {way: round(medians[way], 4) for way in WAYS},
             "frozen_ratio": round(medians["fleet URL"] / medians["directly"], 3),
+            "frozen_ratio_paired": round(
+                statistics.median(
+                    url / direct for url, direct in zip(*frozen.values(), strict=True)
+                ),
+                3,
+            ),
             "whole_median_s": {
                 way: round(statistics.median(line["seconds"] for line in counted[way]), 4)
                 for way in WAYS
             },
-            "stages_s": jobs[-1]["result"]["stages"],
+            "stages_median_s": {
+                name: round(statistics.median(each[name] for each in stages), 4)
+                for name in stages[0]
+            },
             "updated_asleep": any(line["way"] == "asleep" for line in lines),
         }
 
     def _trained(
-        self, options: argparse.Namespace, servers: list[str], token: str
+        self, options: argparse.Namespace, servers: list[str], token: str, until: float
     ) -> list[dict[str, Any]]:
         """A line of each run, by a trainer's process that ended well."""
         log = options.out / f"trainer-url-{self.backend}-trainer.log"
@@ -275,6 +293,7 @@ class Pair:
             *("--urls", f"http://trainer:{token}@127.0.0.1:{self.port}", self.plain),
             *("--servers", *servers, "--scratch", str(options.scratch), "--out", str(options.out)),
             *("--runs", str(options.runs), "--warmups", str(options.warmups)),
+            *("--until", str(until)),
         ]
         env = {
             **os.environ,
@@ -297,7 +316,8 @@ class Pair:
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         if process.returncode:
             print(f"the trainer ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-        if len(lines) < len(WAYS) * (options.warmups + options.runs):
+        least = options.warmups + min(options.runs, FEWEST_RUNS)
+        if sum(line["way"] == WAYS[0] for line in lines) < least or process.returncode:
             raise SystemExit(f"the trainer has made {len(lines)} updates only")
         return lines
 
@@ -306,7 +326,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A result for each backend that could be measured; the reasons of the others are printed."""
     checkpoints = two_checkpoints(options.scratch, options.shape)
     with ExitStack() as stack, ThreadPoolExecutor(len(options.backends)) as pool:
-        starting = {}
+        starting, until = {}, time.time()
         for backend in options.backends:
             port = free_port()
             fleet = fleet_of(options, backend, checkpoints[0], port)
@@ -318,8 +338,9 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             except (SystemExit, subprocess.SubprocessError) as error:
                 print(f"{pair.backend}: {error}", flush=True)
         for pair in (pair for pair, started in starting.items() if not started.exception()):
+            until += options.seconds
             try:
-                yield {"benchmark": f"trainer-url-{pair.backend}", **pair.sent(options)}
+                yield {"benchmark": f"trainer-url-{pair.backend}", **pair.sent(options, until)}
             except (SystemExit, subprocess.SubprocessError, httpx.HTTPError) as error:
                 print(f"{pair.backend}: {error}", flush=True)
 
@@ -336,17 +357,20 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backends", choices=["nccl", "ipc", "files"], nargs="+")
     parser.add_argument("--shape", choices=sorted(SHAPES))
-    parser.add_argument("--runs", type=int, default=5, help="of each way")
-    parser.add_argument("--warmups", type=int, default=3)
-    parser.add_argument("--trainer-timeout-s", type=float, default=100.0)
+    parser.add_argument("--runs", type=int, default=16, help="of each way, at most")
+    parser.add_argument("--warmups", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=140.0, help="for each backend")
+    parser.add_argument("--trainer-timeout-s", type=float, default=120.0)
     parser.add_argument("--scratch", type=Path, default=SCRATCH)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--role", choices=["benchmark", "trainer"], default="benchmark")
     parser.add_argument("--urls", nargs=2, default=[], help="of --role trainer")
     parser.add_argument("--servers", nargs=2, default=[], help="of --role trainer")
+    parser.add_argument("--until", type=float, default=0.0, help="of --role trainer")
     options = parser.parse_args()
     on_gpus = options.device == "cuda"
-    options.backends = options.backends or (["nccl", "ipc"] if on_gpus else ["files"])
+    usual = ["nccl", "ipc"] if len(gpu_memory()) > 1 else ["ipc"]  # NCCL wants a GPU for each rank
+    options.backends = options.backends or (usual if on_gpus else ["files"])
     options.shape = options.shape or ("qwen3-0.5b" if on_gpus else "qwen3-4-layers")
     if options.role == "trainer":
         trainer_main(options)
@@ -360,15 +384,17 @@ def main() -> int:
             shape = {"options": f"{options.shape}, {options.warmups} warm-ups"}
             save({**result, **machine, **shape}, f"-{options.shape}", options.out)
             results.append(result)
-    columns = f"{'frozen, fleet URL':>18}{'directly':>10}{'ratio':>7}{'unlike':>8}{'asleep':>8}"
-    print(f"{'backend':<9}{columns}")
+    columns = f"{'frozen, fleet URL':>18}{'directly':>10}{'ratio':>7}{'paired':>8}{'runs':>6}"
+    print(f"{'backend':<9}{columns}{'unlike':>8}{'asleep':>9}")
     for result in results:
         backend = result["benchmark"].removeprefix("trainer-url-")
         there, here = result["frozen_median_s"].values()
         unlike = result["answers_unlike_a_server_started_on_them"]
         asleep = "updated" if result["updated_asleep"] else "no"
-        figures = f"{there:>18.4f}{here:>10.4f}{result['frozen_ratio']:>7.2f}{unlike:>8}"
-        print(f"{backend:<9}{figures}{asleep:>8}")
+        runs = len(result["frozen_s"][WAYS[0]])
+        ratios = f"{result['frozen_ratio']:>7.3f}{result['frozen_ratio_paired']:>8.3f}"
+        print(f"{backend:<9}{there:>18.4f}{here:>10.4f}{ratios}{runs:>6}{unlike:>8}{asleep:>9}")
+        print(f"{'':<9}stages of the fleet's, medians: {result['stages_median_s']}")
     wrong = sum(result["answers_unlike_a_server_started_on_them"] for result in results)
     return int(bool(wrong) or len(results) < len(options.backends))
 
