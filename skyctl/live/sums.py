@@ -18,6 +18,7 @@ import torch
 from skyctl.live.plan import Row
 from skyctl.wire.copies import cut_copy, paired_runs
 from skyctl.wire.device_digest import sum_of_words
+from skyctl.wire.finite import EXPONENTS
 from skyctl.wire.layouts import Copy
 
 _WORD = 8
@@ -29,11 +30,6 @@ all in the same spare memory.
 """
 _IMAGE_BYTES = 64 << 20
 """The same for what is not whole words."""
-_EXPONENTS = {
-    "bfloat16": 0x7F80_7F80_7F80_7F80,
-    "float16": 0x7C00_7C00_7C00_7C00,
-    "float32": 0x7F80_0000_7F80_0000,
-}
 
 Parameters = Sequence[tuple[str, str, tuple[int, ...]]]
 """Name, dtype and shape of each parameter of a layout."""
@@ -111,7 +107,7 @@ class Summer:
         self._exports: Sequence[torch.Tensor] = ()
         self._count = len(parameters)
         self._dtypes = [getattr(torch, dtype) for _, dtype, _ in parameters]
-        self._exponents = [_EXPONENTS.get(dtype, 0) for _, dtype, _ in parameters]
+        self._exponents = [EXPONENTS.get(dtype, 0) for dtype in self._dtypes]
         self._device = exports[0].device if exports else torch.device("cpu")
         self._by_kernel = self._device.type == "cuda" if by_kernel is None else by_kernel
         in_place: list[tuple[Copy, int, int]] = []

@@ -28,6 +28,7 @@ from importlib.util import find_spec
 import torch
 
 from skyctl.wire.copies import octets_of
+from skyctl.wire.finite import EXPONENTS
 from skyctl.wire.messages import GOLDEN, LANES, MIX
 
 _BLOCK_WORDS = 2048 * LANES  # 32 MiB: what is computed from a block stays in the GPU's cache
@@ -42,19 +43,31 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
     Extra memory: at most about 32 MiB. Deterministic: integer sums do not depend on their order.
     """
+    return [number for number, _ in examined_on_device(tensors)]
+
+
+def examined_on_device(tensors: Sequence[torch.Tensor]) -> list[tuple[int, bool | None]]:
+    """As `digest_on_device`, and whether each tensor is finite: None where nothing was learned of
+    that on the way.
+    """
     if not tensors:
         return []
     device = tensors[0].device
-    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sums = torch.zeros((2, len(tensors)), dtype=torch.int64, device=device)
     plain = [i for i, tensor in enumerate(tensors) if _has_kernel and _is_plain(tensor)]
     if plain:
         from skyctl.wire.triton_digest import sum_words
 
-        sums[plain] = sum_words([tensors[i] for i in plain])
+        sums[:, plain] = sum_words([tensors[i] for i in plain])
     if others := sorted(set(range(len(tensors))) - set(plain)):
         lanes = _factors(0, LANES, device)
-        sums[others] = torch.stack([_sum(tensors[i], lanes) for i in others])
-    return [int(value) for value in sums.tolist()]
+        sums[0, others] = torch.stack([_sum(tensors[i], lanes) for i in others])
+    numbers, broken = sums.tolist()
+    finite: list[bool | None] = [None] * len(tensors)
+    for i in plain:
+        if tensors[i].dtype in EXPONENTS:
+            finite[i] = not broken[i]
+    return list(zip(numbers, finite, strict=True))
 
 
 def sum_of_words(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

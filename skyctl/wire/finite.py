@@ -9,6 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
+EXPONENTS = {
+    torch.bfloat16: 0x7F80_7F80_7F80_7F80,
+    torch.float16: 0x7C00_7C00_7C00_7C00,
+    torch.float32: 0x7F80_0000_7F80_0000,
+    torch.float64: 0x7FF0_0000_0000_0000,
+}
+"""The exponents in 8 bytes of elements: all bits of one are set in NaN and infinity alone."""
 _LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
 """For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
 _NAN_FP8 = {

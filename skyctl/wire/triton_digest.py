@@ -2,7 +2,8 @@
 
 A digest is made while servers are frozen, and hundreds of launches take longer than reading memory.
 Each program of the kernel sums one run of rows; a table says which tensor, and which rows of it.
-Integer sums do not depend on their order, so they can be gathered with atomics.
+Integer sums do not depend on their order, so they can be gathered with atomics. NaN and infinity
+are looked for on the way: another pass over the memory would take as long again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from skyctl.wire.finite import EXPONENTS
 from skyctl.wire.messages import GOLDEN, LANES, MIX
 
 _RUN_WORDS = 512 * LANES
@@ -29,8 +31,9 @@ def _mix(words, GOLDEN, MIX):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_runs(  # type: ignore[no-untyped-def]
-    addresses, words, tails, rows, targets, sums, GOLDEN, MIX, LANES: tl.constexpr
-):
+    addresses, words, tails, rows, targets, exponents, sums, broken, GOLDEN, MIX,
+    LANES: tl.constexpr,
+):  # fmt: skip
     run = tl.program_id(0)
     address = tl.load(addresses + run)
     source = address.to(tl.pointer_type(tl.int64))
@@ -38,53 +41,80 @@ def _sum_runs(  # type: ignore[no-untyped-def]
     row = tl.load(rows + run) + LANES + 1  # the inputs of a row's factor, behind those of lanes
     lanes = tl.arange(0, LANES).to(tl.int64)
     total = tl.zeros((LANES,), dtype=tl.int64)
+    exponent = tl.load(exponents + run)
+    lowest = ((exponent & 0xFFFF) != 0).to(tl.int64)  # bit of each quarter with an exponent
+    for quarter in tl.static_range(1, 4):
+        lowest |= (((exponent >> (16 * quarter)) & 0xFFFF) != 0).to(tl.int64) << (16 * quarter)
+    # a quarter of `~word & exponent` is 0 if all bits of the exponent are set; then a 1 that is
+    # subtracted is borrowed from its highest bit, where no exponent has one
+    highest = lowest << 15
+    worst = tl.zeros((LANES,), dtype=tl.int32)
     for begin in range(0, count, LANES):
         values = tl.load(source + begin + lanes, mask=begin + lanes < count, other=0)
         total += _mix(values, GOLDEN, MIX) * (_mix(row + begin // LANES, GOLDEN, MIX) | 1)
+        borrowed = ((~values & exponent) - lowest) & highest
+        worst |= (borrowed | (borrowed >> 32)).to(tl.int32)
     tail = tl.load(tails + run)
     if tail:
         places = tl.arange(0, 8).to(tl.int64)
         octets = (address + count * 8).to(tl.pointer_type(tl.uint8))
         values = tl.load(octets + places, mask=places < tail, other=0).to(tl.int64)
-        word = _mix(tl.sum(values << (places * 8), axis=0), GOLDEN, MIX)
-        word = word * (_mix(row + count // LANES, GOLDEN, MIX) | 1)
+        last = tl.sum(values << (places * 8), axis=0)
+        word = _mix(last, GOLDEN, MIX) * (_mix(row + count // LANES, GOLDEN, MIX) | 1)
         total += tl.where(lanes == count % LANES, word, 0)
+        borrowed = ((~last & exponent) - lowest) & highest
+        worst |= (borrowed | (borrowed >> 32)).to(tl.int32)
     result = tl.sum(total * (_mix(lanes + 1, GOLDEN, MIX) | 1), axis=0)
-    tl.atomic_add(sums + tl.load(targets + run), result)
+    target = tl.load(targets + run)
+    tl.atomic_add(sums + target, result)
+    if tl.max(tl.where(worst != 0, 1, 0), axis=0) > 0:
+        tl.store(broken + target, 1)
 
 
 def sum_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number per tensor, shape [len(tensors)], int64, on the tensors' GPU.
+    """Shape [2, len(tensors)], int64, on the tensors' GPU: the number of each, and 1 for those of a
+    type in `EXPONENTS` that hold NaN or infinity.
 
     Every tensor must be contiguous, begin at a multiple of 8 bytes and hold at least one. The first
     call in a process compiles the kernel.
     """
     device = tensors[0].device
     places = tuple(
-        (tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors
+        (
+            tensor.data_ptr(),
+            tensor.numel() * tensor.element_size(),
+            EXPONENTS.get(tensor.dtype, 0),
+        )
+        for tensor in tensors
     )
     table = _table(places, device)
-    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    sums = torch.zeros((2, len(tensors)), dtype=torch.int64, device=device)
     grid = (table.shape[1],)
     with torch.cuda.device_of(sums):  # Triton launches on the current device
-        _sum_runs[grid](*table, sums, GOLDEN, MIX, LANES=LANES, num_warps=8)
+        _sum_runs[grid](*table, *sums, GOLDEN, MIX, LANES=LANES, num_warps=8)
     return sums
 
 
 @lru_cache(maxsize=2)  # a model is summed again and again where it lies
-def _table(places: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """The runs of tensors with these addresses and sizes in bytes: shape [5, runs], int64."""
+def _table(places: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """The runs of tensors with these addresses, sizes in bytes and exponents: shape [6, runs],
+    int64.
+    """
     rows = [row for number, place in enumerate(places) for row in _runs(number, *place)]
     return torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
 
 
-def _runs(number: int, address: int, size: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Address, words, bytes behind the last of a tensor's words, first row, tensor's number."""
+def _runs(
+    number: int, address: int, size: int, exponents: int
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Address, words, bytes behind the last of a tensor's words, first row, tensor's number,
+    exponents in a word.
+    """
     words, tail = divmod(size, 8)
     for at in range(0, max(words, 1), _RUN_WORDS):
         take = min(words - at, _RUN_WORDS)
         ends = at + take == words
-        yield address + at * 8, take, tail if ends else 0, at // LANES, number
+        yield address + at * 8, take, tail if ends else 0, at // LANES, number, exponents
 
 
 @triton.jit  # type: ignore[untyped-decorator]

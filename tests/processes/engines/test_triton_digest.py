@@ -14,11 +14,16 @@ _COMPARE = """
 from skyctl.wire import triton_digest
 from skyctl.wire.device_digest import digest_on_device
 from skyctl.wire.messages import LANES
-from tests.unit.engines.digest_cases import for_the_kernel
+from skyctl.wire.finite import EXPONENTS
+from tests.unit.engines.digest_cases import broken_in_places, for_the_kernel
 
 triton_digest._RUN_WORDS = 2 * LANES
-tensors = for_the_kernel()
-assert triton_digest.sum_words(tensors).tolist() == digest_on_device(tensors)
+tensors = [*for_the_kernel(), *broken_in_places()]
+numbers, broken = triton_digest.sum_words(tensors).tolist()
+assert numbers == digest_on_device(tensors)
+seen = [tensor.dtype in EXPONENTS for tensor in tensors]
+finite = [bool(tensor.isfinite().all()) for tensor in tensors]
+assert broken == [int(looked and not good) for looked, good in zip(seen, finite)]
 """
 _COMPARE_PIECES = """
 from skyctl.live import sums

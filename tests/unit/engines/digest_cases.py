@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from skyctl.wire.finite import EXPONENTS
 from skyctl.wire.messages import LANES
 
 WORDS = 256
@@ -43,6 +44,20 @@ def for_the_kernel() -> list[torch.Tensor]:
     weight = next(contents())
     some_changes = [changed for _, changed in changes(weight)][::8]
     return [*drawn, torch.randn(64, 32), torch.tensor(1.5), *contents(), *some_changes]
+
+
+def broken_in_places() -> Iterator[torch.Tensor]:
+    """Floats as large as their type allows, of two rows and three elements; the same with a value
+    that is not finite in each place of a word, in the second row and behind the last whole word.
+    """
+    for dtype in EXPONENTS:
+        size = 8 // dtype.itemsize
+        good = torch.full((2 * LANES * size + 3,), torch.finfo(dtype).max, dtype=dtype)
+        good[::2] *= -1
+        yield good
+        for place in (*range((LANES + 5) * size, (LANES + 6) * size), len(good) - 2):
+            for value in (float("nan"), -float("inf")):
+                yield good.index_fill(0, torch.tensor(place), value)
 
 
 def changes(words: torch.Tensor) -> Iterator[Change]:

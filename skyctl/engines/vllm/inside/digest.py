@@ -20,7 +20,7 @@ the order, which is learned by packing numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 
 from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
 from skyctl.wire.copies import octets_of
-from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
+from skyctl.wire.device_digest import as_it_lies, examined_on_device, plain_tensors
 from skyctl.wire.finite import finite_flags
 from skyctl.wire.messages import RowAnswer, RowQuestion, row_number
 
@@ -38,10 +38,14 @@ _PROBE_ROWS = 64
 _EXPERTS = ".experts."
 """Marks parameters that the data-parallel ranks of a mixture of experts split between them."""
 _MULTIPLIERS = (173, 397)  # odd: each maps the positions of a span to different factors
+Examined = Mapping[int, tuple[int, bool | None]]
+"""What `examined_on_device` returned of tensors, by `id`."""
 _DIGIT = 256  # counts up to here are exact in every floating type a model is held in
 
 
-def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[str, Any]:
+def digest_model(
+    model: torch.nn.Module, numbered: Sequence[str] = (), *, finite: bool = False
+) -> dict[str, Any]:
     """Digest over all parameters, persistent buffers and packed linears.
 
     Returns:
@@ -49,20 +53,23 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
         many packed layers were hashed by their output). Equal for equal weights on one machine
         with one version of vLLM; not comparable between kinds of processors. `dense` is the digest
         of everything but experts. `numbers` has those of the parameters `numbered`
-        (`wire/device_digest.py`), on an accelerator.
+        (`wire/device_digest.py`), on an accelerator. `not_finite` names a parameter, or a packed
+        layer, that holds NaN or infinity, "" if none does or if not `finite`.
     """
     total, dense = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     probed = 0
-    numbers: dict[int, int] = {}
     with torch.inference_mode(), plain_tensors():
         state = sorted(model.state_dict(keep_vars=True).items())
         named = list(distinct(state))
-        tensors = len(named)
-        digests = _digest_tensors([tensor for _, tensor in named], numbers)
-        for (name, _), digest in zip(named, digests, strict=True):
-            total.update(name.encode() + b"\0" + digest)
+        on_device = [tensor for _, tensor in named if tensor.device.type != "cpu"]
+        results = examined_on_device([as_it_lies(tensor) for tensor in on_device])
+        examined = dict(zip(map(id, on_device), results, strict=True))
+        for name, tensor in named:
+            number, _ = examined.get(id(tensor), (None, None))
+            digest = name.encode() + b"\0" + _digest_tensor(tensor, number)
+            total.update(digest)
             if _EXPERTS not in name:
-                dense.update(name.encode() + b"\0" + digest)
+                dense.update(digest)
         # only a CPU packs anything; walking through all layers takes longer than summing a GPU's
         # weights
         packs = not named or any(tensor.device.type == "cpu" for _, tensor in named)
@@ -72,13 +79,15 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
                 total.update(packed)
                 dense.update(packed)
                 probed += 1
+        broken = not_finite(model, examined) if finite else ""
     tensors_of = dict(state)
     return {
         "digest": total.hexdigest(),
         "dense": dense.hexdigest(),
-        "tensors": tensors,
+        "tensors": len(named),
         "probed": probed,
-        "numbers": {name: numbers[id(tensors_of[name])] for name in numbered},
+        "numbers": {name: examined[id(tensors_of[name])][0] for name in numbered},
+        "not_finite": broken,
     }
 
 
@@ -91,25 +100,13 @@ def distinct(tensors: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str,
             yield name, tensor
 
 
-def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> list[bytes]:
-    """A digest of each; tensors on an accelerator are not copied out for it. `numbers` receives
-    their numbers, by `id`.
-    """
-    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    summed = digest_on_device([as_it_lies(tensor) for tensor in on_device])
-    numbers.update(zip(map(id, on_device), summed, strict=True))
-    return [
-        _digest_tensor(tensor)
-        if tensor.device.type == "cpu"
-        else f"{tensor.dtype}{tuple(tensor.shape)}{numbers[id(tensor)]}".encode()
-        for tensor in tensors
-    ]
-
-
-def _digest_tensor(tensor: torch.Tensor) -> bytes:
-    """Digest of dtype, shape and bytes."""
+def _digest_tensor(tensor: torch.Tensor, number: int | None = None) -> bytes:
+    """Digest of dtype, shape and bytes, or of the number that stands for them."""
+    form = f"{tensor.dtype}{tuple(tensor.shape)}"
+    if number is not None:
+        return f"{form}{number}".encode()
     flat = octets_of(tensor.contiguous()).cpu()
-    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
+    digest = hashlib.blake2b(form.encode(), digest_size=16)
     digest.update(memoryview(flat.numpy()))
     return digest.digest()
 
@@ -160,7 +157,7 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
         yield from _products(layer, width, dtype)
 
 
-def not_finite(model: torch.nn.Module) -> str:
+def not_finite(model: torch.nn.Module, examined: Examined) -> str:
     """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
     with torch.inference_mode(), plain_tensors():
         tensors = {
@@ -168,13 +165,15 @@ def not_finite(model: torch.nn.Module) -> str:
             for name, parameter in model.named_parameters()
             if parameter.numel() and parameter.is_floating_point()
         }
-        finite_by_name = dict(zip(tensors, finite_flags([*tensors.values()]), strict=True))
+        finite = {name: examined.get(id(tensor), (0, None))[1] for name, tensor in tensors.items()}
+        unseen = [name for name, good in finite.items() if good is None]
+        finite |= zip(unseen, finite_flags([tensors[name] for name in unseen]), strict=True)
         on_cpu = not tensors or any(tensor.device.type == "cpu" for tensor in tensors.values())
         for name, layer in model.named_modules() if on_cpu else ():
             if is_packed(layer):
                 kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
-                finite_by_name[name] = all(finite_flags(kept))
-    return next((name for name, good in finite_by_name.items() if not good), "")
+                finite[name] = all(finite_flags(kept))
+    return next((name for name, good in finite.items() if not good), "")
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:

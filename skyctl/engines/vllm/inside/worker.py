@@ -71,13 +71,12 @@ class SkyctlWorkerExtension:
             answer_rows,
             arrangement,
             digest_model,
-            not_finite,
         )
 
         model = draft_model(self) if draft else self.model_runner.get_model()
         parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
         names = numbered[loader.rank] if numbered else ()
-        digests = digest_model(model, loader.running_names(names))
+        digests = digest_model(model, loader.running_names(names), finite=finite)
         return {
             **digests,
             "numbers": loader.numbers_of(names, digests["numbers"]),
@@ -87,7 +86,6 @@ class SkyctlWorkerExtension:
             "data_parallel_rank": parallel.data_parallel_index,
             "rank": parallel.rank,
             "shares_out": parallel.data_parallel_size > 1,  # a dense model's ranks are unrelated
-            "not_finite": not_finite(model) if finite else "",
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
 
