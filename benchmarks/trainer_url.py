@@ -25,7 +25,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def trainer_main(options: argparse.Namespace) -> None:
         torch.cuda.set_device(0)
     weights = Weights(checkpoints, "bfloat16", 1) if options.device == "cuda" else None
     urls = dict(zip(WAYS, options.urls, strict=True))
+    seconds_of = _timed_calls()
     sends = {way: _sender(options, url, checkpoints, weights) for way, url in urls.items()}
     content = 0
     for run in range(options.warmups + options.runs):
@@ -81,6 +83,7 @@ def trainer_main(options: argparse.Namespace) -> None:
             weights.show(content)
         for way in WAYS if run // 2 % 2 else reversed(WAYS):
             alone = way == "directly"
+            seconds_of.clear()
             began = time.perf_counter()
             if alone:
                 post(urls[way], "/pause", mode="keep")
@@ -90,7 +93,7 @@ def trainer_main(options: argparse.Namespace) -> None:
             seconds = time.perf_counter() - began
             tokens = answer(options.servers[WAYS.index(way)], os.environ["BENCHMARK_TOKEN"])
             line = {"run": run, "way": way, "content": content, "seconds": seconds}
-            print(json.dumps({**line, "tokens": tokens}), flush=True)
+            print(json.dumps({**line, "calls": seconds_of, "tokens": tokens}), flush=True)
     if weights is not None:
         url, content = options.urls[0], 1 - content
         weights.show(content)
@@ -100,6 +103,21 @@ def trainer_main(options: argparse.Namespace) -> None:
         post(url, "/wake_up", tags="kv_cache")
         tokens = answer(options.servers[0], os.environ["BENCHMARK_TOKEN"])
         print(json.dumps({"way": "asleep", "content": content, "tokens": tokens}), flush=True)
+
+
+def _timed_calls() -> dict[str, float]:
+    """The seconds that calls of vLLM's client take from now on, by route."""
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+    bare, seconds_of = HTTPVLLMWeightSyncClient._post, defaultdict[str, float](float)
+
+    def timed(self: Any, path: str, json: dict[str, Any] | None = None) -> None:
+        began = time.perf_counter()
+        bare(self, path, json)
+        seconds_of[path] += time.perf_counter() - began
+
+    HTTPVLLMWeightSyncClient._post = timed
+    return seconds_of
 
 
 def _sender(
@@ -256,7 +274,6 @@ class Pair:
             way: [line.get("frozen", line["seconds"]) for line in counted[way]] for way in WAYS
         }
         medians = {way: statistics.median(frozen[way]) for way in WAYS}
-        stages = [line["stages"] for line in counted["fleet URL"]]
         return {
             "pushes": len(lines),
             "answers_unlike_a_server_started_on_them": sum(
@@ -275,9 +292,9 @@ class Pair:
                 way: round(statistics.median(line["seconds"] for line in counted[way]), 4)
                 for way in WAYS
             },
-            "stages_median_s": {
-                name: round(statistics.median(each[name] for each in stages), 4)
-                for name in stages[0]
+            "stages_median_s": medians_of(line["stages"] for line in counted["fleet URL"]),
+            "calls_median_s": {
+                way: medians_of(line["calls"] for line in counted[way]) for way in WAYS
             },
             "updated_asleep": any(line["way"] == "asleep" for line in lines),
         }
@@ -320,6 +337,12 @@ class Pair:
         if sum(line["way"] == WAYS[0] for line in lines) < least or process.returncode:
             raise SystemExit(f"the trainer has made {len(lines)} updates only")
         return lines
+
+
+def medians_of(times: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each name's seconds."""
+    rows = list(times)
+    return {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -394,7 +417,9 @@ def main() -> int:
         runs = len(result["frozen_s"][WAYS[0]])
         ratios = f"{result['frozen_ratio']:>7.3f}{result['frozen_ratio_paired']:>8.3f}"
         print(f"{backend:<9}{there:>18.4f}{here:>10.4f}{ratios}{runs:>6}{unlike:>8}{asleep:>9}")
-        print(f"{'':<9}stages of the fleet's, medians: {result['stages_median_s']}")
+        print(f"{'':<9}its stages: {result['stages_median_s']}")
+        for way, calls in result["calls_median_s"].items():
+            print(f"{'':<9}calls, {way}: {calls}")
     wrong = sum(result["answers_unlike_a_server_started_on_them"] for result in results)
     return int(bool(wrong) or len(results) < len(options.backends))
 

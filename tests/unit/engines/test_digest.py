@@ -13,7 +13,6 @@ from skyctl.engines.vllm.inside.digest import (  # noqa: E402
     _SPAN,
     _factors,
     digest_model,
-    not_finite,
 )
 from tests.unit.engines.digest_cases import Kernel, Packed  # noqa: E402
 
@@ -26,6 +25,10 @@ def model(width: int = 96, seed: int = 1, dtype: Any = None) -> tuple[Any, Any]:
     module.packed = Packed(weight)
     module.norm = torch.nn.LayerNorm(8)
     return module, weight
+
+
+def not_finite(module: Any) -> str:
+    return str(digest_model(module, finite=True)["not_finite"])
 
 
 def test_equal_weights_have_equal_digests() -> None:
@@ -41,15 +44,15 @@ def test_a_parameter_that_is_not_finite_is_named(value: float, width: int) -> No
     module, weight = model(width)
     module.scale = torch.nn.Parameter(torch.ones(8).to(torch.float8_e4m3fn), requires_grad=False)
     module.places = torch.nn.Parameter(torch.arange(8), requires_grad=False)
-    assert not_finite(module, {}) == ""
+    assert not_finite(module) == ""
     weight[3, 70] = value
-    assert not_finite(module, {}) == "packed"
+    assert not_finite(module) == "packed"
     weight[3, 70] = 0
     module.norm.bias.data[2] = value
-    assert not_finite(module, {}) == "norm.bias"
+    assert not_finite(module) == "norm.bias"
     module.norm.bias.data[2] = 0
     module.scale.view(torch.uint8)[5] = 0x7F
-    assert not_finite(module, {}) == "scale"
+    assert not_finite(module) == "scale"
 
 
 @pytest.mark.parametrize(
@@ -65,9 +68,9 @@ def test_a_parameter_that_is_not_finite_is_named(value: float, width: int) -> No
 def test_every_type_of_8_bits_is_looked_at_for_what_is_not_finite(dtype: Any, bits: int) -> None:
     module, _ = model()
     module.scale = torch.nn.Parameter(torch.ones(8).to(dtype), requires_grad=False)
-    assert not_finite(module, {}) == ""
+    assert not_finite(module) == ""
     module.scale.view(torch.uint8)[5] = bits
-    assert not_finite(module, {}) == "scale"
+    assert not_finite(module) == "scale"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

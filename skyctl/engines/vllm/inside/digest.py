@@ -79,7 +79,7 @@ def digest_model(
                 total.update(packed)
                 dense.update(packed)
                 probed += 1
-        broken = not_finite(model, examined) if finite else ""
+        broken = _not_finite(model, named, examined) if finite else ""
     tensors_of = dict(state)
     return {
         "digest": total.hexdigest(),
@@ -157,22 +157,23 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
         yield from _products(layer, width, dtype)
 
 
-def not_finite(model: torch.nn.Module, examined: Examined) -> str:
+def _not_finite(
+    model: torch.nn.Module, named: Sequence[tuple[str, torch.Tensor]], examined: Examined
+) -> str:
     """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
-    with torch.inference_mode(), plain_tensors():
-        tensors = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if parameter.numel() and parameter.is_floating_point()
-        }
-        finite = {name: examined.get(id(tensor), (0, None))[1] for name, tensor in tensors.items()}
-        unseen = [name for name, good in finite.items() if good is None]
-        finite |= zip(unseen, finite_flags([tensors[name] for name in unseen]), strict=True)
-        on_cpu = not tensors or any(tensor.device.type == "cpu" for tensor in tensors.values())
-        for name, layer in model.named_modules() if on_cpu else ():
-            if is_packed(layer):
-                kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
-                finite[name] = all(finite_flags(kept))
+    parameters = {
+        name: tensor
+        for name, tensor in named
+        if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+    }
+    finite = {name: examined.get(id(tensor), (0, None))[1] for name, tensor in parameters.items()}
+    unseen = [name for name, good in finite.items() if good is None]
+    finite |= zip(unseen, finite_flags([parameters[name] for name in unseen]), strict=True)
+    on_cpu = not parameters or any(each.device.type == "cpu" for each in parameters.values())
+    for name, layer in model.named_modules() if on_cpu else ():
+        if is_packed(layer):
+            kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
+            finite[name] = all(finite_flags(kept))
     return next((name for name, good in finite.items() if not good), "")
 
 
