@@ -135,7 +135,7 @@ def learn_arguments(
     """Ask the fleet's engine for what `check_plan` needs to know; takes seconds the first time."""
     if config.check_args and any(server_arguments(config)):
         python = interpreter(config.python, base_dir) if config.python else sys.executable
-        ENGINES[config.engine].known_arguments(python, note)
+        ENGINES[config.engine].arguments.names(python, note)
 
 
 def _check_arguments(
@@ -149,13 +149,13 @@ def _check_arguments(
     if not plan.config.check_args or not written:
         return
     if arguments is None:
-        accepted = engine.known_arguments(plan.python, lambda line: None)
+        accepted = engine.arguments.names(plan.python, lambda line: None)
     else:
         accepted = arguments(plan.python)
     if not accepted:
         return
     for location, value in written:
-        problem = engine.argument_problem(flag_name(str(location[-1])), value, accepted)
+        problem = engine.arguments.problem(flag_name(str(location[-1])), value, accepted)
         if value is None or not problem:
             continue
         where = f"{source.place(location)}: " if source else ""

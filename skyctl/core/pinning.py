@@ -46,7 +46,7 @@ def pin(
         return pins  # servers of other machines have caches of their own
     for replica in expand_replicas(config):
         inherited = {**environ, **replica.env}
-        if inherited.get(engine.other_hub_variable, "").lower() in ("1", "true"):
+        if inherited.get(engine.hub.other_hub_variable, "").lower() in ("1", "true"):
             continue
         for reference in references(engine, model, replica.args):
             key = str(reference)
@@ -87,15 +87,15 @@ def with_revisions(
 
 def _revisions(engine: Engine, model: str, args: Mapping[str, Any]) -> dict[str, HubReference]:
     """The models on the hub that a server loads, by the argument that has their revision."""
-    own = _hub(model)
-    if own and any(_hub(_get(args, name)) not in (None, own) for name in engine.shared_revision):
+    own, hub = _hub(model), engine.hub
+    if own and any(_hub(_get(args, name)) not in (None, own) for name in hub.shared_revision):
         return {}  # a commit means nothing in another repository
     by_argument: dict[str, HubReference] = {}
-    for named, revision in engine.revisions.items():
+    for named, revision in hub.revisions.items():
         named_model = _hub(model if named == "model" else _get(args, named))
         if named_model is None:
             continue
-        fallback = _get(args, engine.revisions["model"]) if named in engine.follows_model else None
+        fallback = _get(args, hub.revisions["model"]) if named in hub.follows_model else None
         requested = _get(args, revision) or fallback or MAIN
         if (reference := HubReference.parse(f"{named_model}@{requested}")) is not None:
             by_argument[revision] = reference

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from skyctl.engines.base import Engine
-from skyctl.engines.launches import Parallelism, Placement, ServerLaunch, Span
+from skyctl.engines.launches import Parallelism, ServerLaunch, ServerPlacement, Span
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.sections import ReplicaGroup
@@ -225,7 +225,7 @@ def followers(engine: Engine, leader: ServerLaunch, place: Place) -> Iterator[Fo
             own_address=node.address,
             interface=other.machine.interface,
         )
-        placement = Placement(leader.placement.device, other.gpus, other.cores, span)
+        placement = ServerPlacement(leader.placement.device, other.gpus, other.cores, span)
         part = replace(leader, python=node.python, placement=placement)
         command = engine.server_command(part)
         yield Follower(node, command.argv, command.env, other.gpus)

@@ -29,10 +29,10 @@ from skyctl.engines.launches import (
     AdapterLimits,
     Device,
     HandOver,
-    Placement,
     RouterLaunch,
     ServedModel,
     ServerLaunch,
+    ServerPlacement,
     Span,
 )
 from skyctl.errors import FleetFileError, UsageError
@@ -141,7 +141,9 @@ class _Planner:
         if self.remote and transport == "auto":
             transport = "disk"
         free = self._free_gpus(placed) if on_gpus and not self.remote else ()
-        backend = transfer.backend or self.engine.backend(transport, self.device, free, config.auth)
+        backend = transfer.backend or self.engine.transfer.backend(
+            transport, self.device, free, config.auth
+        )
         api_key = self._own_api_key()
         launches = [
             self._launch(replica, place, backend, api_key)
@@ -230,7 +232,9 @@ class _Planner:
             model=ServedModel(self.model_path, self.served_model_name, self.local_model, config),
             host=node.address if node else self.config.host,
             port=port,
-            placement=Placement(self.device, place.gpus, place.cores, self._span(replica, place)),
+            placement=ServerPlacement(
+                self.device, place.gpus, place.cores, self._span(replica, place)
+            ),
             backend=backend,
             args=args,
             env=replica.env,

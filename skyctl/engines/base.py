@@ -361,6 +361,65 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class Variables:
+    """The environment variables of an engine's servers."""
+
+    key: str
+    """Has a server's API key."""
+    closed: str
+    """Has the path of the file that keeps a server closed to users while it exists."""
+    placement: tuple[str, ...] = ()
+    """Depend on where other servers are: a running server need not restart when they change."""
+
+
+@dataclass(frozen=True)
+class ArgumentRules:
+    """What a fleet file's `args` may say to an engine's servers."""
+
+    names: Callable[[str, Callable[[str], None]], Collection[str]] = lambda *_: ()
+    """Their names, by interpreter; empty if unknown. May take seconds, and says so to the function
+    it is given.
+    """
+    problem: Callable[[str, Any, Collection[str]], str] = lambda name, _, arguments: (
+        "" if name in arguments else f"there is no argument {name!r}"
+    )
+    """Why `--name` is not accepted with this value of the fleet file, "" if it is; by what `names`
+    returned.
+    """
+    warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
+    """Settings that are probably not meant, and what to write instead; given `share_gpus:`."""
+    sleep: str = ""
+    """The argument without which a sleeping server frees no GPU memory; "" if it needs none."""
+
+
+@dataclass(frozen=True)
+class HubArguments:
+    """The arguments of an engine's servers that name models on the hub."""
+
+    revisions: Mapping[str, str] = field(default_factory=dict)
+    """Each with the one that names its revision."""
+    follows_model: frozenset[str] = frozenset()
+    """Those of them whose revision is the model's unless it is given."""
+    shared_revision: frozenset[str] = frozenset()
+    """Further ones, whose models can have no revision but the model's."""
+    other_hub_variable: str = ""
+    """The variable that has servers download from another hub than Hugging Face's; "" if there is
+    none."""
+
+
+@dataclass(frozen=True)
+class WeightTransfer:
+    """How tensors get into an engine's servers."""
+
+    backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
+    """The weight-transfer backend that servers start with ("" for none), by transport, device, free
+    GPUs and `auth:`. Raises UsageError if the transport does not fit the device.
+    """
+    dialect: Callable[[str], Dialect] | None = None
+    """How servers of a version speak the push; None if they only reload from disk."""
+
+
+@dataclass(frozen=True)
 class Engine:
     """One kind of server: everything skyctl must know of it. `ENGINES`
     (`skyctl/engines/__init__.py`) has all.
@@ -380,48 +439,18 @@ class Engine:
     """Python modules that its interpreter must have, and how to get each: given the device, whether
     there is a router, the backend, and whether servers hand over their KV cache.
     """
-    key_variable: str
-    """The environment variable with a server's API key."""
-    closed_variable: str
-    """The environment variable with the path of the file that keeps a server closed to users while
-    it exists."""
-    packages: tuple[str, ...] = ()
-    """The distributions that it comes in, any of them."""
-    placement_variables: tuple[str, ...] = ()
-    """Environment variables that depend on where other servers are: a running server need not
-    restart when they change."""
+    variables: Variables
+    """Its environment variables."""
     reserved: Reserved = NOTHING_RESERVED
     """Names that a fleet file must not set."""
-    backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
-    """The weight-transfer backend that servers start with ("" for none), by transport, device, free
-    GPUs and `auth:`. Raises UsageError if the transport does not fit the device.
-    """
-    dialect: Callable[[str], Dialect] | None = None
-    """How servers of a version speak the push; None if they only reload from disk."""
-    known_arguments: Callable[[str, Callable[[str], None]], Collection[str]] = lambda *_: ()
-    """Names that `args` may have, by interpreter; empty if unknown. May take seconds, and says so
-    to the function it is given.
-    """
-    argument_problem: Callable[[str, Any, Collection[str]], str] = lambda name, _, arguments: (
-        "" if name in arguments else f"there is no argument {name!r}"
-    )
-    """Why `--name` is not accepted with this value of the fleet file, "" if it is; by what
-    `known_arguments` returned.
-    """
-    warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
-    """Settings that are probably not meant, and what to write instead; given `share_gpus:`."""
+    arguments: ArgumentRules = ArgumentRules()
+    """What a fleet file may set."""
+    hub: HubArguments = HubArguments()
+    """The models that its servers look up on the hub."""
+    transfer: WeightTransfer = WeightTransfer()
+    """How it takes tensors; by default it takes none."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
     """What a server of this command and environment takes of its machine."""
-    revisions: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that name models on the hub, each with the one that names its revision."""
-    follows_model: frozenset[str] = frozenset()
-    """Those of them whose revision is the model's unless it is given."""
-    other_hub_variable: str = ""
-    """Has it download from another hub than Hugging Face's; "" if there is none."""
-    sleep_argument: str = ""
-    """The argument without which a sleeping server frees no GPU memory; "" if it needs none."""
-    shared_revision: frozenset[str] = frozenset()
-    """Arguments that name models which can have no revision but the model's."""
     routing: Routing | None = None
     """Its router; None if it has none that skyctl knows."""
     traffic: Callable[[ControlClient, ServerTarget, float], Awaitable[ServerTraffic]] | None = None

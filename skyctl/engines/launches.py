@@ -63,7 +63,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ServerPlacement:
     """The hardware that a server runs on."""
 
     device: Device
@@ -118,7 +118,7 @@ class ServerLaunch:
     """The address that it binds."""
     port: int | str
     """The port that it listens at."""
-    placement: Placement
+    placement: ServerPlacement
     """Where it computes."""
     backend: str
     """The weight-transfer backend that it starts with, "" for none."""

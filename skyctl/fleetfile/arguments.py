@@ -46,7 +46,7 @@ def refusals(config: FleetConfig) -> Iterator[tuple[Location, str]]:
         yield from _refused_env(part.env, (*where, "env"), reserved.env)
     if isinstance(config.router, RouterSection):
         yield from _refused(config.router.args, ("router", "args"), reserved.router_args)
-    needed = ENGINES[config.engine].sleep_argument if config.sleep_group else ""
+    needed = ENGINES[config.engine].arguments.sleep if config.sleep_group else ""
     for location, value in server_arguments(config):
         if needed and flag_name(str(location[-1])) == needed and not value:
             yield location, f"`sleep_group` needs {needed}: leave it out, or write true"
@@ -114,7 +114,10 @@ def plan_warnings(
         *_server_warnings(config, launches[0].placement.device, launches[0].backend),
         *_port_warnings(config, len(launches)),
         *_size_warnings(config),
-        *(PlanWarning(*advice) for advice in engine.warnings(launches, config.share_gpus)),
+        *(
+            PlanWarning(*advice)
+            for advice in engine.arguments.warnings(launches, config.share_gpus)
+        ),
         *_core_warnings(config, launches, cpu_count),
         *_router_warnings(config),
         *_tinker_warnings(config, launches, trainer_gpus),

@@ -110,10 +110,11 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         # proof
         asleep = level > 0 if level is not None else sleeping and not paused
         engine = engines.ENGINES[target.engine]
+        dialect = engine.transfer.dialect
         return ServerFacts(
             name=target.name,
             url=target.url,
-            dialect=engine.dialect(made.vllm_version) if engine.dialect is not None else None,
+            dialect=None if dialect is None else dialect(made.vllm_version),
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,

@@ -160,7 +160,7 @@ def settings_of(spec: ServerSpec | FrontSpec) -> dict[str, str]:
     that are named like secrets are replaced by a digest.
     """
     server = spec if isinstance(spec, ServerSpec) else None
-    placement = ENGINES[server.engine].placement_variables if server else ()
+    placement = ENGINES[server.engine].variables.placement if server else ()
     argv = server.as_written(server.argv) if server else spec.argv
     settings = _arguments(argv) | _variables(spec.env, placement)
     if server is None or server.node is None:

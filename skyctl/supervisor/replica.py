@@ -93,7 +93,7 @@ class Replica(KeptRunning):
     @property
     def target(self) -> ServerTarget:
         credentials = self._context.credentials
-        key_variable = ENGINES[self.spec.engine].key_variable
+        key_variable = ENGINES[self.spec.engine].variables.key
         env = credentials.fill(self.spec.env, key_variable)
         # an adopted server may ask for a token that the fleet file no longer sets
         key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
@@ -247,8 +247,8 @@ class Replica(KeptRunning):
 
     def _spawn_server(self) -> ChildProcess:
         engine = ENGINES[self.spec.engine]
-        hold = {engine.closed_variable: str(self._context.paths.hold_file(self.name))}
-        env = self._context.credentials.fill(self.spec.env, engine.key_variable)
+        hold = {engine.variables.closed: str(self._context.paths.hold_file(self.name))}
+        env = self._context.credentials.fill(self.spec.env, engine.variables.key)
         # SGLang's first requests are to itself, at its own address
         return self._spawn(self.spec.argv, bypassing({**env, **hold}, [self.spec.host]))
 

@@ -76,7 +76,7 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     from skyctl.core.plan import RouterSpec, ServerSpec
     from skyctl.engines import ENGINES
 
-    placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
+    placement = ENGINES[spec.engine].variables.placement if isinstance(spec, ServerSpec) else ()
 
     def lasting(env: Mapping[str, str]) -> list[tuple[str, str]]:
         return sorted(item for item in env.items() if item[0] not in placement)

