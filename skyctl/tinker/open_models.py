@@ -49,6 +49,44 @@ class Limits:
 
 
 @dataclass
+class LastSnapshot:
+    """A model's latest snapshot, or its beginning."""
+
+    steps: int = 0
+    """Optimizer steps since."""
+    at: float = field(default_factory=time.monotonic)
+    """When it was taken."""
+    took_s: float = 0.0
+    """Seconds that it took."""
+
+    def next_is_due(self, limits: Limits) -> bool:
+        """Whether it is time for another."""
+        since_s = time.monotonic() - self.at
+        due = since_s > limits.snapshot_s or self.steps >= limits.snapshot_steps
+        return due and self.took_s <= since_s * limits.snapshot_share
+
+    def restart(self) -> None:
+        """Count steps and time from now."""
+        self.steps, self.at = 0, time.monotonic()
+
+
+@dataclass
+class WorkerCopy:
+    """What the worker has of a model."""
+
+    life: int = 0
+    """The worker's life in which the model is open."""
+    tried: int = 0
+    """The worker's life in which it may use memory: opening it was begun."""
+    whole: bool = False
+    """Whether all parameters are trained."""
+    bytes: int = 0
+    """Memory that it needs there."""
+    parked: bool = False
+    """Whether it is in host memory, and not on the device."""
+
+
+@dataclass
 class Run:
     """One model as the scheduler sees it, with the seq ids of accepted requests."""
 
@@ -66,26 +104,14 @@ class Run:
     """Seconds that the last passes took; half of those before, if that is more."""
     gathers: bool = False
     """Whether passes come in bursts, and so wait for others to be computed with."""
-    steps: int = 0
-    """Optimizer steps since the snapshot."""
-    snapshot_at: float = field(default_factory=time.monotonic)
-    """When the last snapshot was taken."""
-    snapshot_took_s: float = 0.0
-    """Seconds that it took."""
-    life: int = 0
-    """The worker's life in which the model is open."""
-    tried: int = 0
-    """The worker's life in which it may use memory: opening it was begun."""
-    whole: bool = False
-    """Whether all parameters are trained."""
-    bytes: int = 0
-    """Memory that it needs there."""
-    parked: bool = False
-    """Whether it is in host memory, and not on the device."""
     computing: list[sqlite3.Row] = field(default_factory=list)
     """The requests whose passes the worker has begun in this life."""
     alone_to: int = -1
     """Up to this request each is computed by itself: one of them has failed."""
+    snapshot: LastSnapshot = field(default_factory=LastSnapshot)
+    """From when its requests would be repeated."""
+    copy: WorkerCopy = field(default_factory=WorkerCopy)
+    """The model in the worker."""
 
     def due_at(self, full_bytes: int) -> float:
         """When to compute what waits. While a burst of passes lasts, that is later than its turn,
@@ -139,10 +165,10 @@ class OpenModels:
             WorkerDied: it ended meanwhile. Refused: the model cannot be opened.
         """
         life = await self._worker.ensure()
-        if run.life == life:
-            if run.parked:
+        if run.copy.life == life:
+            if run.copy.parked:
                 await self._make_room(model)
-                run.parked = False  # its next operation brings it back
+                run.copy.parked = False  # its next operation brings it back
             return
         row = await self.row(model)
         first = await self._ledger.row(
@@ -154,30 +180,30 @@ class OpenModels:
             await self._new(model, row, "create", config=json.loads(row["config"])["lora"])
         else:
             await self._new(model, row, "open", directory=row["snapshot"], optimizer=True)
-        run.steps = await self._repeat(model, row, life)
-        run.life = life
+        run.snapshot.steps = await self._repeat(model, row, life)
+        run.copy.life = life
 
     async def load(self, model: str, checkpoint: sqlite3.Row, *, optimizer: bool) -> None:
         """Replace a model by a checkpoint. Raises WorkerDied, Refused."""
         life = await self._worker.ensure()
         directory = checkpoint["directory"]
         await self._new(model, checkpoint, "open", directory=directory, optimizer=optimizer)
-        self.runs[model].life = life
+        self.runs[model].copy.life = life
 
     async def ask(
         self, run: Run, do: str, model: str, body: bytes = b"", **fields: Any
     ) -> tuple[dict[str, Any], bytes]:
         """The answer of the worker in whose life the model is open. Raises WorkerDied, Refused."""
-        return await self._ask(run.life, do, model, body, **fields)
+        return await self._ask(run.copy.life, do, model, body, **fields)
 
     async def forget(self, model: str) -> None:
         """Drop a model that has ended."""
         run = self.runs.pop(model, None)
         if model in self.turns:
             self.turns.remove(model)
-        if run is not None and run.tried == self._worker.life and run.tried:
+        if run is not None and run.copy.tried == self._worker.life and run.copy.tried:
             with contextlib.suppress(WorkerDied):
-                await self._ask(run.tried, "close", model)
+                await self._ask(run.copy.tried, "close", model)
 
     async def row(self, model: str) -> sqlite3.Row:
         """The model's row."""
@@ -188,11 +214,11 @@ class OpenModels:
     async def _new(self, model: str, row: sqlite3.Row, do: str, **fields: Any) -> None:
         """Create or open a model; `row` has its `config`."""
         run = self.runs[model]
-        run.whole = json.loads(row["config"])["lora"].get("rank") == 0
-        run.computing, run.parked = [], False
+        run.copy.whole = json.loads(row["config"])["lora"].get("rank") == 0
+        run.computing, run.copy.parked = [], False
         await self._make_room(model)
-        answer, _ = await self._ask(run.tried, do, model, **fields)
-        run.bytes = answer["bytes"]
+        answer, _ = await self._ask(run.copy.tried, do, model, **fields)
+        run.copy.bytes = answer["bytes"]
 
     async def _repeat(self, model: str, row: sqlite3.Row, life: int) -> int:
         """Repeat the recorded requests since the snapshot, in the units in which they were
@@ -235,16 +261,16 @@ class OpenModels:
         """Before a model comes to the device, park the adapters with the oldest turns in host
         memory; drop whole models, and what is over the memory's limit.
         """
-        life, run = self._worker.life, self.runs[model]
-        names = [name for name in self.turns if self.runs[name].tried == life and name != model]
-        on_device = [name for name in names if not self.runs[name].parked]
+        life, copies = self._worker.life, {name: run.copy for name, run in self.runs.items()}
+        names = [name for name in self.turns if copies[name].tried == life and name != model]
+        on_device = [name for name in names if not copies[name].parked]
         parking = set(on_device[: max(0, len(on_device) + 1 - self._limits.open_models)])
         host_bytes = 0
         for name in reversed(names):  # those with the latest turns stay
-            other = self.runs[name]
+            other = copies[name]
             if other.parked or name in parking:
                 host_bytes += other.bytes
-            if (other.whole and (run.whole or name in parking)) or (
+            if (other.whole and (copies[model].whole or name in parking)) or (
                 host_bytes > self._limits.parked_bytes and (other.parked or name in parking)
             ):
                 other.life = other.tried = 0
@@ -252,7 +278,7 @@ class OpenModels:
             elif name in parking:
                 await self._ask(None, "park", name)
                 other.parked = True
-        run.tried = life
+        copies[model].tried = life
 
     async def _ask(
         self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any

@@ -78,7 +78,7 @@ class Training:
     def open_models(self) -> int:
         """How many models the worker holds."""
         life = self._worker.life if self._worker.alive else 0
-        return sum(0 < life == run.tried for run in self._runs.values())
+        return sum(0 < life == run.copy.tried for run in self._runs.values())
 
     async def load(self) -> None:
         """Load what an earlier process left to do; remove what it wrote and did not record."""
@@ -173,14 +173,14 @@ class Training:
         if model in self._turns:
             self._turns.remove(model)
         self._turns.append(model)
-        if run.life != self._worker.life:
+        if run.copy.life != self._worker.life:
             run.computing = []
         rows = run.computing or await self._due(model, run)
         try:
             outcomes = await self._do(model, run, rows)
         except WorkerDied as error:
             _LOG.warning("%s %s: %s", rows[0]["kind"], rows[0]["id"], error)
-            run.life = 0
+            run.copy.life = 0
             names = [(row["id"],) for row in rows]
             sql = "UPDATE requests SET attempts = attempts + 1 WHERE id = ?"
             await self._ledger.insist(lambda c: c.executemany(sql, names))
@@ -189,7 +189,7 @@ class Training:
             outcomes = [failed_with(f"{error}, {MOST_ATTEMPTS} times in a row", "server")]
         except Refused as error:
             if error.category != "user":
-                run.life = 0  # what it did is unknown: rebuild
+                run.copy.life = 0  # what it did is unknown: rebuild
             if len(rows) > 1:
                 run.alone_to = rows[-1]["seq"]
                 return
@@ -265,15 +265,13 @@ class Training:
             return failed_with(extra.get("refused", BROKEN), "user")
         answer, _ = await self._models.ask(run, "optim_step", model, params=extra["params"])
         outcome = answered({"metrics": answer["metrics"], "type": "optim_step"})
-        run.steps += 1
-        since_s = time.monotonic() - run.snapshot_at
-        due = since_s > self._limits.snapshot_s or run.steps >= self._limits.snapshot_steps
-        if due and run.snapshot_took_s <= since_s * self._limits.snapshot_share:
+        run.snapshot.steps += 1
+        if run.snapshot.next_is_due(self._limits):
             try:
                 outcome.snapshot = await self._snapshot(model, run)
             except Refused as error:  # such as a full disk: the step is done all the same
                 _LOG.warning("%s is not saved: %s", model, error)
-                run.steps, run.snapshot_at = 0, time.monotonic()  # the next one is due later
+                run.snapshot.restart()  # the next one is due later
         return outcome
 
     async def _load(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
@@ -307,7 +305,7 @@ class Training:
     async def _snapshot(self, model: str, run: Run) -> str:
         began = time.monotonic()
         directory, _ = await self._write(model, run, self._snapshots, optimizer=True)
-        run.snapshot_took_s = time.monotonic() - began
+        run.snapshot.took_s = time.monotonic() - began
         return directory
 
     async def _write(
@@ -369,7 +367,7 @@ class Training:
             more = bool(run.waiting.get(run.next_seq))
             run.gathers = self._limits.join_requests and (more or len(rows) > 1)
         if outcome.snapshot is not None:
-            run.steps, run.snapshot_at = 0, time.monotonic()
+            run.snapshot.restart()
             if old["snapshot"] is not None:
                 shutil.rmtree(old["snapshot"], ignore_errors=True)
         for row, each in zip(rows, outcomes, strict=True):
@@ -385,7 +383,7 @@ class Training:
             if skipped:
                 run.next_seq, run.broken = skipped[-1]["seq"] + 1, broken
                 run.waiting = {s: size for s, size in run.waiting.items() if s >= run.next_seq}
-                run.life = 0  # a failed step drops the gradients: so does rebuilding
+                run.copy.life = 0  # a failed step drops the gradients: so does rebuilding
                 self._bell.ring(*(row["id"] for row in skipped))
 
 
