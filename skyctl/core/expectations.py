@@ -15,7 +15,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushServer, Reading, Timeouts
+from skyctl.push.request import PushFleet, PushServer, Reading, RecordedState, Timeouts
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record, Verification, verify
 from skyctl.store.base_weights import BaseFiles, BaseWeights
@@ -53,12 +53,14 @@ def push_fleet(
         record = doubts.get(server.name, NO_DOUBT)
         return replace(
             server,
-            half_updated=record.half_updated,
-            thaw=record.thaw and not row.paused,
-            verified_as=record.version,
-            weights_awake=row.weights_awake,
-            sleep_level=row.sleep_level,
-            paused=row.paused,
+            recorded=RecordedState(
+                half_updated=record.half_updated,
+                thaw=record.thaw and not row.paused,
+                verified_as=record.version,
+                weights_awake=row.weights_awake,
+                sleep_level=row.sleep_level,
+                paused=row.paused,
+            ),
         )
 
     transfer = config.weight_transfer
@@ -89,13 +91,12 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
     for server in fleet.servers:
         row = rows.get(server.name)
         pushed_to = row is not None and row.weight_version is not None
-        servers.append(
-            replace(
-                server,
-                weights_digest=(row and row.weights_digest) or "",
-                launched_with="" if pushed_to else launches.get(server.name, ""),
-            )
+        recorded = replace(
+            server.recorded,
+            weights_digest=(row and row.weights_digest) or "",
+            launched_with="" if pushed_to else launches.get(server.name, ""),
         )
+        servers.append(replace(server, recorded=recorded))
     versions = [push.version for push in state.journal.pushes() if push.ok]
     return replace(
         fleet,

@@ -110,7 +110,7 @@ async def check(
     _refuse_unprintable(request)
     facts, source = await _read(request, fleet, client)
     colocated = request.colocated and source.trainer is None
-    may_sleep = [s.name for s in fleet.servers if s.weights_awake or colocated]
+    may_sleep = [s.name for s in fleet.servers if s.recorded.weights_awake or colocated]
     notes = check_servers(facts, may_sleep)
     if source.trainer is None and source.checkpoint is not None:
         refuse_broken(request, fleet, source.files, facts[0].vllm_version)
@@ -233,19 +233,19 @@ def _records(
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.ranks  # they are not asked for again while it is frozen
         # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
-        asleep = colocated and (fact.asleep or given.sleep_level > 0)
+        asleep = colocated and (fact.asleep or given.recorded.sleep_level > 0)
         before = Before(
             dialect=fact.dialect,
             world_size=fact.world_size,
-            paused=fact.paused and not given.thaw,
+            paused=fact.paused and not given.recorded.thaw,
             asleep=asleep,
             version=fact.weight_version,
             engine="+".join(part for part in (fact.vllm_version, given.arguments) if part),
             kv_lease_s=fact.kv_lease_s,
         )
         # where a push broke off, its session may be open, and undoing this push thaws it as well
-        did = Did(open=given.thaw, frozen=given.thaw and not asleep)
-        holds = Holds.UNKNOWN if given.half_updated else Holds.OLD
+        did = Did(open=given.recorded.thaw, frozen=given.recorded.thaw and not asleep)
+        holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))
     return tuple(servers)
 
@@ -267,10 +267,10 @@ async def digest_before(
         if not (
             fact.asleep
             or server.before.asleep
-            or server.given.weights_awake
-            or server.given.sleep_level
+            or server.given.recorded.weights_awake
+            or server.given.recorded.sleep_level
         )
-        and not server.given.weights_digest
+        and not server.given.recorded.weights_digest
         and server.holds is Holds.OLD
     ]
 

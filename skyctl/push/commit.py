@@ -105,8 +105,12 @@ def _agree(run: Run, checked: Checked, loaded: Sequence[PushedServer], content_d
 def _require_change(servers: Sequence[PushedServer]) -> None:
     """Fail servers that hold what they held before: they were sent nothing."""
     for server in servers:
-        before = server.given.weights_digest or server.proof.digest_before
-        if server.proof.digest and server.proof.digest == before and not server.given.half_updated:
+        before = server.given.recorded.weights_digest or server.proof.digest_before
+        if (
+            server.proof.digest
+            and server.proof.digest == before
+            and not server.given.recorded.half_updated
+        ):
             server.failure = (
                 "verify: the trainer sent nothing: the weights are what they were "
                 f"(digest {before}); one that sends the same again announces their digest"

@@ -55,7 +55,7 @@ async def paused(run: Run, server: PushedServer, pausing: Coroutine[Any, Any, No
     reporting = asyncio.create_task(_report_requests(run, server))
     # of a server that was frozen already, only the answer shows that it has this pause: one that
     # arrived after the resume would freeze it for ever
-    was_frozen = server.before.paused or server.given.thaw
+    was_frozen = server.before.paused or server.given.recorded.thaw
     ends = {answer} if was_frozen else {answer, given_up}
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -254,14 +254,14 @@ async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
     """
 
     async def call(server: PushedServer) -> None:
-        label, server.holds = server.given.verified_as, Holds.UNKNOWN  # until it is done
+        label, server.holds = server.given.recorded.verified_as, Holds.UNKNOWN  # until it is done
         report = await weights_digest(server.control, timeout_s=run.fleet.timeouts.update_s)
-        if report.digest != server.given.weights_digest:
+        if report.digest != server.given.recorded.weights_digest:
             raise ServerError(f"{server.name}: it does not hold {label} (digest {report.digest})")
         await server.control.set_weight_version(label)
         server.holds, server.version = Holds.OLD, label
 
-    verified = [server for server in servers if server.given.verified_as]
+    verified = [server for server in servers if server.given.recorded.verified_as]
     await each(verified, call, timeout_s=run.fleet.timeouts.update_s, call_name="label")
 
 
@@ -307,7 +307,7 @@ async def _release(run: Run, servers: Sequence[PushedServer]) -> None:
         server
         for server in servers
         if server.before.paused
-        and not (server.before.asleep or server.given.paused or server.did.resumed)
+        and not (server.before.asleep or server.given.recorded.paused or server.did.resumed)
         and server.given.target.holder
     ]
     await ask_all(others, call, timeout_s=run.fleet.timeouts.control_s)

@@ -169,7 +169,7 @@ async def ask_layouts(
         NotInLayout: one sleeps, does not answer, or an earlier push broke off there.
     """
     for server in servers:
-        if server.before.asleep or server.given.weights_awake:
+        if server.before.asleep or server.given.recorded.weights_awake:
             raise NotInLayout(f"{server.name} sleeps")
     # ask them even after a push that broke off: a worker that is asked releases what the old sender
     # had shown it

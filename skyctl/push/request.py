@@ -120,6 +120,29 @@ class PushRequest:
 
 
 @dataclass(frozen=True)
+class RecordedState:
+    """What is on record of a server's weights before a push."""
+
+    half_updated: bool = False
+    """An earlier push broke off there: it is scrubbed first."""
+    thaw: bool = False
+    """An earlier push froze it: this one resumes it."""
+    verified_as: str = ""
+    """The label that its present weights get before it is resumed; "" if they need none."""
+    weights_awake: bool = False
+    """It sleeps, except for its weights, which were woken."""
+    sleep_level: int = 0
+    """Its level of sleep."""
+    paused: bool = False
+    """It is to be paused when it wakes."""
+    weights_digest: str = ""
+    """The digest of its weights; "" if there is none."""
+    launched_with: str = ""
+    """Names the content it was started with (`push/verify.py`); "" if that is not certain,
+    or something has been pushed since."""
+
+
+@dataclass(frozen=True)
 class PushServer:
     """One server of a push, as the fleet knows it."""
 
@@ -136,23 +159,8 @@ class PushServer:
     instance: str = ""
     """Identifies the running process: while it is the same, a group that the server joined
     still stands; "" when unknown, never assumed."""
-    half_updated: bool = False
-    """An earlier push broke off there: it is scrubbed first."""
-    thaw: bool = False
-    """An earlier push froze it: this one resumes it."""
-    verified_as: str = ""
-    """The label that its present weights get before it is resumed; "" if they need none."""
-    weights_awake: bool = False
-    """It sleeps, except for its weights, which were woken."""
-    sleep_level: int = 0
-    """Its level of sleep, as recorded."""
-    paused: bool = False
-    """It is to be paused when it wakes."""
-    weights_digest: str = ""
-    """The recorded digest of its weights; "" if there is none."""
-    launched_with: str = ""
-    """Names the content it was started with (`push/verify.py`); "" if that is not certain,
-    or something has been pushed since."""
+    recorded: RecordedState = RecordedState()
+    """What is on record of its weights."""
     arguments: str = ""
     """Identifies the arguments it was started with; "" if unknown."""
     node: Node | None = None

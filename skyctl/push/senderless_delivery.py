@@ -261,7 +261,7 @@ class TrainerDelivery(Delivery):
 
     async def _keep_if_untouched(self, server: PushedServer) -> None:
         """A trainer that failed before it sent anything leaves the previous weights in place."""
-        before = server.given.weights_digest or server.proof.digest_before
+        before = server.given.recorded.weights_digest or server.proof.digest_before
         await self._close(server)
         report = await weights_digest(server.control, timeout_s=self._fleet.timeouts.update_s)
         if before and report.digest == before:

@@ -46,7 +46,7 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
         run.note("no server was asleep: --colocated made no difference")
 
     async def call(server: PushedServer) -> None:
-        if not server.given.weights_awake:
+        if not server.given.recorded.weights_awake:
             # before the call: if its answer is lost, or we die, they may be awake
             server.did.woken = True
             run.observer.server(server.name, PushState.WAKING)
@@ -63,21 +63,21 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     """Nothing was sent: free the memory that was taken, where possible."""
     woken = [server for server in servers if server.did.woken and server.holds is Holds.OLD]
     for server in woken:
-        if server.given.sleep_level == DISCARDED:
+        if server.given.recorded.sleep_level == DISCARDED:
             server.failure = server.failure or "its weights are awake, and empty: push again"
-    sleepers = [server for server in woken if server.given.sleep_level != DISCARDED]
+    sleepers = [server for server in woken if server.given.recorded.sleep_level != DISCARDED]
     failed = [server for server in sleepers if server.failure]
     answering = await responsive(failed, control_timeout_s=run.fleet.timeouts.control_s)
 
     async def call(server: PushedServer) -> None:
-        level = max(1, server.given.sleep_level)
+        level = max(1, server.given.recorded.sleep_level)
         await back_to_sleep(_patient(run, server), level)
         server.did.slept, server.did.woken = level, False
 
     able = alive(sleepers) + answering
     await each(able, call, timeout_s=2 * run.fleet.timeouts.update_s, call_name="sleep again")
     for server in woken:
-        if not server.did.woken or server.given.sleep_level == DISCARDED:
+        if not server.did.woken or server.given.recorded.sleep_level == DISCARDED:
             run.observer.server(server.name, PushState.ASLEEP, server.failure)
 
 
@@ -94,7 +94,7 @@ async def wake_all(run: Run, servers: Sequence[PushedServer]) -> None:
         if not await _patient(run, server).wake(["kv_cache"]):
             raise ServerError(f"{server.name}: it says that it is still asleep")
         server.did.slept, server.did.woken = 0, False
-        if server.given.paused:  # it fell asleep while paused by somebody
+        if server.given.recorded.paused:  # it fell asleep while paused by somebody
             await server.control.pause("keep", clear_cache=False)
         else:
             server.did.resumed = True

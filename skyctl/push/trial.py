@@ -165,11 +165,14 @@ async def _push_back(
         expected_content=committed.content_digest,
     )
     # half updated: what they hold was never accepted, so only a whole push may free them
-    half_updated = tuple(replace(server.given, half_updated=True, thaw=True) for server in loaded)
+    half_updated = []
+    for server in loaded:
+        recorded = replace(server.given.recorded, half_updated=True, thaw=True)
+        half_updated.append(replace(server.given, recorded=recorded))
     again = replace(
         run,
         request=request,
-        fleet=replace(run.fleet, servers=half_updated),
+        fleet=replace(run.fleet, servers=tuple(half_updated)),
         stopwatch=replace(run.stopwatch),  # the push has its own freeze; stages are of both
         cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
     )

@@ -305,16 +305,22 @@ def launch_digests(servers: Sequence[PushedServer]) -> list[ExpectedDigest]:
     launched = [
         server
         for server in servers
-        if server.given.launched_with
+        if server.given.recorded.launched_with
         and server.proof.digest_before
         and server.before.version in (None, UNLABELLED)
     ]
     return [
         ExpectedDigest(
-            server.given.launched_with, server.before.engine, server.proof.digest_before, "launch"
+            server.given.recorded.launched_with,
+            server.before.engine,
+            server.proof.digest_before,
+            "launch",
         )
         for group in comparable(launched, lambda server: server.proof.digest_before)
-        if len({(server.given.launched_with, server.proof.digest_before) for server in group}) == 1
+        if len(
+            {(server.given.recorded.launched_with, server.proof.digest_before) for server in group}
+        )
+        == 1
         for server in group
     ]
 

@@ -21,7 +21,7 @@ import pytest
 
 from skyctl.core.requests import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
-from skyctl.push.request import PushRequest
+from skyctl.push.request import PushRequest, RecordedState
 from skyctl.push.source import rollback
 from skyctl.push.transaction import push
 from tests.faults.attached_fleet import attached_fleet
@@ -385,7 +385,10 @@ async def test_after_a_failed_push_the_next_one_heals_the_fleet(stubs: Stubs) ->
     assert rows["demo-1"]["state"] == "quarantined"
     del stubs.engines[BAD].update  # type: ignore[attr-defined]
     # what the state file says of it to the next push
-    left = [replace(s, half_updated=True, thaw=True) for s in stubs.fleet.servers[BAD : BAD + 1]]
+    left = [
+        replace(s, recorded=RecordedState(half_updated=True, thaw=True))
+        for s in stubs.fleet.servers[BAD : BAD + 1]
+    ]
     servers = (stubs.fleet.servers[0], *left, stubs.fleet.servers[2])
     stubs.fleet = replace(stubs.fleet, servers=servers)
     rows = await run(stubs)

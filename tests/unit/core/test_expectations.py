@@ -45,7 +45,7 @@ def test_the_next_push_knows_what_the_last_one_learned(state: FleetState) -> Non
     record_result(state, job.id, PushRequest("/c"), result())
     told = informed(fleet("a", "b"), state)
     assert told.expected.digests == (DIGEST,)
-    assert [server.weights_digest for server in told.servers] == ["ab:tp2", ""]
+    assert [server.recorded.weights_digest for server in told.servers] == ["ab:tp2", ""]
 
 
 def test_a_push_that_failed_has_learned_too(state: FleetState) -> None:
@@ -85,9 +85,9 @@ def test_a_push_that_failed_under_a_label_in_use_leaves_the_records_of_that_labe
 
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
     state.expected.launched("a", "files:1")
-    assert informed(fleet("a"), state).servers[0].launched_with == "files:1"
+    assert informed(fleet("a"), state).servers[0].recorded.launched_with == "files:1"
     state.update_server("a", weight_version="v1")
-    assert informed(fleet("a"), state).servers[0].launched_with == ""
+    assert informed(fleet("a"), state).servers[0].recorded.launched_with == ""
 
 
 def spec(*argv: str) -> ServerSpec:

@@ -77,6 +77,14 @@ class Stubs:
             reading=Reading(chunk_size=600),
         )
 
+    def record(self, **state: Any) -> None:
+        """Put this on record of each of its servers."""
+        servers = [
+            replace(server, recorded=replace(server.recorded, **state))
+            for server in self.fleet.servers
+        ]
+        self.fleet = replace(self.fleet, servers=tuple(servers))
+
     def limit(self, **timeouts: float) -> None:
         """Change the deadlines of its pushes."""
         self.fleet = replace(self.fleet, timeouts=replace(self.fleet.timeouts, **timeouts))

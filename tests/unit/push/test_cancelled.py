@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from skyctl.push.request import RecordedState
 from skyctl.push.run import CancelGuard
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Stubs, check_invariant, push_new
@@ -26,7 +27,7 @@ async def test_cancelled_it_resumes_no_server_that_does_not_have_its_pause(stubs
     """A pause that arrives after the resume would freeze it for ever. That a dead push has frozen
     the server does not show that the pause arrived."""
     given, _ = stubs.fleet.servers
-    stubs.fleet = replace(stubs.fleet, servers=(replace(given, thaw=True),))
+    stubs.fleet = replace(stubs.fleet, servers=(replace(given, recorded=RecordedState(thaw=True)),))
     frozen, observer = stubs.servers[0], Recorder()
     await frozen.engine.pause("keep")
     frozen.engine.log.clear()

@@ -141,8 +141,7 @@ async def test_each_part_of_a_roll_is_held_to_the_parts_before(tmp_path: Path) -
 def launched(stubs: Stubs, checkpoint: Path) -> None:
     """As servers that were started with the checkpoint."""
     name = by_files(read_checkpoint(str(checkpoint)).identity_digest)
-    servers = tuple(replace(server, launched_with=name) for server in stubs.fleet.servers)
-    stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.record(launched_with=name)
 
 
 async def test_a_push_of_the_launch_checkpoint_gives_the_digest_of_the_launch(
@@ -184,10 +183,7 @@ async def test_a_reload_that_is_broken_is_named_remembered_and_refused(
 async def test_a_launch_is_held_against_the_push_that_goes_back_to_it(stubs: Stubs) -> None:
     launched(stubs, stubs.base)
     learn(stubs, (await pushed(stubs)).learned)
-    stubs.fleet = replace(
-        stubs.fleet,
-        servers=tuple(replace(server, launched_with="") for server in stubs.fleet.servers),
-    )
+    stubs.record(launched_with="")
     with pytest.raises(PushError, match="when vLLM loaded it"):
         await pushed(stubs, checkpoint=str(stubs.base))
 

@@ -11,6 +11,7 @@ import pytest
 
 from skyctl.errors import PushError
 from skyctl.push import servers
+from skyctl.push.request import RecordedState
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine
 from tests.unit.push.fleets import Recorder, Stubs, check_invariant, failing_push, push_new, states
@@ -31,7 +32,9 @@ async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused
     held, observer = stubs.engines[0], Recorder()
     await held.pause("keep")
     first, *others = stubs.fleet.servers
-    stubs.fleet = replace(stubs.fleet, servers=(replace(first, paused=by_fleet), *others))
+    stubs.fleet = replace(
+        stubs.fleet, servers=(replace(first, recorded=RecordedState(paused=by_fleet)), *others)
+    )
 
     def thaw(stage: str) -> None:
         if stage == "pause":

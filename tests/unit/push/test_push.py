@@ -13,7 +13,7 @@ from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push import delivery
 from skyctl.push.check import check
-from skyctl.push.request import PushRequest
+from skyctl.push.request import PushRequest, RecordedState
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault
@@ -380,7 +380,10 @@ async def test_an_undone_push_gives_back_what_an_earlier_one_froze_under_the_lab
         left = engines.server(client, stubs.fleet.servers[0].target, timeout_s=5.0)
         digest = (await weights_digest(left, timeout_s=5.0)).digest
     known = digest if holds == "what was verified" else "another"
-    first = replace(stubs.fleet.servers[0], thaw=True, verified_as="step-7", weights_digest=known)
+    first = replace(
+        stubs.fleet.servers[0],
+        recorded=RecordedState(thaw=True, verified_as="step-7", weights_digest=known),
+    )
     stubs.fleet = replace(stubs.fleet, servers=(first, *stubs.fleet.servers[1:]))
     await stubs.engines[0].pause("keep")
 

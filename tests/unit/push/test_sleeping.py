@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,7 @@ async def asleep(stubs: Stubs, level: int = 1, *, paused: bool = False) -> None:
     for engine in stubs.engines:
         await engine.sleep(level, "abort")
         engine.log.clear()
-    servers = tuple(
-        replace(server, sleep_level=level, paused=paused) for server in stubs.fleet.servers
-    )
-    stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.record(sleep_level=level, paused=paused)
 
 
 async def push_colocated(stubs: Stubs, **changes: Any) -> PushResult:
@@ -51,7 +47,7 @@ async def recorded(state: FleetState, stubs: Stubs, **changes: Any) -> Job:
     asked: dict[str, Any] = {"colocated": True, "weight_version": "step-2", **changes}
     request = PushRequest(str(stubs.new), **asked)
     for server in stubs.fleet.servers:
-        state.update_server(server.name, sleep_level=server.sleep_level)
+        state.update_server(server.name, sleep_level=server.recorded.sleep_level)
     job = jobs.open_push(state.journal, Turn(None), request)
     async with stubs.client() as client:
         await jobs.run_push(
@@ -94,8 +90,7 @@ async def test_weights_that_somebody_woke_are_left_awake_when_a_push_fails(stubs
     await asleep(stubs)
     for engine in stubs.engines:
         await engine.wake(["weights"])
-    servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
-    stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.record(weights_awake=True)
     stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status", calls=(1,))
     rows = await failing(stubs)
     assert rows == [("asleep", True, None, False), ("asleep", False, None, False)]
@@ -106,8 +101,7 @@ async def test_weights_that_somebody_woke_are_left_awake_when_a_push_fails(stubs
 
 async def test_a_record_that_they_are_awake_may_be_wrong(stubs: Stubs) -> None:
     await asleep(stubs)
-    servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
-    stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.record(weights_awake=True)
     result = await push_colocated(stubs)
     assert all(server.ok and server.sleep_level == 0 for server in result.servers)
 
