@@ -22,6 +22,7 @@ import signal
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,9 @@ def way_of(messages: list[str]) -> str:
     )
 
 
-def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> dict[str, Any]:
+def measure(
+    options: argparse.Namespace, fleet: Fleet, expected: list[int], saved: Callable[..., None]
+) -> dict[str, Any]:
     first, token = fleet.urls, control_token(fleet)
     if options.gpu:  # servers copy once a rehearsal has shown that they can
         print(f"warm after {wait_until_warm(fleet):.1f} s", flush=True)
@@ -210,7 +213,7 @@ def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> d
         print(row, "answers", "agree" if equal else f"differ: {answers}, {expected}", flush=True)
         rows.append(row)
     free["after"] = free_mib(options)
-    return {
+    result = {
         "bytes": told["total_bytes"],
         "transport": told["transport"],
         "kills": rows,
@@ -218,8 +221,9 @@ def measure(options: argparse.Namespace, fleet: Fleet, expected: list[int]) -> d
         "free_mib": free,
         "answers_agree": equal,
         "verified": fleet.data("weights", "verify")["agree"],
-        "kept": kept_or_reason(tensors),
     }
+    saved(result)
+    return {**result, "kept": kept_or_reason(tensors)}
 
 
 def main() -> None:
@@ -235,6 +239,11 @@ def main() -> None:
     made = checkpoints(options)
     fleet = fleet_on(options, made[0], options.gpu)
     os.environ["SKYCTL_HOME"] = fleet.env["SKYCTL_HOME"]
+    machine = taken_on_gpus() if options.gpu else taken_on()
+
+    def saved(result: dict[str, Any]) -> None:
+        save({"benchmark": "sibling", **machine, **result}, directory=options.out)
+
     answers: list[list[int]] = []
     arguments = (options, made[1], answers)
     starting = threading.Thread(target=reference_answers, args=arguments)
@@ -245,11 +254,10 @@ def main() -> None:
             fleet.run("up")
         if not answers:
             raise SystemExit("no server started on the pushed checkpoint")
-        result = measure(options, fleet, answers[0])
+        result = measure(options, fleet, answers[0], saved)
     finally:
         fleet.run("down", check=False)
-    machine = taken_on_gpus() if options.gpu else taken_on()
-    save({"benchmark": "sibling", **machine, **result}, directory=options.out)
+    saved(result)
     print(f"\n{'kill':>4} {'engine':>8} {'admission':>10} {'taking':>8}  seconds, way")
     for row in result["kills"]:
         print(

@@ -3,11 +3,12 @@
 # the engine's contract, pushes, pauses, sleeps, restarts and random verbs, and a table last
 # (tests/gpu/sglang.py), which is printed within 330 s whatever happens; LIMIT_S=seconds changes its 310.
 #
-#   bash scripts/gpu-sglang.sh SITE [OUTDIR]
+#   bash scripts/gpu-sglang.sh SITE [OUTDIR] [STEP ...]
 #
-# SITE is a directory with SGLang and what it needs, and an env.sh to source. OUTDIR gets run.log and
-# the servers' logs, and jit.tar.gz, the kernels that SGLang compiled: JIT=that file spares a later
-# run the compiling. The router takes part where `vllm_router` can be imported.
+# SITE is a directory with SGLang and what it needs, and an env.sh to source. STEPs are names of that
+# table, otherwise all. OUTDIR gets run.log and the servers' logs, and jit.tar.gz, the kernels that
+# SGLang compiled: JIT=that file spares a later run the compiling. The router takes part where
+# `vllm_router` can be imported.
 set -uo pipefail
 site=$(realpath "$1")
 out=$(realpath -m "${2:-/tmp/skyctl-sglang}")
@@ -54,5 +55,5 @@ fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m tests.gpu.sglang "$work" "$out" 2>&1 | tee "$out/run.log"
+python3 -m tests.gpu.sglang "$work" "$out" "${@:3}" 2>&1 | tee "$out/run.log"
 exit "${PIPESTATUS[0]}"

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -562,10 +563,14 @@ def stopped_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def main(run: SGLangRun, out: Path) -> int:
-    """Carry out all steps and print what they came to; 1 when one failed. Logs go to `out`."""
+def main(run: SGLangRun, out: Path, names: Collection[str] = ()) -> int:
+    """Carry out the steps of these names, or all, and print what they came to; 1 when one failed.
+    Logs go to `out`.
+    """
     began, table = time.monotonic(), list[tuple[str, str, str]]()
     for step in ON_GPUS:
+        if names and step is not starts and step.__name__ not in names:
+            continue
         name, at = step.__name__, time.monotonic()
         if at - began > DEADLINE_S:
             table.append((name, "not begun", ""))
@@ -574,7 +579,8 @@ def main(run: SGLangRun, out: Path) -> int:
             with stopped_after(LIMIT_S - (at - began)):
                 came_to, outcome = step(run), "ok"
         except Exception as error:
-            came_to, outcome = f"{type(error).__name__}: {error}", "FAILED"
+            line = traceback.extract_tb(error.__traceback__)[-1].line
+            came_to, outcome = f"{type(error).__name__}: {error or line}", "FAILED"
         print(f"{name}: {outcome} ({time.monotonic() - at:.0f} s) {came_to}", flush=True)
         table.append((name, outcome, " ".join(came_to.split())[:150]))
         if outcome != "ok":
@@ -596,4 +602,4 @@ def main(run: SGLangRun, out: Path) -> int:
 if __name__ == "__main__":
     routed = find_spec("vllm_router") is not None
     tried = SGLangRun(Path(sys.argv[1]), router=routed, sender_gpu=second_gpu())
-    sys.exit(main(tried, Path(sys.argv[2])))
+    sys.exit(main(tried, Path(sys.argv[2]), sys.argv[3:]))

@@ -124,15 +124,21 @@ def adapters_return(run: SGLangRun) -> str:
 
 def tokens(run: SGLangRun, adapter: str | None, *, flush: bool = True) -> list[int]:
     """Greedy tokens by SGLang's own route."""
-    place = run.places["tuned"]
-    (url,) = place.servers.values()
+    (url,) = run.places["tuned"].servers.values()
     if flush:
-        done = httpx.post(f"{url}/flush_cache", headers=bearer(place.token), timeout=30)
-        assert done.status_code == 200, done.text
+        _flush(run)
     settings = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
     body = {"input_ids": _PROMPT, "sampling_params": settings, "lora_path": adapter}
     answer: list[int] = run.post(url, body)["output_ids"]
     return answer
+
+
+def _flush(run: SGLangRun) -> None:
+    """Empty the prefix cache: behind a cached prefix the same sums are rounded otherwise."""
+    place = run.places["tuned"]
+    (url,) = place.servers.values()
+    done = httpx.post(f"{url}/flush_cache", headers=bearer(place.token), timeout=30)
+    assert done.status_code == 200, done.text
 
 
 def _complete(run: SGLangRun, model: str) -> httpx.Response:
@@ -144,6 +150,7 @@ def _complete(run: SGLangRun, model: str) -> httpx.Response:
 
 def _text(run: SGLangRun, model: str) -> str:
     """By OpenAI's route, which has the adapter's name for a model's."""
+    _flush(run)
     answer = _complete(run, model)
     answer.raise_for_status()
     return str(answer.json()["choices"][0]["text"])
