@@ -580,7 +580,7 @@ def main(run: SGLangRun, out: Path, names: Collection[str] = ()) -> int:
                 came_to, outcome = step(run), "ok"
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1].line
-            came_to, outcome = f"{type(error).__name__}: {error or line}", "FAILED"
+            came_to, outcome = f"{type(error).__name__}: {str(error) or line}", "FAILED"
         print(f"{name}: {outcome} ({time.monotonic() - at:.0f} s) {came_to}", flush=True)
         table.append((name, outcome, " ".join(came_to.split())[:150]))
         if outcome != "ok":

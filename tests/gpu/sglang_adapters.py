@@ -69,7 +69,8 @@ def adapters(run: SGLangRun) -> str:
     assert len({str(answer) for answer in (base, own, first)}) == 3, (base, own, first)
     took = _change(run, "load", "math", str(run.x1))
     assert tokens(run, "math") == own, "other tokens than of what SGLang loaded at its start"
-    assert _text(run, "math") == _text(run, "tiny:own") != _text(run, "tiny")
+    by_name = {name: _routed(run, name) for name in ("math", "tiny:own", "tiny")}
+    assert by_name["math"] == by_name["tiny:own"] != by_name["tiny"], by_name
     settings = {"temperature": 0.0, "max_new_tokens": run.held_tokens, "ignore_eos": True}
     body = {"input_ids": _PROMPT, "lora_path": "math", "sampling_params": settings}
     held = run.held("tuned-0", fleet="tuned", body=body)
@@ -145,15 +146,17 @@ def _complete(run: SGLangRun, model: str) -> httpx.Response:
     place = run.places["tuned"]
     (url,) = place.servers.values()
     body = {"model": model, "prompt": _PROMPT, "max_tokens": 16, "temperature": 0.0}
+    body |= {"return_token_ids": True}  # text has only those that the small tokenizer knows
     return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(place.key), timeout=60)
 
 
-def _text(run: SGLangRun, model: str) -> str:
-    """By OpenAI's route, which has the adapter's name for a model's."""
+def _routed(run: SGLangRun, model: str) -> list[int]:
+    """Tokens by OpenAI's route, which has the adapter's name for a model's."""
     _flush(run)
     answer = _complete(run, model)
     answer.raise_for_status()
-    return str(answer.json()["choices"][0]["text"])
+    (choice,) = answer.json()["choices"]
+    return list(choice["token_ids"])
 
 
 def _status(run: SGLangRun, model: str) -> int:
