@@ -265,8 +265,10 @@ class KeptRunning(ABC):
 
     def _death(self, process: ChildProcess) -> str:
         """How its process ended, and the error that it wrote."""
-        reason = why_it_died(self._context.paths.log(self.name))
-        return f"{process.exit_text()}{self._lifetime()}" + (f": {reason}" if reason else "")
+        how = process.exit_text()
+        # SIGKILL comes without a warning: an error in the log is an earlier one
+        reason = "" if "SIGKILL" in how else why_it_died(self._context.paths.log(self.name))
+        return f"{how}{self._lifetime()}" + (f": {reason}" if reason else "")
 
     def _lifetime(self) -> str:
         """` after 5 s`, where how long it lived is worth telling."""

@@ -30,7 +30,7 @@ from skyctl.store.state import FleetState, ServerRow
 from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
-READY_POLL_S = 0.5
+READY_POLL_S = 0.2
 _ADOPTED_TIMEOUT_S = 10.0
 _SETTLE_TIMEOUT_S = 5.0
 
