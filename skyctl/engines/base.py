@@ -14,7 +14,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -110,7 +110,7 @@ class ServerMetrics:
 
     def load(self) -> dict[str, Any]:
         """The load itself, as a ReplicaStatus takes it."""
-        fields = asdict(self)
+        fields = dict(vars(self))
         del fields["sleep_level"], fields["measured"]
         return fields
 

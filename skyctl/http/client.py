@@ -24,6 +24,9 @@ from skyctl.http.transport import (
 
 QueryValue = str | int | float | bool | Sequence[str]
 
+_ENCODER = json_module.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), allow_nan=False
+)  # dumps() with options makes one for each call
 _JSON = {"content-type": "application/json"}
 _ERROR_TEXT_LIMIT = 300
 WHICH_TAKE_REQUESTS = "which servers take requests, and why the others do not: skyctl status"
@@ -142,9 +145,7 @@ class ControlClient:
 
 def json_body(value: Any) -> bytes:
     """`value` as the JSON of a request. Raises ValueError for what JSON cannot hold."""
-    return json_module.dumps(
-        value, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    ).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def error_text(body: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyctl.errors import StateUnwritable
@@ -111,7 +111,7 @@ class PushRequest:
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PushRequest:
@@ -354,7 +354,7 @@ class ServerPush:
     """Between these."""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ class PushResult:
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
-        data = asdict(replace(self, learned=None))
+        data = {**vars(self), "servers": [server.to_json() for server in self.servers]}
         del data["learned"]
         return data
 

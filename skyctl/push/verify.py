@@ -190,7 +190,7 @@ async def weights_digest(
         ServerError: it does not answer, answers something else, or does not hold the rows.
     """
     name = server.target.name
-    arguments: dict[str, Any] = {"rows": [asdict(known_rows.question) for known_rows in rows]}
+    arguments: dict[str, Any] = {"rows": [vars(known_rows.question) for known_rows in rows]}
     if numbered:
         arguments["numbered"] = [list(names) for names in numbered]
     if finite:

@@ -102,7 +102,7 @@ class AttachedFleet(RecordedFleet):
             )
         # a failing disk must not prevent thawing a fleet
         self.state = FleetState(self.paths.database, or_memory=True)
-        self.state.retention = Retention(**self.ref.config.history.model_dump())
+        self.state.retention = Retention(**dict(self.ref.config.history))
         try:
             remember(self.ref)
         except StateUnwritable as error:

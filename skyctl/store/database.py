@@ -37,6 +37,9 @@ _ROWS_PER_STATEMENT = 1000
 RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the records of a push under way when the disk fills up."""
 
+_NOT_UNDERSTOOD = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""What code raises that interprets rows which skyctl did not write."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Statement = tuple[str, tuple[Any, ...]]
@@ -47,12 +50,32 @@ def understood(read: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(read)
     def reading(*args: P.args, **kwargs: P.kwargs) -> R:
-        own: Any = args[0]
-        database = own if isinstance(own, Database) else own._database
-        with database.understanding():
+        try:
             return read(*args, **kwargs)
+        except _NOT_UNDERSTOOD as error:
+            own: Any = args[0]
+            database = own if isinstance(own, Database) else own._database
+            raise damaged(database.path, error) from error
 
     return reading
+
+
+class _Readable:
+    """Wraps statements: SQLite's errors become ours. A class: each statement enters it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        # UnicodeDecodeError: SQLite's own message quotes the damaged text
+        if isinstance(error, sqlite3.OperationalError | UnicodeDecodeError):
+            raise SkyctlError(f"cannot use {self._path}: {error}") from error
+        if isinstance(error, sqlite3.DatabaseError | OverflowError):
+            raise damaged(self._path, error) from error
 
 
 @dataclass(frozen=True)
@@ -89,6 +112,7 @@ class Database:
         connect: Connect = opening.connect,
     ) -> None:
         self.path = path
+        self._readable = _Readable(path)
         self.recreated = False
         self.retention = Retention()
         self.unread = False
@@ -135,7 +159,7 @@ class Database:
         """Every row of a query."""
         if self._may_try_again():
             self.refresh()
-        with self._readable():
+        with self._readable:
             return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
@@ -159,7 +183,7 @@ class Database:
             self.complete()
         before, self._durable = self._durable, self._durable or durable
         try:
-            with self._readable():
+            with self._readable:
                 cursor = self._run(sql, parameters)
         finally:
             if self._transaction is None:
@@ -202,11 +226,11 @@ class Database:
             self.complete()
         self._durable = durable
         try:
-            with self._readable():
+            with self._readable:
                 self._run("BEGIN IMMEDIATE")
                 self._transaction = []
             yield
-            with self._readable():
+            with self._readable:
                 self._run("COMMIT")
             if self._memory is not None:
                 self._kept += self._transaction
@@ -302,17 +326,7 @@ class Database:
         """Wraps code that interprets rows: a row that skyctl did not write raises SkyctlError."""
         try:
             yield
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise damaged(self.path, error) from error
-
-    @contextmanager
-    def _readable(self) -> Iterator[None]:
-        try:
-            yield
-        # UnicodeDecodeError: SQLite's own message quotes the damaged text
-        except (sqlite3.OperationalError, UnicodeDecodeError) as error:
-            raise SkyctlError(f"cannot use {self.path}: {error}") from error
-        except (sqlite3.DatabaseError, OverflowError) as error:
+        except _NOT_UNDERSTOOD as error:
             raise damaged(self.path, error) from error
 
     def _run(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:

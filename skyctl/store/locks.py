@@ -221,6 +221,7 @@ class Locks:
         self._on_taken = on_taken
         self.news = news or News()
         self._directory = directory
+        self._paths: dict[str, Path] = {}
         self.own = self.own_of_directory.setdefault(directory, set())
 
     def take(
@@ -259,6 +260,7 @@ class Locks:
     def holders(self, name: str) -> list[Holder]:
         """Every holder of this lock now, in this process or another."""
         own = [lock.holder for lock in self.own if lock.name == name]
+        own.sort(key=lambda holder: holder.since)
         pids: set[int] = set()
         for place in (self._path(name), *[self._directory] * self.directory_stands_in):
             with contextlib.suppress(OSError):
@@ -322,7 +324,10 @@ class Locks:
             return not directory.take(shared=shared)
 
     def _path(self, name: str) -> Path:
-        return self._directory / f"{name}.lock"
+        path = self._paths.get(name)
+        if path is None:  # whoever waits asks for it many times a second
+            path = self._paths[name] = self._directory / f"{name}.lock"
+        return path
 
     def _open(self, name: str) -> int:
         path = self._path(name)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ Located = tuple[str, str]
 _PORTS = {"http": 80, "https": 443}
 
 
+@lru_cache(maxsize=4096)
 def normalized(url: str) -> str:
     """The URL in the one spelling that records have: scheme and host in lower case, no default
     port, no slash at the end.

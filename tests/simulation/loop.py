@@ -32,12 +32,10 @@ class Handle:
     __slots__ = ("args", "callback", "context", "off", "process")
 
     def __init__(
-        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context
     ) -> None:
         self.callback = callback
         self.args = args
-        if context is None:
-            context = copy_context()
         self.context = context
         self.process = context.get(PROCESS)
         self.off = False
@@ -78,8 +76,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self.now
 
-    def get_debug(self) -> bool:
-        return False
+    get_debug = bool  # each future asks: the cheapest that answers False
 
     def is_running(self) -> bool:
         return self._running
@@ -91,7 +88,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Tasks of dead processes are destroyed while pending, and nobody hears their errors."""
 
     def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
-        handle = Handle(callback, args, context)
+        handle = Handle(callback, args, context if context is not None else copy_context())
         self._ready.append(handle)
         return handle
 
@@ -100,14 +97,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self._at(self.now + delay, Handle(callback, args, context))
+        return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self._at(when, Handle(callback, args, context))
-
-    def _at(self, when: float, handle: Handle) -> Handle:
+        handle = Handle(callback, args, context if context is not None else copy_context())
         self._numbers += 1
         heapq.heappush(self._timers, (when, self._numbers, handle))
         return handle
@@ -160,11 +155,27 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run everything that is due up to `when`, or until `done()`, asked between instants."""
         events._set_running_loop(self)
         self._running = True
-        ready, timers, run = self._ready, self._timers, self._run
+        ready, timers = self._ready, self._timers
         try:
             while True:
                 while ready:
-                    run(ready.popleft())
+                    handle = ready.popleft()
+                    process = handle.process
+                    if handle.off or (process is not None and process.dead):
+                        continue
+                    if process is not None and process.stopped:
+                        process.parked.append(handle)
+                        continue
+                    self.steps += 1
+                    if self.steps > STEPS:
+                        raise Endless
+                    try:
+                        handle.context.run(handle.callback, *handle.args)
+                    except Killed:
+                        pass
+                    except BaseException as error:  # ours: the product's are kept in its tasks
+                        self.problems.append(error)
+                        raise
                 if done():
                     return
                 while timers and timers[0][2].off:
@@ -187,21 +198,3 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Forget what is due."""
         self._ready.clear()
         self._timers.clear()
-
-    def _run(self, handle: Handle) -> None:
-        process = handle.process
-        if handle.off or (process is not None and process.dead):
-            return
-        if process is not None and process.stopped:
-            process.parked.append(handle)
-            return
-        self.steps += 1
-        if self.steps > STEPS:
-            raise Endless
-        try:
-            handle.context.run(handle.callback, *handle.args)
-        except Killed:
-            pass
-        except BaseException as error:  # ours: the product's are kept in its tasks
-            self.problems.append(error)
-            raise

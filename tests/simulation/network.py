@@ -69,7 +69,7 @@ class Network:
             caller.doomed["passes"] -= 1
             if caller.doomed["passes"] < 0:
                 caller.kernel.die(f"is killed when it has sent {request.path}")
-        late = loop.call_later(timeout_s, reply.fail, NoAnswer("no answer"), context=_NOBODY)
+        late = loop.call_later(timeout_s, reply.expire, context=_NOBODY)
         try:
             return await reply.future
         finally:
@@ -170,6 +170,9 @@ class Reply:
     def fail(self, error: Exception) -> None:
         if not self.future.done():
             self.future.set_exception(error)
+
+    def expire(self) -> None:
+        self.fail(NoAnswer("no answer"))
 
     def _succeed(self, answer: Answer) -> None:
         if not self.future.done():

@@ -128,7 +128,9 @@ class _Os:
     """`os`, for whoever locks files: descriptors belong to a process, and are closed with it."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
+        value = getattr(os, name)
+        setattr(self, name, value)  # the next time it is found without a call
+        return value
 
     def getpid(self) -> int:
         process = current()
@@ -154,7 +156,9 @@ class _Fcntl:
     """`fcntl`, which remembers whose lock it is."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(fcntl, name)
+        value = getattr(fcntl, name)
+        setattr(self, name, value)
+        return value
 
     def flock(self, descriptor: int, operation: int) -> None:
         process = current()

@@ -514,8 +514,10 @@ class World:
 
     def _until_quiet(self, what: str) -> None:
         def quiet() -> bool:
-            ended = all(process.dead or process.stopped for process in self.commands)
-            return ended and not self._at_work()
+            for process in reversed(self.commands):  # the latest is the likeliest to go on
+                if not (process.dead or process.stopped):
+                    return False
+            return not self._at_work()
 
         self.loop.run_until(self.loop.now + _PATIENCE_S, quiet)
         if self._at_work():

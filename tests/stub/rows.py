@@ -136,7 +136,7 @@ def of_update(init_info: Mapping[str, Any], update: Mapping[str, Any]) -> Conten
 
 def answers(contents: Contents, questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """As a worker that holds all of a model as it is in the checkpoint."""
-    return [asdict(_answer(contents, RowQuestion(**asked))) for asked in questions]
+    return [vars(_answer(contents, RowQuestion(**asked))) for asked in questions]
 
 
 def _answer(contents: Contents, question: RowQuestion) -> RowAnswer:

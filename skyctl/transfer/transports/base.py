@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyctl.checkpoints.header import torch_name
@@ -122,7 +122,7 @@ def tensor_headers(chunk: Chunk) -> TensorHeaders:
 def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
     """update_info of skyctl's own engine (`wire/messages.py`)."""
     headers = tensor_headers(chunk)
-    return asdict(
+    return vars(
         ChunkUpdate(
             chunk=chunk.index,
             slot=filled.slot,
@@ -138,7 +138,7 @@ def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
 
 def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) -> dict[str, Any]:
     """init_info of skyctl's own engine (`wire/messages.py`)."""
-    return asdict(
+    return vars(
         ReceiverInit(
             transport=transport,
             session=session.name,
