@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -15,16 +16,18 @@ from benchmarks.simulation_workers import Order, play_all
 from tests.simulation import loop, seams
 from tests.simulation.world import Ended, Schedule, World, play
 
-DIES, LOOPS, BLOCKS_SIGNALS, RAISES = range(1, 5)
+DIES, LOOPS, BLOCKS_SIGNALS, RAISES, WAITS = range(1, 6)
 
 
 def play_badly(seed: int, home: Path) -> Ended:
     if seed == DIES:
         os._exit(3)
     if seed == BLOCKS_SIGNALS:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
     while seed in (LOOPS, BLOCKS_SIGNALS):
         pass
+    if seed == WAITS:  # as one whose processor is another program's
+        select.select([], [], [], 0.3)
     if seed == RAISES:
         raise LookupError(seed)
     return Ended(seed, [], 0, 0, ())
@@ -33,16 +36,17 @@ def play_badly(seed: int, home: Path) -> Ended:
 def test_a_schedule_that_does_not_end_is_a_violation_and_the_others_are_played(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(simulation_workers, "GRACE_S", 0.5)
-    orders = [Order("first", play_badly, range(6), 0.5), Order("second", play_badly, [9], 0.5)]
+    monkeypatch.setattr(simulation_workers, "GRACE_S", 5.0)
+    orders = [Order("first", play_badly, range(7), 0.1), Order("second", play_badly, [9], 0.1)]
     ended = {ended.seed: (label, ended.violations) for label, ended in play_all(iter(orders), 1)}
     assert ended == {
         0: ("first", []),
         DIES: ("first", ["dies: the process that played it ended"]),
-        LOOPS: ("first", ["hangs: it takes longer than 0.5 s (test_workers.py, play_badly)"]),
-        BLOCKS_SIGNALS: ("first", ["hangs: 1 s, without a signal"]),
+        LOOPS: ("first", ["hangs: it takes longer than 0.1 s (test_workers.py, play_badly)"]),
+        BLOCKS_SIGNALS: ("first", ["hangs: 5.1 s, without a signal"]),
         RAISES: ("first", ["runner: LookupError(4)"]),
-        5: ("first", []),
+        WAITS: ("first", []),
+        6: ("first", []),
         9: ("second", []),
     }
 
