@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,8 +67,13 @@ def _group(item: pytest.Item) -> str:
     return "vllm" if with_vllm else item.path.stem
 
 
-def pytest_collection_finish() -> None:
+IMPORTED = pytest.StashKey[frozenset[str]]()
+"""All that test modules import, and what that imports."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and collected tests stay: the collector looks through them no more."""
+    session.config.stash[IMPORTED] = frozenset(sys.modules)
     gc.freeze()
 
 

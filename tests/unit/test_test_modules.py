@@ -3,6 +3,10 @@
 import ast
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import IMPORTED
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -17,3 +21,10 @@ def test_no_test_module_is_imported() -> None:
         if any(part.startswith("test_") for part in name.split("."))
     ]
     assert imported == []
+
+
+def test_no_test_module_imports_what_takes_seconds_in_each_worker(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Each of pytest-xdist imports all of them; the fixture `vllm` does it where a test runs."""
+    assert request.config.stash[IMPORTED] & {"vllm", "transformers"} == set()

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from skyctl.engines.vllm.inside import arrivals, peers
+from skyctl.engines.vllm.inside import arrivals
 from skyctl.engines.vllm.inside.arrivals import Arrivals, landing_bytes, steps_of
 from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES
 from skyctl.wire import batches
@@ -23,6 +23,9 @@ from skyctl.wire.group_store import GroupStore
 from skyctl.wire.layouts import Copy, Program
 from skyctl.wire.peer_group import Meeting, Messages, PeerGroup
 
+pytestmark = pytest.mark.usefixtures("vllm")
+
+PEERS = "skyctl.engines.vllm.inside.peers"  # imports vLLM
 STEP = 1024
 SIZE = 64
 COUNT = 256
@@ -92,7 +95,7 @@ def test_a_worker_stages_where_there_is_room_for_what_lands_too(
 ) -> None:
     required: list[int] = []
     loader = loader_with(monkeypatch, free=COUNT * SIZE + SPARE_BYTES + landing)
-    monkeypatch.setattr(peers, "require_free", lambda size, device: required.append(size))
+    monkeypatch.setattr(f"{PEERS}.require_free", lambda size, device: required.append(size))
     assert joined(loader) is staged
     assert required == [STEP]
 
@@ -104,7 +107,7 @@ def test_a_worker_without_memory_for_what_lands_refuses_before_the_push(
         raise RuntimeError("0 MiB are free")
 
     loader = loader_with(monkeypatch, free=0)
-    monkeypatch.setattr(peers, "require_free", refuse)
+    monkeypatch.setattr(f"{PEERS}.require_free", refuse)
     with pytest.raises(RuntimeError, match="0 MiB are free"):
         joined(loader)
     assert loader.key == ""
@@ -159,15 +162,17 @@ def test_a_worker_lets_go_of_a_trainer_that_dies_while_it_waits_for_it(
 
 def loader_with(monkeypatch: pytest.MonkeyPatch, *, free: int) -> Any:
     """The loader of a worker that packs nothing, with so much memory free."""
+    from skyctl.engines.vllm.inside.peers import PeerLoader
+
     target = torch.zeros(COUNT * SIZE, dtype=torch.uint8)
-    monkeypatch.setattr(peers.PeerLoader, "_packs", False)
-    monkeypatch.setattr(peers.PeerLoader, "_begin", lambda *_, slots: None)
-    monkeypatch.setattr(peers.PeerLoader, "_targets", lambda *_: {0: target})
+    monkeypatch.setattr(PeerLoader, "_packs", False)
+    monkeypatch.setattr(PeerLoader, "_begin", lambda *_, slots: None)
+    monkeypatch.setattr(PeerLoader, "_targets", lambda *_: {0: target})
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, free))
     monkeypatch.setattr(arrivals, "join", lambda *_: Group())
     monkeypatch.setattr(arrivals, "connected", Store)
-    return peers.PeerLoader(SimpleNamespace(device=CPU))
+    return PeerLoader(SimpleNamespace(device=CPU))
 
 
 def joined(loader: Any, key: str = "key", meeting: Meeting = MEETING) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("vllm")
-transformers = pytest.importorskip("transformers")
+from skyctl.engines.vllm.inside import fit
+from tests.tiny import make_tiny_checkpoint
+from tests.unit.engines.vllm_models import vllm_model
 
-from skyctl.engines.vllm.inside import fit  # noqa: E402
-from tests.tiny import make_tiny_checkpoint  # noqa: E402
-from tests.unit.engines.vllm_models import vllm_model  # noqa: E402
+pytestmark = pytest.mark.usefixtures("vllm")
 
 CONFIG = {
     "model_type": "qwen3",
@@ -35,6 +34,8 @@ YARN = {
 
 def model_config(directory: Path, overrides: Any = None) -> Any:
     """As vLLM's, of a server that was started with this directory a while ago."""
+    import transformers
+
     (directory / "config.json").write_text(json.dumps(CONFIG))
     given = SimpleNamespace(
         model=str(directory), hf_config_path=None, hf_overrides=overrides or {}, hf_config=None
