@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import multiprocessing.util
 import os
 import runpy
 import shlex
@@ -26,7 +27,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,21 +42,26 @@ MODULES = (
 _RUN = (
     *("tests.stub.server", "tests.stub.follower", "skyctl.transfer.sender"),
     *("skyctl.launch.remote.agent", "skyctl.launch.remote.tether"),
+    *("skyctl.tinker", "skyctl.tinker.remote_worker", "skyctl.tinker.worker"),
 )
 _VLLM = (
     *("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker"),
     *("vllm.model_executor.models.qwen3", "skyctl.engines.vllm.inside.worker"),
 )
-_SERVE = "skyctl.engines.vllm.inside.serve"
-_READ_BY_IMPORTS = ("OMP_", "TORCHDYNAMO_", "HF_", "LD_PRELOAD", "VLLM_LOGGING")
+_SERVE = ("skyctl.engines.vllm.inside.serve", "skyctl.engines.vllm.inside.headless")
+_READ_BY_IMPORTS = ("OMP_", "HF_", "LD_PRELOAD", "VLLM_LOGGING")
 """How variables begin that matter as vLLM is imported, not later."""
 _imported_with: dict[str, str] | None = None
 _set_by_imports: dict[str, str] = {}
+NETWORK = "SKYCTL_TEST_NETWORK"
+"""Set to a process for those that are to run in its network namespace."""
+_NEW_NETWORK = 0x40000000
 ROOM = "." * 4000, "." * 20_000
 """For what /proc shows of a process and of its environment, in those of the first that forks."""
 _ROOT = Path(__file__).parents[1]
 _FILES = (str(_ROOT / "tests/stub/light.py"), str(_ROOT / "tests/unit/supervisor/fake_router.py"))
 _Popen = subprocess.Popen
+_spawnv_passfds = multiprocessing.util.spawnv_passfds
 
 
 def load_vllm() -> None:
@@ -91,7 +97,8 @@ class Child(subprocess.Popen[Any]):
             self.pid = os.fork()
             if not self.pid:
                 streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-                _become(words, env, streams, given["cwd"], given["start_new_session"])
+                apart, passed = given["start_new_session"], given["pass_fds"]
+                _become(words, env, streams, given["cwd"], apart, passed)
             self._child_created = True
         finally:
             os.close(begin)
@@ -103,8 +110,24 @@ class Child(subprocess.Popen[Any]):
         os.close(begun)
 
 
+def _spawned(path: bytes, words: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+    """The pid of a worker that a real server spawns, for its OpenMP to read what each is given;
+    forked, it has the threads and the cores of the server."""
+    argv, env = [os.fsdecode(word) for word in words], dict(os.environ)
+    if "--multiprocessing-fork" not in argv or not fits(argv, env):
+        return _spawnv_passfds(path, words, descriptors)
+    if not (pid := os.fork()):
+        _become(argv, env, [-1, -1, -1], None, False, descriptors)
+    return pid
+
+
+def _title(name: str) -> None:
+    """What `ps` shows from now on; setproctitle does not find where the kernel reads that."""
+    show([name], os.environ)
+
+
 def _special(given: Mapping[str, Any]) -> bool:
-    asked = ("pass_fds", "preexec_fn", "executable", "shell")
+    asked = ("preexec_fn", "executable", "shell")
     return isinstance(given["args"], str) or any(given[name] for name in asked)
 
 
@@ -114,6 +137,9 @@ def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
     from skyctl.engines.vllm import arguments
     from tests.faults import stub_fleet
 
+    if words[:2] == ["nsenter", "--net"]:
+        env[NETWORK] = words[2].removeprefix("--target=")
+        words = words[3:]
     if words[:2] == ["sh", "-c"] and words[2].startswith("exec "):
         words = shlex.split(text := words[2].removeprefix("exec "))
         if shlex.join(words) != text:  # the shell has more to do
@@ -130,7 +156,7 @@ def known(words: Sequence[str], env: dict[str, str]) -> list[str] | None:
     if words[:1] != [sys.executable]:
         return None
     first, second, *_ = [*program(words), "", ""]
-    if (first, second) == ("-m", _SERVE):
+    if first == "-m" and second in _SERVE:
         if _imported_with != _of_imports(env):
             return None
         env |= _set_by_imports | env
@@ -170,18 +196,23 @@ def _become(
     streams: Sequence[int],
     cwd: Any,
     new_session: bool,
+    others: Collection[int] = (),
 ) -> NoReturn:
     """Be that program, in a process that was just forked."""
     code = 255
     try:
         gc.freeze()  # what is the parent's would close descriptors that are ours
         _forget(env)
+        enter_network(env)
         if new_session:
             os.setsid()
         if cwd is not None:
             os.chdir(cwd)
         show(words, env)
-        _take(streams)
+        _take(streams, others)
+        if program(words)[1] in _SERVE:
+            multiprocessing.util.spawnv_passfds = _spawned
+            vars(importlib.import_module("setproctitle"))["setproctitle"] = _title
         code = contextvars.Context().run(exit_code, lambda: run(words))
     except BaseException:
         traceback.print_exc()
@@ -215,14 +246,22 @@ def _forget(env: Mapping[str, str]) -> None:
         vars(worker)["_STARTED_AT"] = time.time()
 
 
-def _take(streams: Sequence[int]) -> None:
-    """Have these as stdin, stdout and stderr, and no other files."""
+def enter_network(env: Mapping[str, str]) -> None:
+    """Be in the network namespace that the environment names, if any."""
+    if NETWORK in env:
+        with Path(f"/proc/{env[NETWORK]}/ns/net").open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _NEW_NETWORK):
+                raise OSError(ctypes.get_errno(), f"no entry to the network of {env[NETWORK]}")
+
+
+def _take(streams: Sequence[int], others: Collection[int]) -> None:
+    """Have these as stdin, stdout and stderr, and no files but these others."""
     given = [number if own == -1 else own for number, own in enumerate(streams)]
     apart = [fcntl.fcntl(own, fcntl.F_DUPFD, 3) for own in given]
     for number, own in enumerate(apart):
         os.dup2(own, number)
     for descriptor in [int(one.name) for one in Path("/proc/self/fd").iterdir()]:
-        if descriptor > 2:
+        if descriptor > 2 and descriptor not in others:
             with contextlib.suppress(OSError):  # that of the list
                 os.close(descriptor)
     unbuffered = "PYTHONUNBUFFERED" in os.environ
@@ -238,7 +277,7 @@ def _stream(number: int, mode: str, **options: Any) -> io.TextIOWrapper:
 
 def program(words: Sequence[str]) -> list[str]:
     """A command line without the interpreter and its options."""
-    return list(dropwhile(lambda word: word in ("-P", "-I", "-S"), words[1:]))
+    return list(dropwhile(lambda word: word in ("-B", "-P", "-I", "-S"), words[1:]))
 
 
 def run(words: Sequence[str]) -> None:
@@ -250,6 +289,7 @@ def run(words: Sequence[str]) -> None:
         sys.modules.pop(module, None)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments

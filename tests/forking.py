@@ -12,12 +12,13 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import fcntl
+import functools
 import gc
 import importlib
 import inspect
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -40,6 +41,11 @@ _OF_TRAINING = (
     *("skyctl.tinker.worker", "skyctl.tinker.__main__", "skyctl.tinker.training", "httpx"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
 )  # of an API with a worker, four seconds of a processor: for them another process
+TORCH = "torch"
+"""For fleets whose senders and servers meet in gloo groups."""
+_OF_TORCH = ("skyctl.transfer.transports.gloo", "skyctl.engines.vllm.inside.receivers.gloo")
+TRAINER = "trainer"
+"""For fleets with a Tinker API."""
 _MODULES = (
     *("asyncio", "httpx", "sqlite3", "rich.console", "rich.live", "rich.table", "yaml"),
     *("skyctl.cli.app", "skyctl.cli.freeze", "skyctl.cli.sync_weights", "skyctl.cli.up"),
@@ -54,13 +60,14 @@ CYCLE = "SKYCTL_TEST_CYCLE"
 """Set for commands, and what they start, that are to look often, since a thousand of them follow
 each other; "by hand": without the guardian of a push."""
 _MOST_BYTES = 1 << 20
+_MOST_DESCRIPTORS = 8
 _STATUS = 4
 _in_use = False
 _servers = ""
 
 
 def use(servers: str = "") -> None:
-    """Commands are forked from here on, in this process; their real servers, too, for `VLLM`."""
+    """Commands are forked from here on, in this process; for `VLLM` their real servers, too."""
     global _in_use, _servers
     _in_use, _servers = True, servers
 
@@ -71,9 +78,8 @@ _forkers: dict[str, tuple[subprocess.Popen[bytes], socket.socket]] = {}  # by wh
 _lock = threading.Lock()
 
 
-def _ask(request: bytes, descriptors: Sequence[int], module: str) -> int:
+def _ask(request: bytes, descriptors: Sequence[int], kind: str) -> int:
     """The pid of a command that was started by it."""
-    kind = _TRAINING if module == _TRAINING else _servers
     with _lock:
         if kind not in _forkers:
             room, more_room = forked.ROOM
@@ -99,19 +105,23 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 
 
 class Command(subprocess.Popen[str]):
-    """A command; `args` are what comes behind the interpreter."""
+    """A command: what an interpreter is started with."""
+
+    training = False
 
     def _execute_child(self, *arguments: Any) -> None:
         names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
         given = dict(zip(names, arguments, strict=True))
         told, tell = os.pipe2(os.O_CLOEXEC)
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        request = _request(given["args"], given["cwd"], given["env"])
+        passed = tuple(given["pass_fds"])
+        request = _request(given["args"], given["cwd"], given["env"], passed)
+        training = self.training or _TRAINING in given["args"]
         try:
             self.pid = _ask(
                 request,
-                [*(own if own != -1 else number for number, own in enumerate(streams)), tell],
-                given["args"][2],
+                [*(own if own != -1 else n for n, own in enumerate(streams)), tell, *passed],
+                _TRAINING if training else _servers,
             )
             self._told = told
             self._child_created = True
@@ -153,9 +163,22 @@ class Command(subprocess.Popen[str]):
         return self.returncode
 
 
-def _request(words: Sequence[Any], cwd: Any, env: Mapping[str, str]) -> bytes:
-    argv = [os.fspath(word) for word in words]
-    return json.dumps({"argv": argv, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
+class TrainingCommand(Command):
+    """Forked from a process with the imports of a trainer."""
+
+    training = True
+
+
+def _request(
+    words: Sequence[Any], cwd: Any, env: Mapping[str, str] | None, passed: Sequence[int] = ()
+) -> bytes:
+    request = {
+        "argv": [os.fspath(word) for word in words],
+        "cwd": os.fspath(cwd or Path.cwd()),
+        "env": dict(os.environ if env is None else env),
+        "passed": passed,
+    }
+    return json.dumps(request).encode()
 
 
 def command(arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -181,7 +204,8 @@ def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Po
 
 def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
-    for name in _OF_TRAINING if kind == _TRAINING else _MODULES:
+    more = {_TRAINING: _OF_TRAINING, TRAINER: _OF_TRAINING, TORCH: _OF_TORCH}.get(kind, ())
+    for name in (*(_MODULES if kind != _TRAINING else ()), *more):
         importlib.import_module(name)
     if kind == VLLM:
         forked.load_vllm()
@@ -236,16 +260,16 @@ def _start(
     others: Sequence[int],
 ) -> int:
     """Fork a command; its pid, 0 when nobody asks any more."""
-    request, descriptors, _, _ = socket.recv_fds(channel, _MOST_BYTES, 4)
+    request, descriptors, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_DESCRIPTORS)
     if not request:
         return 0
-    *streams, tell = descriptors
+    streams, (tell, *passed) = descriptors[:3], descriptors[3:]
     pid = os.fork()
     if not pid:
         tells = [tell for _, tell in running.values()]
-        _be(json.loads(request), streams, [*others, tell, *running, *tells])
-    for stream in streams:
-        os.close(stream)
+        _be(json.loads(request), streams, [*others, tell, *running, *tells], passed)
+    for descriptor in (*streams, *passed):
+        os.close(descriptor)
     pidfd = os.pidfd_open(pid)
     running[pidfd] = pid, tell
     poll.register(pidfd, select.POLLIN)
@@ -275,32 +299,36 @@ class Supervisor:
         return 1 if ready else None
 
 
-def _be(request: dict[str, Any], streams: Sequence[int], others: Sequence[int]) -> NoReturn:
+def _be(
+    request: dict[str, Any], streams: Sequence[int], others: Sequence[int], passed: Sequence[int]
+) -> NoReturn:
     """Be that command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-    for descriptor in (*streams, *others):
+    numbers = [*range(len(streams)), *request["passed"]]
+    apart = [fcntl.fcntl(own, fcntl.F_DUPFD, max(numbers) + 1) for own in (*streams, *passed)]
+    for descriptor in (*streams, *passed, *others):
         if descriptor > 2:
             os.close(descriptor)
+    for number, own in zip(numbers, apart, strict=True):
+        os.dup2(own, number)
+        os.close(own)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    forked.enter_network(request["env"])
     forked.show(request["argv"], request["env"])
     _, _, module, *arguments = request["argv"]
-    sys.argv = [module, *arguments]
     from skyctl import kill_points
 
     if kill_points.VARIABLE in os.environ:
         importlib.reload(kill_points)
     if module == "skyctl":
         from skyctl.__main__ import main as run
+
+        sys.argv = [module, *arguments]
     else:
         Supervisor.ask.close()  # a command's only
-
-        def run() -> None:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-
+        run = functools.partial(forked.run, request["argv"])
     if CYCLE in os.environ:
         _be_quick(guardian=os.environ[CYCLE] != "by hand")
     if module == "skyctl.supervisor":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.forked import NETWORK
 from tests.forking import command
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ class StubFleet:
     directory: Path
     home: Path | None = None
     environ: dict[str, str] = field(default_factory=dict)  # more for its commands
-    within: tuple[str, ...] = ()  # before each of its commands
+    network: int | None = None  # the process in whose network namespace its commands run
     bound_s: float = 60.0  # of each of its commands
 
     def write(
@@ -84,10 +85,11 @@ class StubFleet:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         home = self.home or self.directory / "home"
         modules = ":".join(str(each) for each in (path, ROOT, environ.get("PYTHONPATH")) if each)
+        if self.network is not None:
+            environ[NETWORK] = str(self.network)
         # what is imported is decided already where commands are forked
-        start = subprocess.Popen[str] if self.within or path else command
-        return start(
-            [*self.within, sys.executable, "-m", "skyctl", *arguments],
+        return (subprocess.Popen[str] if path else command)(
+            [sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
             env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, **self.environ},
             text=True,

@@ -16,10 +16,18 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from tests import forking
 from tests.faults.ssh_fleet import SshFleet
 from tests.tiny import make_tiny_checkpoint
 
 HERE, *MACHINES = ("10.77.0.1", "10.77.1.1", "10.77.2.1", "10.77.3.1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def senders_have_torch() -> Iterator[None]:
+    forking.use(servers=forking.TORCH)
+    yield
+    forking.use()
 
 
 def holder() -> subprocess.Popen[bytes]:
@@ -36,8 +44,9 @@ def holder() -> subprocess.Popen[bytes]:
     return process
 
 
-def within(process: subprocess.Popen[bytes]) -> list[str]:
-    return ["nsenter", "--net", f"--target={process.pid}"]
+def within(pid: int) -> list[str]:
+    """What comes before a command that runs in the network of a process."""
+    return ["nsenter", "--net", f"--target={pid}"]
 
 
 def link(address: str) -> str:
@@ -45,28 +54,28 @@ def link(address: str) -> str:
     return "to" + address.replace(".", "")
 
 
-def configure(inside: list[str], line: str) -> None:
-    argv = [*inside, "ip", *line.split()]
+def configure(network: int, line: str) -> None:
+    argv = [*within(network), "ip", *line.split()]
     if subprocess.run(argv, stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"this machine does not allow: ip {line}")
 
 
 @pytest.fixture
-def networks() -> Iterator[dict[str, list[str]]]:
-    """By address, what comes before a command that runs there."""
+def networks() -> Iterator[dict[str, int]]:
+    """By address, a process whose network is the one there."""
     holders: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for address in (HERE, *MACHINES):
             holders[address] = holder()
-            configure(within(holders[address]), f"address add {address}/32 dev lo")
+            configure(holders[address].pid, f"address add {address}/32 dev lo")
         for one, other in combinations(holders, 2):
             ends = (link(other), link(one))
             peer = f"peer name {ends[1]} netns {holders[other].pid}"
-            configure(within(holders[one]), f"link add {ends[0]} type veth {peer}")
+            configure(holders[one].pid, f"link add {ends[0]} type veth {peer}")
             for own, end, there in ((one, ends[0], other), (other, ends[1], one)):
-                configure(within(holders[own]), f"link set {end} up")
-                configure(within(holders[own]), f"route add {there} dev {end} src {own}")
-        yield {address: within(process) for address, process in holders.items()}
+                configure(holders[own].pid, f"link set {end} up")
+                configure(holders[own].pid, f"route add {there} dev {end} src {own}")
+        yield {address: process.pid for address, process in holders.items()}
     finally:
         for process in holders.values():
             process.kill()
@@ -74,13 +83,19 @@ def networks() -> Iterator[dict[str, list[str]]]:
 
 
 def test_a_fleet_over_machines_that_share_no_address(
-    networks: dict[str, list[str]], tmp_path: Path
+    networks: dict[str, int], tmp_path: Path
 ) -> None:
-    fleet = SshFleet(tmp_path, within=tuple(networks[HERE]))
+    fleet = SshFleet(tmp_path, network=networks[HERE])
     fleet.addresses = tuple(MACHINES)
     hosts = [f"me@{address}" for address in MACHINES]
     transfer = "weight_transfer: {transport: shm}"
-    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer, faults='{"joins": true}')
+    fleet.lay_out(
+        3,
+        hosts=hosts,
+        within={address: within(pid) for address, pid in networks.items()},
+        more=transfer,
+        faults='{"joins": true}',
+    )
     try:
         fleet.run("up")
         rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
@@ -107,15 +122,15 @@ def test_a_fleet_over_machines_that_share_no_address(
 
 
 def test_a_broadcast_whose_sender_died_with_its_machine_goes_on_from_another(
-    networks: dict[str, list[str]], tmp_path: Path
+    networks: dict[str, int], tmp_path: Path
 ) -> None:
-    fleet = SshFleet(tmp_path, within=tuple(networks[HERE]))
+    fleet = SshFleet(tmp_path, network=networks[HERE])
     fleet.addresses = tuple(MACHINES)
     dead, *others = MACHINES
     fleet.lay_out(
         3,
         hosts=[f"me@{address}" for address in MACHINES],
-        within=networks,
+        within={address: within(pid) for address, pid in networks.items()},
         more="weight_transfer: {transport: gloo, update_timeout_s: 5}\ncontrol_timeout_s: 4",
         faults='{"joins": true, "/update_weights": {"kind": "delay", "seconds": 0.3}}',
     )

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("google.protobuf")
 
 from skyctl.launch.local.host import free_port
+from tests import forking
 from tests.faults.ssh_fleet import B, SshFleet
 from tests.faults.stub_fleet import StubFleet
 from tests.pids import gone, kill
@@ -24,6 +25,13 @@ args: {{max-model-len: 256}}
 lora: {{max_rank: 32}}
 tinker: {{base_model: org/tiny, port: {port}, storage: {storage}}}
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def apis_have_torch() -> Iterator[None]:
+    forking.use(servers=forking.TRAINER)
+    yield
+    forking.use()
 
 
 @pytest.fixture
@@ -68,7 +76,9 @@ def test_an_api_that_is_killed_is_back_at_its_address_and_down_ends_it(fleet: St
     while (second := tinker(fleet))["state"] != "ready" or second["pid"] == first["pid"]:
         assert time.monotonic() < deadline, second
         time.sleep(0.1)
-    assert healthy(url) and second["restart_reason"] == "was killed by SIGKILL"
+    assert healthy(url)
+    # a line of its log may follow
+    assert second["restart_reason"].startswith("was killed by SIGKILL")
     headers = {"X-API-Key": key.strip()}
     answer = httpx.get(f"{url}/api/v1/sessions", headers=headers)
     assert answer.status_code == 200  # its key is that of before

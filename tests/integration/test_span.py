@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import HOSTS, SshFleet
-from tests.integration.conftest import needs_vllm
+from tests.integration.conftest import SERVER_ENVIRONMENT, needs_vllm
 from tests.integration.endpoints import PROMPT, Endpoints, replicas
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
@@ -51,6 +51,7 @@ def fleet(machines: SshFleet, checkpoints: dict[str, Path]) -> Iterator[FleetCli
         "env": {
             "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": SERVER_ENVIRONMENT["OMP_NUM_THREADS"],
             "TORCHDYNAMO_DISABLE": "0",
         },
         "args": {"max-model-len": 512, "max-num-seqs": 16},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.ranks import Ranks  # noqa: E402
 from skyctl.tinker.trainer import Trainer  # noqa: E402
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied, WorkerSettings  # noqa: E402
+from tests.forking import TrainingCommand  # noqa: E402
 from tests.unit.tinker.passes import LORA, inputs_for, request  # noqa: E402
 
 WHOLE = {**LORA, "rank": 0}
@@ -30,32 +30,52 @@ PROMPT = {"do": "prompt_logprobs", "tokens": [5, 6, 7, 8], "top": 0, "last": Non
 LENGTHS = (6, 30, 2, 17, 9, 30, 4)
 ADAM = {"learning_rate": 3e-3, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 RANKS = [2, 3]
-FULL = """
-import json, sys
+RANK = """
+import json, os, sys
 from skyctl.tinker import passes, trainer, worker
 
-def full(*arguments):
-    raise RuntimeError("out of memory")
+settings = json.loads(sys.argv[2])
+sys.argv[2] = json.dumps({**settings, "parent": os.getppid()})  # which has forked it
 
-if json.loads(sys.argv[2])["rank"] == 1:
-    if WITHIN:
-        passes._logprobs = full
-    else:
-        trainer._move = full
+def fails(error):
+    def fail(*arguments):
+        raise error
+    return fail
+
+if settings["rank"] == 1:
+    FAULT
 sys.exit(worker.main())
 """
-FULL_DISK = """
-import json, sys
-from skyctl.tinker import trainer, worker
+MEMORY = 'fails(RuntimeError("out of memory"))'
 
-def full(*arguments):
-    raise OSError("no space left")
 
-if json.loads(sys.argv[2])["rank"] == 1:
-    trainer.save_file = full
-sys.exit(worker.main())
-"""
-spawn = asyncio.create_subprocess_exec
+class RankProcess:
+    """In place of asyncio's, of a rank that is forked from a process with its imports."""
+
+    def __init__(self, process: TrainingCommand) -> None:
+        self.pid, self.kill, self._process = process.pid, process.kill, process
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await asyncio.to_thread(self._process.wait)
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch, fault: str = "pass") -> None:
+    """Rank 1 runs this line before it begins."""
+    program = RANK.replace("FAULT", fault)
+
+    async def start(python: str, _: str, module: str, *words: str, **options: Any) -> RankProcess:
+        return RankProcess(TrainingCommand([python, "-c", program, *words], **options))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
 
 
 def body(loss: str, lengths: tuple[int, ...], **options: Any) -> bytes:
@@ -271,11 +291,8 @@ async def test_a_row_that_one_rank_refuses_is_refused_by_all_and_a_dead_one_ends
 async def test_a_rank_that_fails_while_another_waits_for_it_is_named_and_ends_all(
     tiny_base: Path, monkeypatch: pytest.MonkeyPatch, operation: str, config: dict[str, Any]
 ) -> None:
-    def filled(*words: str, **options: Any) -> Any:
-        program = FULL.replace("WITHIN", str(config is WHOLE))
-        return spawn(sys.executable, "-c", program, *words[3:], **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", filled)
+    place = "passes._logprobs" if config is WHOLE else "trainer._move"
+    fork_ranks(monkeypatch, f"{place} = {MEMORY}")
     async with running(tiny_base / "org" / "tiny", 2) as worker:
         with pytest.raises(Refused, match="KeyError"):  # by both
             await passes(worker, "unknown", [[body("ppo", LENGTHS)]])
@@ -291,10 +308,7 @@ async def test_a_rank_that_fails_while_another_waits_for_it_is_named_and_ends_al
 async def test_a_rank_that_cannot_write_its_share_fails_the_save_alone(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def filled(*words: str, **options: Any) -> Any:
-        return spawn(sys.executable, "-c", FULL_DISK, *words[3:], **options)
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", filled)
+    fork_ranks(monkeypatch, 'trainer.save_file = fails(OSError("no space left"))')
     async with running(tiny_base / "org" / "tiny", 2) as worker:
         await worker.call({"do": "create", "model": "m", "config": WHOLE})
         await passes(worker, "m", [[body("cross_entropy", LENGTHS)]])
