@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set everything up, then check the code, build the documentation and run every test: those with real
-# servers, which want all cores, after the others. Arguments go to pytest:
+# Set everything up, then check the code, build the documentation and run every test, those with real
+# servers beside the others. Arguments go to pytest:
 #   bash scripts/test.sh -m "not real" -n auto      without the real servers, on all cores
 #   bash scripts/test.sh tests/unit -n auto         functions alone, which start no process
 set -euo pipefail
@@ -21,15 +21,19 @@ rm -rf "$site"
 if [ $# -gt 0 ]; then
   exec "$bin/python" -m pytest "$@"
 fi
+# All at once: each waits for other processes for a part of its time. A server that starts keeps one
+# core busy: two lanes of them, no more.
+messages=$(mktemp -d)
+lanes=()
+trap 'kill -INT "${lanes[@]}" 2>/dev/null || true; rm -rf "$site" "$messages"' EXIT
+for beside in "beside" "not beside"; do
+  "$bin/python" -m pytest -m "real and $beside" --ignore tests/unit >"$messages/$beside" 2>&1 &
+  lanes+=($!)
+done
 code=0
-# four more than cores: these tests wait for processes more than half of their time
-"$bin/python" -m pytest -m "not real" -n $(($(nproc) + 4)) --dist worksteal || code=$?
-# two at a time: a server that starts keeps one core busy
-said=$(mktemp)
-"$bin/python" -m pytest -m "real and beside" --ignore tests/unit >"$said" 2>&1 &
-beside=$!
-trap 'kill -INT "$beside" 2>/dev/null || true; rm -rf "$site" "$said"' EXIT
-"$bin/python" -m pytest -m "real and not beside" --ignore tests/unit || code=$?
-wait "$beside" || code=$?
-cat "$said"
+"$bin/python" -m pytest -m "not real" -n $(($(nproc) + 2)) --dist worksteal || code=$?
+for lane in "${lanes[@]}"; do
+  wait "$lane" || code=$?
+done
+cat "$messages"/*
 exit "$code"

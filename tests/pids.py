@@ -6,11 +6,13 @@ import contextlib
 import os
 import select
 import signal
+import time
 from pathlib import Path
 
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+_UNMAPPED_S = 10.0
 
 
 def gone(pid: int, within_s: float = 0.0) -> bool:
@@ -46,4 +48,14 @@ def segments(*pids: int) -> set[Path]:
 
 def abandoned() -> set[Path]:
     """The shared memory that no process has mapped. Other fleets on this machine have theirs."""
-    return set(SHARED_MEMORY.iterdir()) - segments(*psutil.pids())
+    files = {path for path in SHARED_MEMORY.iterdir() if path.is_file()}
+    return files - segments(*psutil.pids())
+
+
+def abandoned_since(before: set[Path]) -> set[Path]:
+    """What stays abandoned of all that was not before. Other tests run at the same time: what they
+    have just made is not mapped yet."""
+    deadline = time.monotonic() + _UNMAPPED_S
+    while (remaining := abandoned() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return remaining

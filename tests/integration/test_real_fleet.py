@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.integration.endpoints import (
 )
 from tests.integration.fleet_cli import FleetCli, greedy
 from tests.integration.reference import answered
-from tests.pids import abandoned
+from tests.pids import abandoned, abandoned_since
 
 pytestmark = pytest.mark.real
 
@@ -342,19 +342,25 @@ def test_down_leaves_nothing(real_fleet: FleetCli, endpoints: Endpoints) -> None
     family = [p for pid in pids for p in psutil.Process(pid).children(recursive=True)]
     family += [psutil.Process(pid) for pid in pids]
     abandoned_before = abandoned()
+    ports = {int(url.rsplit(":", 1)[1]) for url in endpoints.servers.values()}
+    assert ports <= listening(real_fleet)
 
     real_fleet.run("down")
 
     assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
-    listening = {
-        c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-    }
-    ports = {int(url.rsplit(":", 1)[1]) for url in [endpoints.router, *endpoints.servers.values()]}
-    assert not ports & listening
-    deadline = time.monotonic() + 10
-    while left := abandoned() - abandoned_before:  # one that is just made is not mapped yet
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    assert listening(real_fleet) == set()
+    assert abandoned_since(abandoned_before) == set()
     real_fleet.run("down")
     refused = real_fleet.json("pause", expect=4)
     assert "skyctl up" in refused["error"]["hint"]
+
+
+def listening(fleet: FleetCli) -> set[int]:
+    """The ports of all processes that a fleet's commands and its supervisor have started."""
+    ports: set[int] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get("SKYCTL_HOME") == str(fleet.home):
+                connections = process.net_connections("tcp")
+                ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+    return ports

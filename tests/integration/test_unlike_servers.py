@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 from tests.integration.reference import answered
 from tests.integration.unlike import PROMPT, SPLIT, TOKENS, TRANSPORTS, WHOLE, answers, write_fleet
+from tests.pids import abandoned, abandoned_since, segments
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.real
@@ -30,13 +30,9 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Ranks on CPU share memory by files that vLLM leaves: whoever ends them removes those."""
-
-    def segments() -> set[str]:
-        return {path.name for path in SHARED_MEMORY.glob("*-cpushm_*")}
-
-    before = segments()
+    before = abandoned()
     yield
-    assert segments() <= before
+    assert abandoned_since(before) == set()
 
 
 def digests(fleet: FleetCli, server: str) -> list[str]:
@@ -78,13 +74,15 @@ def test_a_push_brings_what_the_checkpoint_answers(tmp_path: Path) -> None:
                 if name == "b":
                     assert_holds(fleet, "whole-0", made["b"])
                     assert_holds(fleet, "split-0", made["b"])
-        segments = set(SHARED_MEMORY.glob("vllm_dist_*-tp:*-cpushm_*"))
-        # vLLM's ranks share memory where they compute with AVX-512; a killed one leaves none either
-        assert segments or "avx512f" not in Path("/proc/cpuinfo").read_text()
         pids = {row["name"]: row["pid"] for row in fleet.data("status")["replicas"]}
-        psutil.Process(pids["split-0"]).kill()
+        split = psutil.Process(pids["split-0"])
+        mapped = segments(*(process.pid for process in (split, *split.children(recursive=True))))
+        shared = [path for path in mapped if "-tp:" in path.name and "-cpushm_" in path.name]
+        # vLLM's ranks share memory where they compute with AVX-512; a killed one leaves none either
+        assert shared or "avx512f" not in Path("/proc/cpuinfo").read_text()
+        split.kill()
         fleet.run("wait", "--for", "ready", "--timeout", "200", timeout_s=UP_TIMEOUT_S)
-        assert not segments & set(SHARED_MEMORY.glob("*"))
+        assert [path for path in shared if path.exists()] == []
         digests = {row["weights_digest"] for row in fleet.data("weights")["servers"]}
         assert len(digests) == 2
         assert any("-tp2-" in digest for digest in digests)
