@@ -37,7 +37,7 @@ from tests import forked
 _TRAINING = "tests.processes.tinker.serving"
 VLLM = "vllm"
 """For commands whose supervisors fork real servers, which import vLLM for most of their start."""
-_OF_TRAINING = (
+TRAINING_MODULES = (
     *("skyctl.tinker.worker", "skyctl.tinker.__main__", "skyctl.tinker.training", "httpx"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
 )  # of an API with a worker, four seconds of a processor: for them another process
@@ -204,7 +204,7 @@ def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Po
 
 def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
-    more = {_TRAINING: _OF_TRAINING, TRAINER: _OF_TRAINING, TORCH: _OF_TORCH}.get(kind, ())
+    more = {_TRAINING: TRAINING_MODULES, TRAINER: TRAINING_MODULES, TORCH: _OF_TORCH}.get(kind, ())
     for name in (*(_MODULES if kind != _TRAINING else ()), *more):
         importlib.import_module(name)
     if kind == VLLM:

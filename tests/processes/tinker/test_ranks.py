@@ -22,7 +22,7 @@ from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.ranks import Ranks  # noqa: E402
 from skyctl.tinker.trainer import Trainer  # noqa: E402
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied, WorkerSettings  # noqa: E402
-from tests.forking import TrainingCommand  # noqa: E402
+from tests.processes.tinker.forked_ranks import fork_ranks  # noqa: E402
 from tests.unit.tinker.passes import LORA, inputs_for, request  # noqa: E402
 
 WHOLE = {**LORA, "rank": 0}
@@ -30,47 +30,7 @@ PROMPT = {"do": "prompt_logprobs", "tokens": [5, 6, 7, 8], "top": 0, "last": Non
 LENGTHS = (6, 30, 2, 17, 9, 30, 4)
 ADAM = {"learning_rate": 3e-3, "eps": 1e-8, "weight_decay": 0.1, "grad_clip_norm": 5.0}
 RANKS = [2, 3]
-RANK = """
-import json, os, sys
-from skyctl.tinker import passes, trainer, worker
-
-settings = json.loads(sys.argv[2])
-sys.argv[2] = json.dumps({**settings, "parent": os.getppid()})  # which has forked it
-
-def fails(error):
-    def fail(*arguments):
-        raise error
-    return fail
-
-if settings["rank"] == 1:
-    FAULT
-sys.exit(worker.main())
-"""
 MEMORY = 'fails(RuntimeError("out of memory"))'
-
-
-class RankProcess:
-    """In place of asyncio's, of a rank that is forked from a process with its imports."""
-
-    def __init__(self, process: TrainingCommand) -> None:
-        self.pid, self.kill, self._process = process.pid, process.kill, process
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.returncode
-
-    async def wait(self) -> int:
-        return await asyncio.to_thread(self._process.wait)
-
-
-def fork_ranks(monkeypatch: pytest.MonkeyPatch, fault: str = "pass") -> None:
-    """Rank 1 runs this line before it begins."""
-    program = RANK.replace("FAULT", fault)
-
-    async def start(python: str, _: str, module: str, *words: str, **options: Any) -> RankProcess:
-        return RankProcess(TrainingCommand([python, "-c", program, *words], **options))
-
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,17 @@ from skyctl.tinker.connection import BEAT_S
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied, WorkerSettings
 from tests.faults.ssh_fleet import write_ssh
 from tests.pids import gone
+from tests.processes.tinker import forked_ranks
+from tests.processes.tinker.forked_ranks import fork_ranks
 from tests.tiny import make_tiny_checkpoint
 from tests.unit.tinker.passes import LORA, ROWS, request
 
 TARGET = "me@127.0.0.2"
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
 
 
 @pytest.fixture
@@ -34,6 +41,9 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Worker]]:
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
     environ = {"127.0.0.2": {"PYTHONPATH": str(Path(__file__).parents[3])}}
     ssh = write_ssh(tmp_path / "ssh", tmp_path / "hosts", environ=environ)
+    python = tmp_path / "python"  # of the other machine
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -P -m {forked_ranks.__name__}\n")
+    python.chmod(0o755)
     made: list[Worker] = []
 
     def worker_of(
@@ -43,7 +53,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Worker]]:
             "org/tiny", str(checkpoint), ["cpu"] * ranks, "float32", threads=1
         )
         if there:
-            node = Node(TARGET, "127.0.0.2", sys.executable, (str(ssh),), grace_s)
+            node = Node(TARGET, "127.0.0.2", str(python), (str(ssh),), grace_s)
             settings = replace(settings, node=node, seen=seen)
         made.append(Worker(settings))
         return made[-1]
