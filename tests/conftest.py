@@ -14,6 +14,8 @@ import pytest
 
 from tests import forking, tiny
 
+gc.disable()  # it would look through all that test modules import, again and again
+
 
 def pytest_configure(config: pytest.Config) -> None:
     forking.use()
@@ -75,6 +77,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Modules and collected tests stay: the collector looks through them no more."""
     session.config.stash[IMPORTED] = frozenset(sys.modules)
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -204,6 +204,7 @@ def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Po
 
 def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
+    gc.disable()
     more = {_TRAINING: TRAINING_MODULES, TRAINER: TRAINING_MODULES, TORCH: _OF_TORCH}.get(kind, ())
     for name in (*(_MODULES if kind != _TRAINING else ()), *more):
         importlib.import_module(name)
@@ -219,6 +220,7 @@ def main(channel: socket.socket, kind: str) -> None:
         _build_adapters()
         daemon.start_detached = Supervisor  # type: ignore[assignment]
     gc.freeze()
+    gc.enable()
     poll = select.poll()
     for incoming in (channel, asked):
         poll.register(incoming, select.POLLIN)

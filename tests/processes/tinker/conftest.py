@@ -15,7 +15,7 @@ from tests.unit.tinker.conftest import tiny_base as tiny_base
 def serving(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingProcess]:
     pytest.importorskip("tinker")
     process = ServingProcess(
-        tmp_path_factory.mktemp("tinker") / "d", tiny_base / "org" / "tiny", gap_s=20.0
+        tmp_path_factory.mktemp("tinker") / "d", tiny_base / "org" / "tiny", forked=True, gap_s=20.0
     )
     process.start()
     yield process
