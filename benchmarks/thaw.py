@@ -3,13 +3,15 @@ refused, and how long servers have no traffic after the thaw.
 
     python -m benchmarks.thaw [--real] [--in-flight 200] [--rounds 5] [--write]
     python -m benchmarks.thaw --jobs 7 --seconds 200 --write    each mode on a fleet of its own
+    python -m benchmarks.thaw --only "no freeze" "pause --mode wait" --write     these cases anew
 
 Clients send one completion after the other. Each mode is that of pushes, and of pauses of five
 seconds. `refused` counts answers other than 200, and broken connections. A server has traffic when
 its counters of tokens, prompts' and generated, have grown; they are read every 20 ms. `idle_s` is
 the longest time without traffic of any server in the 10 s from its thaw on: a router whose circuit
 breaker is open sends it nothing for a minute. `no freeze` is the same without one: what the
-machine's load adds. `--real`: two vLLM CPU servers. Needs vllm-router.
+machine's load adds; `load` is that of all its processes, by the kernel, as the case ended.
+`--real`: two vLLM CPU servers. Needs vllm-router.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy_b
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "thaw.json"
-MODES = ("abort", "wait", "keep")
+CASES = [*itertools.product(("abort", "wait", "keep"), ("push", "pause"))]
 TOKENS = 8
 PAUSE_S = 5.0
 WATCHED_S = 10.0
@@ -115,15 +117,16 @@ class Load:
             base_url=watch.url, trust_env=False, timeout=30, headers=self._headers
         ) as client:
             while not self._over:
-                page = (await client.get("/metrics")).text
-                total = sum(float(number) for number in _TOKENS.findall(page))
-                if total > before:
-                    watch.traffic.append(time.monotonic())
-                before = total
-                paused = (await client.get("/is_paused")).json()["is_paused"]
-                if was_paused and not paused:
-                    watch.thawed = time.monotonic()
-                was_paused = paused
+                with suppress(httpx.TransportError):  # what was not seen counts as idle
+                    page = (await client.get("/metrics")).text
+                    total = sum(float(number) for number in _TOKENS.findall(page))
+                    if total > before:
+                        watch.traffic.append(time.monotonic())
+                    before = total
+                    paused = (await client.get("/is_paused")).json()["is_paused"]
+                    if was_paused and not paused:
+                        watch.thawed = time.monotonic()
+                    was_paused = paused
                 await asyncio.sleep(READ_INTERVAL_S)
 
 
@@ -203,12 +206,21 @@ async def measured(
         answers.update(each["answers"])
     router = fleet.json("top")["data"]["router"]
     return {
-        "case": f"{how} --mode {mode}" if mode else how,
+        "case": name_of(mode, how),
         "refused": sum(each["refused"] for each in rounds),
         "idle_s": sorted(each["idle_s"] for each in rounds),
         "answers": dict(answers),
         "router": {key: router[key] for key in ("requests", "errors", "retries")},
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 1),
+        "jobs": options.jobs,
     }
+
+
+def name_of(mode: str, how: str) -> str:
+    """A case's name."""
+    return f"{how} --mode {mode}" if mode else how
 
 
 def measure(
@@ -233,12 +245,13 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="vLLM CPU servers instead of stubs")
     parser.add_argument("--in-flight", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--modes", choices=MODES, nargs="+", default=MODES)
+    every = {name_of(*case): case for case in [("", "no freeze"), *CASES]}
+    parser.add_argument("--only", choices=every, nargs="+", default=[*every])
     parser.add_argument("--jobs", type=int, default=1, help="fleets side by side")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no mode after this")
     parser.add_argument("--write", action="store_true", help=f"into {RESULT.name}")
     options = parser.parse_args()
-    cases = [("", "no freeze"), *itertools.product(options.modes, ("push", "pause"))]
+    cases = [every[name] for name in options.only]
     lines = side_by_side(partial(measure, options), cases, options.jobs, options.seconds)
     errors = [line["error"] for line in lines if "error" in line]
     results = {line.pop("case"): line for line in lines if "case" in line}
@@ -247,14 +260,8 @@ def main() -> int:
     print(f"{len(results)} of {len(cases)} cases;", *errors)
     if options.write:
         recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        recorded["real servers" if options.real else "stubs"] = {
-            "python": platform.python_version(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "in_flight": options.in_flight,
-            "rounds": options.rounds,
-            "jobs": options.jobs,
-            **results,
-        }
+        servers = recorded.setdefault("real servers" if options.real else "stubs", {})
+        servers |= {n: {"in_flight": options.in_flight, **case} for n, case in results.items()}
         RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
     failed = any(case["refused"] or max(case["idle_s"]) > 1.0 for case in results.values())
     return int(failed or bool(errors) or len(results) < len(cases))

@@ -107,7 +107,7 @@ def trainer_main(options: argparse.Namespace) -> None:
 
 def _timed_calls() -> dict[str, float]:
     """The seconds that calls of vLLM's client take from now on, by route."""
-    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
     bare, seconds_of = HTTPVLLMWeightSyncClient._post, defaultdict[str, float](float)
 
@@ -342,7 +342,9 @@ class Pair:
 def medians_of(times: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The median of each name's seconds."""
     rows = list(times)
-    return {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+    return {
+        name: round(statistics.median(row.get(name, 0.0) for row in rows), 4) for name in rows[0]
+    }
 
 
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

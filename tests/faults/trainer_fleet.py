@@ -72,7 +72,7 @@ class Supervised(StubFleet):
 
     def until(self, state: str, *names: str) -> dict[str, dict[str, Any]]:
         """The replicas, once these are in this state, or all."""
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + self.bound_s
         while True:
             rows = self.replicas()
             if {rows[name]["state"] for name in names or rows} == {state}:
@@ -82,14 +82,14 @@ class Supervised(StubFleet):
 
     def until_event(self, words: str) -> None:
         """Once an event says so."""
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + self.bound_s
         while words not in str(events := self.json("events")["data"]["events"]):
             assert time.monotonic() < deadline, events
             time.sleep(0.1)
 
     def until_restarted(self, name: str, pid: int) -> None:
         """Once it serves in another process than this."""
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + self.bound_s
         while (row := self.replicas()[name])["pid"] == pid or row["state"] != "ready":
             assert time.monotonic() < deadline, row
             time.sleep(0.1)
@@ -133,7 +133,7 @@ class Fleet(Supervised):
     def trainer(self, *options: str, seed: int = 1, version: str = "step-1") -> tuple[int, str]:
         """A trainer's process to its end: exit code and stderr."""
         process = self.train_begun(*options, seed=seed, version=version)
-        _, errors = process.communicate(timeout=BOUND_S)
+        _, errors = process.communicate(timeout=self.bound_s)
         return process.returncode or 0, errors
 
     @contextmanager
@@ -153,7 +153,7 @@ class Fleet(Supervised):
 
     def until_called(self, url: str, call: str) -> None:
         """Return once a server carries the next such call out."""
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + self.bound_s
         before = self.state(url)["calls"].get(f"/{call}", 0)
         while self.state(url)["calls"].get(f"/{call}", 0) == before:
             assert time.monotonic() < deadline
