@@ -7,7 +7,8 @@ refused, and how long servers have no traffic after the thaw.
 
 Clients send one completion after the other. Each mode is that of pushes, and of pauses of five
 seconds. `refused` counts answers other than 200, and broken connections. A server has traffic when
-its counters of tokens, prompts' and generated, have grown; they are read every 20 ms. `idle_s` is
+its counters of tokens, prompts' and generated, have grown; a thread for each server reads them
+every 20 ms, and `unread_s` is the longest time between two readings after a thaw. `idle_s` is
 the longest time without traffic of any server in the 10 s from its thaw on: a router whose circuit
 breaker is open sends it nothing for a minute. `no freeze` is the same without one: what the
 machine's load adds; `load` is that of all its processes, by the kernel, as the case ended.
@@ -25,9 +26,10 @@ import platform
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,12 +63,34 @@ class Watch:
     """When it was last seen to run again after it was paused; 0.0 before."""
     traffic: list[float] = field(default_factory=list)
     """When its counters of tokens were seen to have grown."""
+    readings: list[float] = field(default_factory=list)
+    """When they were read."""
 
-    def idle_s(self) -> float:
-        """The longest time without traffic since its thaw."""
-        seen = [moment for moment in self.traffic if moment > self.thawed]
-        moments = [self.thawed, *seen, self.thawed + WATCHED_S]
-        return max(later - earlier for earlier, later in itertools.pairwise(moments))
+    def longest_s(self, moments: Sequence[float]) -> float:
+        """The longest time between two of these moments since its thaw."""
+        end = self.thawed + WATCHED_S
+        watched = [moment for moment in moments if self.thawed < moment < end]
+        pairs = itertools.pairwise([self.thawed, *watched, end])
+        return max(later - earlier for earlier, later in pairs)
+
+    def read_until(self, over: threading.Event, headers: dict[str, str]) -> None:
+        """Read the server's counters, and whether it is paused, until it is over."""
+        before, was_paused = 0.0, False
+        with httpx.Client(
+            base_url=self.url, trust_env=False, timeout=30, headers=headers
+        ) as client:
+            while not over.wait(READ_INTERVAL_S):
+                with suppress(httpx.TransportError):  # what was not seen counts as idle
+                    page = client.get("/metrics").text
+                    total = sum(float(number) for number in _TOKENS.findall(page))
+                    self.readings.append(time.monotonic())
+                    if total > before:
+                        self.traffic.append(self.readings[-1])
+                    before = total
+                    paused = client.get("/is_paused").json()["is_paused"]
+                    if was_paused and not paused:
+                        self.thawed = time.monotonic()
+                    was_paused = paused
 
 
 class Load:
@@ -76,7 +100,7 @@ class Load:
         self._router, self._model = urls["router"], urls["model"]
         self._headers = bearer(token) if token else {}
         self._in_flight = in_flight
-        self._over = False
+        self._over = threading.Event()
         self.watches = [Watch(url) for url in urls["servers"].values()]
         self.statuses: Counter[str] = Counter()
         self.under_way = 0
@@ -85,17 +109,23 @@ class Load:
     def begun(self, tasks: asyncio.TaskGroup) -> Iterator[None]:
         for number in range(self._in_flight):
             tasks.create_task(self._client(number))
-        for watch in self.watches:
-            tasks.create_task(self._watch(watch))
+        readers = [
+            threading.Thread(target=watch.read_until, args=(self._over, self._headers))
+            for watch in self.watches
+        ]
+        for reader in readers:
+            reader.start()
         try:
             yield
         finally:
-            self._over = True
+            self._over.set()
+            for reader in readers:
+                reader.join()
 
     async def _client(self, number: int) -> None:
         await asyncio.sleep(number * 0.01)
         async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
-            while not self._over:
+            while not self._over.is_set():
                 body = greedy_body(self._model, f"{number} {time.monotonic()}", TOKENS)
                 self.under_way += 1
                 status = "broken"
@@ -110,24 +140,6 @@ class Load:
                         status = "200, aborted"
                 self.under_way -= 1
                 self.statuses[status] += 1
-
-    async def _watch(self, watch: Watch) -> None:
-        before, was_paused = 0.0, False
-        async with httpx.AsyncClient(
-            base_url=watch.url, trust_env=False, timeout=30, headers=self._headers
-        ) as client:
-            while not self._over:
-                with suppress(httpx.TransportError):  # what was not seen counts as idle
-                    page = (await client.get("/metrics")).text
-                    total = sum(float(number) for number in _TOKENS.findall(page))
-                    if total > before:
-                        watch.traffic.append(time.monotonic())
-                    before = total
-                    paused = (await client.get("/is_paused")).json()["is_paused"]
-                    if was_paused and not paused:
-                        watch.thawed = time.monotonic()
-                    was_paused = paused
-                await asyncio.sleep(READ_INTERVAL_S)
 
 
 class Freezes:
@@ -156,8 +168,10 @@ class Freezes:
         await asyncio.sleep(WATCHED_S + 0.5)
         statuses = dict(load.statuses)
         refused = sum(n for status, n in statuses.items() if not status.startswith("200"))
-        idle_s = max(watch.idle_s() for watch in load.watches)
-        return {"refused": refused, "idle_s": round(idle_s, 3), "answers": statuses}
+        idle_s = max(watch.longest_s(watch.traffic) for watch in load.watches)
+        unread_s = max(watch.longest_s(watch.readings) for watch in load.watches)
+        seconds = {"idle_s": round(idle_s, 3), "unread_s": round(unread_s, 3)}
+        return {"refused": refused, **seconds, "answers": statuses}
 
     async def _run(self, *arguments: str) -> None:
         await asyncio.to_thread(self._fleet.run, *arguments)
@@ -208,7 +222,8 @@ async def measured(
     return {
         "case": name_of(mode, how),
         "refused": sum(each["refused"] for each in rounds),
-        "idle_s": sorted(each["idle_s"] for each in rounds),
+        "idle_s": [each["idle_s"] for each in rounds],
+        "unread_s": [each["unread_s"] for each in rounds],
         "answers": dict(answers),
         "router": {key: router[key] for key in ("requests", "errors", "retries")},
         "python": platform.python_version(),
@@ -256,7 +271,11 @@ def main() -> int:
     errors = [line["error"] for line in lines if "error" in line]
     results = {line.pop("case"): line for line in lines if "case" in line}
     for name, case in results.items():
-        print(f"{name:<20}{case['refused']:>6} refused {max(case['idle_s']):>8.3f} s idle at most")
+        idle_s, unread_s = max(case["idle_s"]), max(case["unread_s"])
+        print(
+            f"{name:<20}{case['refused']:>6} refused {idle_s:>8.3f} s idle at most, "
+            f"{unread_s:.3f} between readings, load {case['load']}"
+        )
     print(f"{len(results)} of {len(cases)} cases;", *errors)
     if options.write:
         recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}

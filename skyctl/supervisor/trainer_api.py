@@ -19,6 +19,7 @@ import asyncio
 import json
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -80,6 +81,7 @@ class TrainerApi:
         self._fleet = fleet
         self._token, self._key = token, key
         self._update = TrainerUpdate(fleet)
+        self._trainer: ProcessIdentity | None = None  # of the last update
         self._passing = Passing(fleet, key)
 
     def app(self) -> Application:
@@ -148,8 +150,9 @@ class TrainerApi:
         return JSONResponse({"message": "Weight update started", "job": await self._begin(request)})
 
     async def _begin(self, request: Request) -> str:
-        process = await asyncio.to_thread(_client_process, request.scope)
-        return await self._update.start(process, request.is_disconnected)
+        last = self._trainer
+        self._trainer = await asyncio.to_thread(_client_process, request.scope, last)
+        return await self._update.start(self._trainer, request.is_disconnected)
 
     async def _update_weights(self, request: Request) -> Response:
         content = await _body(request)
@@ -427,19 +430,25 @@ def _field(answer: Any, key: str) -> Any:
     return answer.get(key) if isinstance(answer, dict) else None
 
 
-def _client_process(scope: Mapping[str, Any]) -> ProcessIdentity | None:
-    """The process at the other end of this connection, if it is one of ours on this machine."""
-
+def _client_process(
+    scope: Mapping[str, Any], likely: ProcessIdentity | None
+) -> ProcessIdentity | None:
+    """The process at the other end of this connection, if it is one of ours on this machine. The
+    `likely` one comes first: to look at all processes takes longer than a pause.
+    """
     client, server = scope.get("client"), scope.get("server")
     if not client or not server:
         return None
-    try:
-        for connection in psutil.net_connections("tcp"):
-            ends = tuple(connection.laddr), tuple(connection.raddr)
-            if connection.pid and ends == (tuple(client), tuple(server)):
-                return identify(connection.pid)
-    except (psutil.Error, OSError):
-        return None
+    ends = tuple(client), tuple(server)
+    with suppress(psutil.Error, OSError):
+        if likely is not None and (process := likely.process()) is not None:
+            own = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+            if any((tuple(each.laddr), tuple(each.raddr)) == ends for each in own("tcp")):
+                return likely
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.pid and (tuple(each.laddr), tuple(each.raddr)) == ends:
+                return identify(each.pid)
     return None
 
 
