@@ -9,7 +9,6 @@ import socket
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,16 @@ def test_an_update_by_one_url_is_the_fleets_own(fleet: Fleet) -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway: bool) -> None:
     before = {state["digest"] for state in fleet.states()}
-    with fleet.delayed(call, 2.0) if midway else nullcontext():
-        code, errors = fleet.trainer("--dies-at", call, *(["--midway"] if midway else []))
-    assert code == -signal.SIGKILL, errors
+    url = next(iter(fleet.replicas().values()))["url"]
+    if midway:
+        with fleet.delayed(call, 3.0):
+            process = fleet.train_begun()
+            fleet.until_called(url, call)
+            process.kill()
+            process.communicate()
+    else:
+        code, errors = fleet.trainer("--dies-at", call)
+        assert code == -signal.SIGKILL, errors
     committed = call == "finish_weight_update"
     if committed:
         fleet.get("v1/version", params={"wait": "step-1"})

@@ -1,7 +1,6 @@
 """`python -m tests.stub.url_trainer URL VERSION SEED`: a trainer that knows one URL of a fleet.
 
-With `--dies-at CALL` it kills itself once that call is answered, or with `--midway` while it is
-under way.
+With `--dies-at CALL` it kills itself once that call is answered.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import threading
 from typing import Any
 
 import httpx
@@ -36,11 +34,8 @@ def main() -> None:
     parser.add_argument("version")
     parser.add_argument("seed", type=int)
     parser.add_argument("--dies-at", default="")
-    parser.add_argument("--midway", action="store_true")
     options = parser.parse_args()
     for call in CALLS:
-        if call == options.dies_at and options.midway:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         answer = httpx.post(
             f"{options.url}/{call}",
             json=body(call, options.version, options.seed),
