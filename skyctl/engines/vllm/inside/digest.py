@@ -70,16 +70,20 @@ def digest_model(
             total.update(digest)
             if _EXPERTS not in name:
                 dense.update(digest)
+        flags = _finite(named, examined) if finite else {}
         # only a CPU packs anything; walking through all layers takes longer than summing a GPU's
         # weights
         packs = not named or any(tensor.device.type == "cpu" for _, tensor in named)
         for name, layer in model.named_modules() if packs else ():
             if is_packed(layer):
-                packed = name.encode() + b"\0" + _digest_packed(layer)
+                outputs = [*_read_out(layer)]
+                packed = name.encode() + b"\0" + _digest_packed(layer, outputs)
                 total.update(packed)
                 dense.update(packed)
                 probed += 1
-        broken = _not_finite(model, named, examined) if finite else ""
+                if finite:
+                    floats = [output for output in outputs if output.is_floating_point()]
+                    flags[name] = all(finite_flags(floats))
     tensors_of = dict(state)
     return {
         "digest": total.hexdigest(),
@@ -87,7 +91,7 @@ def digest_model(
         "tensors": len(named),
         "probed": probed,
         "numbers": {name: examined[id(tensors_of[name])][0] for name in numbered},
-        "not_finite": broken,
+        "not_finite": next((name for name, good in flags.items() if not good), ""),
     }
 
 
@@ -135,18 +139,18 @@ def input_size(layer: Any) -> int:
     raise RuntimeError(f"{type(layer).__name__} does not say its input size")
 
 
-def _digest_packed(layer: Any) -> bytes:
-    """Digest of a packed layer's weight: of the tensors that its kernel keeps, if it keeps any,
-    else of what is read out through the kernel.
-    """
+def _digest_packed(layer: Any, outputs: Sequence[torch.Tensor]) -> bytes:
+    """Digest of a packed layer's weight, by what was read out of it."""
     digest = hashlib.blake2b(f"{layer.weight.dtype}{input_size(layer)}".encode(), digest_size=16)
-    for output in _read_out(layer):
+    for output in outputs:
         digest.update(_digest_tensor(output))
     return digest.digest()
 
 
 def _read_out(layer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that are determined by a packed layer's weight."""
+    """Tensors that are determined by a packed layer's weight: those that its kernel keeps, if it
+    keeps any, else products.
+    """
     width, dtype = input_size(layer), layer.weight.dtype
     if kept := _kept_tensors(layer.cpu_linear):
         yield from kept
@@ -157,24 +161,17 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
         yield from _products(layer, width, dtype)
 
 
-def _not_finite(
-    model: torch.nn.Module, named: Sequence[tuple[str, torch.Tensor]], examined: Examined
-) -> str:
-    """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
+def _finite(named: Sequence[tuple[str, torch.Tensor]], examined: Examined) -> dict[str, bool]:
+    """Whether each parameter is free of NaN and infinity."""
     parameters = {
         name: tensor
         for name, tensor in named
         if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
     }
-    finite = {name: examined.get(id(tensor), (0, None))[1] for name, tensor in parameters.items()}
-    unseen = [name for name, good in finite.items() if good is None]
-    finite |= zip(unseen, finite_flags([parameters[name] for name in unseen]), strict=True)
-    on_cpu = not parameters or any(each.device.type == "cpu" for each in parameters.values())
-    for name, layer in model.named_modules() if on_cpu else ():
-        if is_packed(layer):
-            kept = [tensor for tensor in _read_out(layer) if tensor.is_floating_point()]
-            finite[name] = all(finite_flags(kept))
-    return next((name for name, good in finite.items() if not good), "")
+    flags = {name: examined.get(id(tensor), (0, None))[1] for name, tensor in parameters.items()}
+    unseen = [name for name, good in flags.items() if good is None]
+    flags |= zip(unseen, finite_flags([parameters[name] for name in unseen]), strict=True)
+    return {name: bool(good) for name, good in flags.items()}
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
