@@ -32,7 +32,7 @@ from skyctl.push.verify import (
 )
 from skyctl.push.way import Plan, Question, Way
 from skyctl.transfer.sender_pool import Lease
-from skyctl.transfer.transports import choose
+from skyctl.transfer.transports import Reachable, choose
 
 if TYPE_CHECKING:
     from skyctl.push.draft import Draft
@@ -71,7 +71,7 @@ class Checked:
     @property
     def engine(self) -> str:
         """The servers' engine version: they share one, or there is no push."""
-        return self.facts[0].vllm_version
+        return self.facts[0].process.vllm_version
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `--dry-run` shows it. Sizes in bytes."""
@@ -113,7 +113,7 @@ async def check(
     may_sleep = [s.name for s in fleet.servers if s.recorded.weights_awake or colocated]
     notes = check_servers(facts, may_sleep)
     if source.trainer is None and source.checkpoint is not None:
-        refuse_broken(request, fleet, source.files, facts[0].vllm_version)
+        refuse_broken(request, fleet, source.files, facts[0].process.vllm_version)
     refuse_update_problems(facts)
     question = Question(request, fleet, source, facts, idle)
     way, hints = await choose_way(question)
@@ -126,7 +126,7 @@ async def check(
     if source.checkpoint is not None:
         notes += await check_fit(request, source.checkpoint, fleet, facts, servers)
     draft = None
-    if request.draft or any(fact.drafts for fact in facts):
+    if request.draft or any(fact.process.drafts for fact in facts):
         from skyctl.push.draft import check_draft
 
         draft, draft_notes = await check_draft(request, fleet, source, facts, servers)
@@ -177,7 +177,8 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
     nodes = {server.node for server in fleet.servers} - {None}
     if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):
         return _by_disk("the servers read the trainer's file in memory themselves", question), []
-    choice = choose(request.transport, fleet.transport, question.facts, nodes=len(nodes))
+    servers = [Reachable(f.name, f.url, f.process.backend) for f in question.facts]
+    choice = choose(request.transport, fleet.transport, servers, nodes=len(nodes))
     refuse_stage(request, choice.name)
     if choice.name != "disk":
         return await sender_way(question, choice)
@@ -231,17 +232,17 @@ def _records(
     servers = []
     for given, fact in zip(fleet.servers, facts, strict=True):
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
-        control.known_ranks = fact.ranks  # they are not asked for again while it is frozen
+        control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
         # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
         asleep = colocated and (fact.asleep or given.recorded.sleep_level > 0)
         before = Before(
             dialect=fact.dialect,
-            world_size=fact.world_size,
+            world_size=fact.process.ranks[0],
             paused=fact.paused and not given.recorded.thaw,
             asleep=asleep,
             version=fact.weight_version,
-            engine="+".join(part for part in (fact.vllm_version, given.arguments) if part),
-            kv_lease_s=fact.kv_lease_s,
+            engine="+".join(part for part in (fact.process.vllm_version, given.arguments) if part),
+            kv_lease_s=fact.process.kv_lease_s,
         )
         # where a push broke off, its session may be open, and undoing this push thaws it as well
         did = Did(open=given.recorded.thaw, frozen=given.recorded.thaw and not asleep)

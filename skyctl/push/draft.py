@@ -85,7 +85,7 @@ async def check_draft(
         NotFoundError, PreflightError, WeightsGone: they are missing, or do not fit, or are not what
             they were; nothing was touched.
     """
-    drafting = [(fact, s) for fact, s in zip(facts, servers, strict=True) if fact.drafts]
+    drafting = [(fact, s) for fact, s in zip(facts, servers, strict=True) if fact.process.drafts]
     if not drafting:
         if request.draft:
             raise PreflightError(
@@ -99,7 +99,7 @@ async def check_draft(
     if beside and request.scan_nan is not False and not request.dry_run:
         await asyncio.to_thread(refuse_not_finite, checkpoint)
     first, timeout_s = drafting[0][0], fleet.timeouts.control_s
-    base = await asyncio.to_thread(read_running, first.draft_model or first.model)
+    base = await asyncio.to_thread(read_running, first.process.draft_model or first.process.model)
     questions = {tensor.name: tensor for tensor in open_questions(checkpoint, base)}
     questions |= {tensor.name: tensor for tensor in checkpoint.tensors}
     tensors = [(t.name, torch_name(t.dtype, t.name), list(t.shape)) for t in questions.values()]
@@ -132,8 +132,8 @@ def _files(
         refuse_changed_draft(request.expected_draft, checkpoint)
         return checkpoint, True
     for fact in facts:
-        if not directory and (fact.drafts != _MTP or source.checkpoint is None):
-            raise _refused(fact.name, fact.drafts)
+        if not directory and (fact.process.drafts != _MTP or source.checkpoint is None):
+            raise _refused(fact.name, fact.process.drafts)
     return source.files, False
 
 
@@ -141,11 +141,13 @@ def _at_start(fleet: PushFleet, source: Source, facts: Sequence[ServerFacts]) ->
     """The draft model that all these servers were started with, if the source is the model that
     they were started with; else "".
     """
-    first, path = facts[0].draft_model, source.path and Path(source.path).resolve()
+    first, path = facts[0].process.draft_model, source.path and Path(source.path).resolve()
     for fact in facts:
         planned = fleet.model_path or ""  # perhaps with a revision, which servers do not name
-        model = locate(planned if planned.partition("@")[0] == fact.model else fact.model)
-        if model is None or model.resolve() != path or fact.draft_model != first:
+        model = locate(
+            planned if planned.partition("@")[0] == fact.process.model else fact.process.model
+        )
+        if model is None or model.resolve() != path or fact.process.draft_model != first:
             return ""
     return first
 
@@ -173,7 +175,7 @@ async def _uses(
         )
     except ServerError as error:
         if lacks_method(error):  # started without skyctl's worker extension
-            raise _refused(server.name, fact.drafts) from error
+            raise _refused(server.name, fact.process.drafts) from error
         raise PreflightError(
             f"{server.name}: its draft weights cannot be pushed: {error.message}",
             hint="restart the servers on the checkpoint instead",
@@ -185,7 +187,7 @@ async def _uses(
     if not any(uses[tensor.name] is TensorUse.LOADED for tensor in checkpoint.tensors):
         raise PreflightError(
             f"{checkpoint.path} holds nothing that {server.name} drafts tokens with "
-            f"(speculative decoding by {fact.drafts})",
+            f"(speculative decoding by {fact.process.drafts})",
             hint="push its draft weights as well: --draft DIR; or restart the servers on it",
         )
     return uses

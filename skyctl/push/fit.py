@@ -106,7 +106,7 @@ async def check_fit(
     Raises:
         PreflightError: it does not fit. ServerError: a server does not answer.
     """
-    launched = next((fact.model for fact in facts if fact.model), None)
+    launched = next((fact.process.model for fact in facts if fact.process.model), None)
     model_path = reference(launched, fleet.model_path) if launched else fleet.model_path
     base = await asyncio.to_thread(read_running, model_path)
     tensors = [

@@ -90,7 +90,7 @@ class SenderWay:
         layout = await choose_layout(request.layout, self.name, servers, files)
         chunks = self._cut(layout)
         layout = layout.planned(chunks, files)
-        workers = sum(fact.world_size for fact in question.facts)
+        workers = sum(fact.process.ranks[0] for fact in question.facts)
         slots = slots_of(request.stage, len(chunks.chunks))
         memory_bytes = (slots + workers) * chunks.slot_bytes
         nodes = any(server.node is not None for server in fleet.servers)
@@ -208,7 +208,7 @@ def _refuse_stores(facts: Sequence[ServerFacts]) -> None:
         if fact.dialect is None or not fact.dialect.joins_by_id:
             raise PreflightError(
                 f"transport nccl over machines needs vLLM 0.32 or newer; {fact.name} has "
-                f"{fact.vllm_version or 'an unknown version'}",
+                f"{fact.process.vllm_version or 'an unknown version'}",
                 hint="push with --transport disk",
             )
 

@@ -132,26 +132,27 @@ def send_targets(facts: Sequence[ServerFacts], at: Rendezvous) -> tuple[SendTarg
         PreflightError: a server takes no weights from a trainer.
     """
     for fact in facts:
-        if not fact.backend:
+        if not fact.process.backend:
             raise PreflightError(
                 f"{fact.name} was started without a weight-transfer backend",
                 hint="name the trainer's in the fleet file, `weight_transfer: {backend: …}`, "
                 "and restart the servers",
             )
-    offsets, world_size = rank_offsets([fact.world_size for fact in facts])
+    offsets, world_size = rank_offsets([fact.process.ranks[0] for fact in facts])
     return tuple(
         SendTarget(
             server=fact.name,
             url=fact.url,
-            version=fact.vllm_version,
-            backend=fact.backend,
+            version=fact.process.vllm_version,
+            backend=fact.process.backend,
             rank_offset=offset,
-            workers=fact.world_size,
+            workers=fact.process.ranks[0],
             world_size=world_size,
             init_info=None
             if fact.dialect is None
             else fact.dialect.trainer_init_info(
-                fact.backend, GroupJoin(offset, world_size, at.master_address, at.master_port)
+                fact.process.backend,
+                GroupJoin(offset, world_size, at.master_address, at.master_port),
             ),
         )
         for fact, offset in zip(facts, offsets, strict=True)

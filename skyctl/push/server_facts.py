@@ -56,7 +56,7 @@ class ProcessFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerFacts(ProcessFacts):
+class ServerFacts:
     """All that one server reported of itself."""
 
     name: str
@@ -71,19 +71,17 @@ class ServerFacts(ProcessFacts):
     """It is asleep."""
     weight_version: str | None
     """The label of its weights."""
+    process: ProcessFacts
+    """What cannot change while it lives."""
     title: str = "vLLM"
     """Its engine's name."""
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks[0]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "server": self.name,
-            "vllm": self.vllm_version,
-            "backend": self.backend or "none",
-            "workers": self.world_size,
+            "vllm": self.process.vllm_version,
+            "backend": self.process.backend or "none",
+            "workers": self.process.ranks[0],
             "state": "asleep" if self.asleep else "paused" if self.paused else "ready",
             "weight_version": self.weight_version,
         }
@@ -118,8 +116,8 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
+            process=made,
             title=engine.title,
-            **vars(made),
         )
 
     targets = [server.target for server in fleet.servers]
@@ -212,7 +210,7 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
             f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
             hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
         )
-    versions = {fact.name: fact.vllm_version for fact in facts}
+    versions = {fact.name: fact.process.vllm_version for fact in facts}
     if len(set(versions.values())) > 1:
         listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
         raise PreflightError(
@@ -225,9 +223,9 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
 def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
     """Raise PreflightError, naming the server, if an update would leave wrong weights."""
     for fact in facts:
-        if fact.update_problem:
+        if fact.process.update_problem:
             raise PreflightError(
-                f"{fact.name}: {fact.update_problem}",
+                f"{fact.name}: {fact.process.update_problem}",
                 hint="restart the servers on the checkpoint instead",
             )
 
@@ -236,7 +234,7 @@ def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
     """Raise PreflightError if a server was started with `--load-format dummy`: vLLM cannot reload
     from disk what it did not load from there.
     """
-    dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
+    dummy = [fact.name for fact in facts if fact.process.load_format == "dummy"]
     if dummy:
         raise PreflightError(
             f"{', '.join(dummy)} was started with --load-format dummy, which transport disk "
@@ -250,9 +248,9 @@ def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
     garbage.
     """
     for fact in facts:
-        if fact.nccl_problem:
+        if fact.process.nccl_problem:
             raise PreflightError(
-                f"{fact.name}: {fact.nccl_problem}",
+                f"{fact.name}: {fact.process.nccl_problem}",
                 hint="install the nvidia-nccl package that its vLLM asks for, or set "
                 "VLLM_NCCL_SO_PATH in its `env:`",
             )
@@ -280,7 +278,9 @@ def common_nccl_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
         PreflightError: servers differ, so their group would hang.
     """
     reported = [
-        (f.name, shared_settings(f.nccl_settings)) for f in facts if f.nccl_settings is not None
+        (f.name, shared_settings(f.process.nccl_settings))
+        for f in facts
+        if f.process.nccl_settings is not None
     ]
     if not reported:
         return None

@@ -34,7 +34,7 @@ _CLOSE_TIMEOUT_S = 10.0
 def sibling_way(sibling: Sibling, question: Question) -> SiblingWay:
     """Raises PreflightError: the server has more than a sibling can give it."""
     [fact] = question.facts
-    if fact.drafts:
+    if fact.process.drafts:
         raise PreflightError("it drafts tokens by weights of its own")
     return SiblingWay(sibling, question.fleet)
 

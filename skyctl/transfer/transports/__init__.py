@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from skyctl.errors import PreflightError
@@ -19,15 +19,13 @@ BACKENDS = {"shm": "skyctl", "gloo": "skyctl", "nccl": "nccl", "ipc": "ipc"}
 """Weight-transfer backend that servers need, by transport. `disk` needs none."""
 
 
-class Reachable(Protocol):
+@dataclass(frozen=True)
+class Reachable:
     """What the choice looks at in a server."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def url(self) -> str: ...
-    @property
-    def backend(self) -> str: ...
+    name: str
+    url: str
+    backend: str
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.request import PushServer
 from skyctl.push.server_facts import (
+    ProcessFacts,
     ServerFacts,
     common_nccl_settings,
     nccl_pace_notes,
@@ -24,14 +25,13 @@ def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
     return ServerFacts(
         name=name,
         url="http://127.0.0.1:1",
-        backend="nccl",
-        vllm_version="0.32.0",
         dialect=dialect_for("0.32.0"),
-        ranks=(1, 1),
         paused=False,
         asleep=False,
         weight_version=None,
-        nccl_settings=settings,
+        process=ProcessFacts(
+            backend="nccl", vllm_version="0.32.0", ranks=(1, 1), nccl_settings=settings
+        ),
     )
 
 

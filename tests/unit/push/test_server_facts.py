@@ -37,7 +37,7 @@ async def asked_twice(stubs: Stubs, first: str, second: str) -> int:
         for instance in (first, second):
             made_of(stubs, instance)
             facts = await ask_servers(stubs.fleet, client=client)
-            assert facts[0].vllm_version
+            assert facts[0].process.vllm_version
     return stubs.servers[0].asgi.calls["/version"]
 
 
@@ -56,11 +56,11 @@ async def test_a_fleet_that_now_has_one_reader_asks_known_servers_for_their_nccl
     made_of(stubs, "41@1.5")
     stubs.engines[0].nccl_settings = {"NCCL_SOCKET_IFNAME": "eth1"}
     async with stubs.client() as client:
-        assert (await ask_servers(stubs.fleet, client=client))[0].nccl_settings is None
+        assert (await ask_servers(stubs.fleet, client=client))[0].process.nccl_settings is None
         (fact,) = await ask_servers(
             replace(stubs.fleet, reading=Reading(one_reader=True)), client=client
         )
-    assert fact.nccl_settings == {"NCCL_SOCKET_IFNAME": "eth1"}
+    assert fact.process.nccl_settings == {"NCCL_SOCKET_IFNAME": "eth1"}
 
 
 async def test_whether_it_is_paused_is_asked_each_time(stubs: Stubs) -> None:
@@ -83,6 +83,6 @@ async def test_a_server_whose_nccl_is_off_is_refused_for_nccl(
     stubs.engines[0].nccl_settings = {"NCCL_PROTO": "Simple"}
     async with stubs.client() as client:
         facts = await ask_servers(stubs.fleet, client=client)
-    assert [fact.nccl_settings for fact in facts] == [{"NCCL_PROTO": "Simple"}]
+    assert [fact.process.nccl_settings for fact in facts] == [{"NCCL_PROTO": "Simple"}]
     with pytest.raises(PreflightError, match="ncclCommSuspend"):
         refuse_without_nccl(facts)

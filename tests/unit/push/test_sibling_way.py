@@ -102,7 +102,7 @@ async def test_workers_that_cannot_copy_are_refused_before_a_server_is_touched(
 
 
 def test_a_server_that_drafts_by_weights_of_its_own_does_not_copy() -> None:
-    question: Any = SimpleNamespace(facts=[SimpleNamespace(drafts="mtp")])
+    question: Any = SimpleNamespace(facts=[SimpleNamespace(process=SimpleNamespace(drafts="mtp"))])
     sibling: Any = None
     with pytest.raises(PreflightError, match="drafts tokens"):
         sibling_way(sibling, question)
