@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from skyctl.engines.vllm.inside.worker_part import WorkerPart
 from skyctl.wire.device_digest import digest_on_device
 from skyctl.wire.exports import Export, opened
 
@@ -96,11 +97,11 @@ class HeldAdapter:
                 self.memory = self.memory.cpu()
 
 
-class GivenAdapters:
+class GivenAdapters(WorkerPart):
     """Those of one worker, by the path that vLLM knows each by."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        super().__init__(worker)
         self._adapters: dict[str, HeldAdapter] = {}
 
     def take(
@@ -162,7 +163,7 @@ class GivenAdapters:
             self._adapters.pop(path, None)
 
     def _copied(self, source: Sequence[Any], size: int) -> torch.Tensor:
-        device = self._worker.device
+        device = self._device
         if len(source) == 2:
             memory = mapped(*source)[:size]
         else:

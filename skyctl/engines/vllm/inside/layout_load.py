@@ -27,6 +27,7 @@ from skyctl.engines.vllm.inside.layout_memory import (
     sender_slots,
     suits_staging,
 )
+from skyctl.engines.vllm.inside.worker_part import WorkerPart
 from skyctl.wire.copies import copy_runs, octets_of, paired_runs
 from skyctl.wire.device_digest import as_it_lies, digest_on_device, plain_tensors
 from skyctl.wire.exports import Export, opened
@@ -50,11 +51,11 @@ class _Made:
     products: Mapping[str, int]
 
 
-class LayoutLoader:
-    """One worker's end of pushes in its own layout. Lives as long as the worker."""
+class LayoutLoader(WorkerPart):
+    """One worker's end of pushes in its own layout."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        super().__init__(worker)
         self._proven: set[str] = set()
         self._description: tuple[Any, str, tuple[ParameterLayout, ...]] | None = None
         self._program: Program | None = None
@@ -73,15 +74,6 @@ class LayoutLoader:
         self._layers: dict[str, Any] = {}
         self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._made: dict[str, _Made] = {}
-
-    @property
-    def _model(self) -> Any:
-        return self._worker.model_runner.get_model()
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._worker.device
-        return device
 
     @property
     def rank(self) -> int:
@@ -337,8 +329,7 @@ class LayoutLoader:
         self._products = []
         if not self.key:
             self.close()
-        if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
-            reset()
+        self._reset_adapters()
 
     def _described(self) -> tuple[str, tuple[ParameterLayout, ...]]:
         """The model's layout and its digest; renewed when parameters were replaced or moved."""

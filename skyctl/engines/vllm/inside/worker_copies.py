@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from skyctl.engines.vllm.inside.digest import (
 )
 from skyctl.engines.vllm.inside.layout import EXPERT_BACKENDS, PLAIN_METHODS, whole_problem
 from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES
+from skyctl.engines.vllm.inside.worker_part import WorkerPart
 from skyctl.wire.copies import octets_of
 from skyctl.wire.device_digest import as_it_lies, plain_tensors
 from skyctl.wire.exports import Export, Exporter, opened
@@ -64,11 +65,11 @@ class _Content:
     """Where it begins in the sequence of all tensors, in bytes."""
 
 
-class WorkerCopies:
-    """One worker's end of a copy, on either side. Lives as long as the worker."""
+class WorkerCopies(WorkerPart):
+    """One worker's end of a copy, on either side."""
 
     def __init__(self, worker: Any, *, cpu_buffer_bytes: int = 64 << 20) -> None:
-        self._worker = worker
+        super().__init__(worker)
         self._cpu_buffer_bytes = cpu_buffer_bytes
         self._lock = threading.RLock()
         self._exporter = Exporter()
@@ -83,15 +84,6 @@ class WorkerCopies:
         self._matrix: tuple[str, torch.Tensor] | None = None
         self._key = ""
         self._watched: set[int] = set()
-
-    @property
-    def _model(self) -> Any:
-        return self._worker.model_runner.get_model()
-
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = self._worker.device
-        return device
 
     def share(self, key: str, directory: str, pid: int) -> WeightsOffer:
         """Get ready to be copied from. The buffers are this worker's until `close`, or some seconds
@@ -122,7 +114,7 @@ class WorkerCopies:
             self._require(key)
             with self._copying():
                 for content, part, octets in self._parts(chunk):
-                    octets.copy_(self._source(content)[part], non_blocking=True)
+                    octets.copy_(self._bytes_of(content, self._unpacked)[part], non_blocking=True)
 
     def open(self, key: str, offer: WeightsOffer, pid: int) -> None:
         """Get ready to copy what the worker of this rank offers, without touching a parameter.
@@ -159,7 +151,7 @@ class WorkerCopies:
             self._require(key)
             with self._copying():
                 for content, part, octets in self._parts(chunk):
-                    self._target(content)[part].copy_(octets, non_blocking=True)
+                    self._bytes_of(content, _empty)[part].copy_(octets, non_blocking=True)
                     if part.stop == content.nbytes and content.name in self._packed:
                         self._pack(content)
             if last:
@@ -304,25 +296,25 @@ class WorkerCopies:
                 part = slice(first - content.begin, last - content.begin)
                 yield content, part, buffer[first - begin : last - begin]
 
-    def _source(self, content: _Content) -> torch.Tensor:
+    def _bytes_of(
+        self, content: _Content, matrix_of: Callable[[_Content], torch.Tensor]
+    ) -> torch.Tensor:
+        """Where its bytes lie: those of a weight that a CPU has packed in a matrix, which
+        `matrix_of` makes.
+        """
         if content.name not in self._packed:
             return self._octets[content.name]
         if self._matrix is None or self._matrix[0] != content.name:
-            layer, width = self._packed[content.name], content.shape[1]
-            columns = [
-                packed_values(layer, slice(None), first, min(first + _COLUMNS, width))
-                for first in range(0, width, _COLUMNS)
-            ]
-            self._matrix = content.name, torch.cat(columns, 1)
+            self._matrix = content.name, matrix_of(content)
         return octets_of(self._matrix[1])
 
-    def _target(self, content: _Content) -> torch.Tensor:
-        if content.name not in self._packed:
-            return self._octets[content.name]
-        if self._matrix is None or self._matrix[0] != content.name:
-            dtype = getattr(torch, content.dtype)
-            self._matrix = content.name, torch.empty(content.shape, dtype=dtype)
-        return octets_of(self._matrix[1])
+    def _unpacked(self, content: _Content) -> torch.Tensor:
+        layer, width = self._packed[content.name], content.shape[1]
+        columns = [
+            packed_values(layer, slice(None), first, min(first + _COLUMNS, width))
+            for first in range(0, width, _COLUMNS)
+        ]
+        return torch.cat(columns, 1)
 
     def _pack(self, content: _Content) -> None:
         """Have a CPU's layer pack the weight that has arrived, as vLLM's loader does."""
@@ -338,5 +330,8 @@ class WorkerCopies:
         for layer in self._model.modules():
             if is_packed(layer) and layer.weight.numel():  # a packed copy beside the weight
                 layer.quant_method.process_weights_after_loading(layer)
-        if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
-            reset()
+        self._reset_adapters()
+
+
+def _empty(content: _Content) -> torch.Tensor:
+    return torch.empty(content.shape, dtype=getattr(torch, content.dtype))
