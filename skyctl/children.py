@@ -1,4 +1,5 @@
-"""The environment of the processes that skyctl starts: its own, and no proxy within the fleet.
+"""The environment of the processes that skyctl starts: its own, and no proxy within the fleet; and
+scripts in other interpreters.
 
 A program that reads HTTP_PROXY asks servers on loopback through the proxy, too, unless no_proxy
 names them. skyctl's own requests never go through a proxy.
@@ -7,7 +8,9 @@ names them. skyctl's own requests never go through a proxy.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 
 from skyctl.startup import inherited_environment
 
@@ -32,6 +35,30 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
         return environment | dict.fromkeys(proxies, "")
     listed = ",".join(dict.fromkeys([*entries, *LOOPBACK]))
     return environment | {_LIST: listed, _LIST.upper(): listed}
+
+
+def output_of(
+    python: str,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """What a script prints in another interpreter, with `variables` added to its environment.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be run, or it failed.
+    """
+    return subprocess.run(
+        # -P: modules in the current directory are not installed there
+        [python, "-P", "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=True,
+        env={**os.environ, **(variables or {})},
+    ).stdout
 
 
 def bypassing(environment: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:

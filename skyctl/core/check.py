@@ -22,6 +22,7 @@ from skyctl.checkpoints.checkpoint import (
     mistaken_for,
     read_checkpoint,
 )
+from skyctl.children import output_of
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, ServerSpec
@@ -376,14 +377,6 @@ def _missing_in(python: str, modules: Sequence[str]) -> list[str] | Problem:
         "print(*[m for m in sys.argv[1:] if importlib.util.find_spec(m) is None])"
     )
     try:
-        result = subprocess.run(
-            # -P: modules in the current directory are not installed there
-            [python, "-P", "-c", script, *modules],
-            capture_output=True,
-            text=True,
-            timeout=_IMPORT_TIMEOUT_S,
-            check=True,
-        )
+        return output_of(python, script, modules, timeout_s=_IMPORT_TIMEOUT_S).split()
     except (OSError, subprocess.SubprocessError) as error:
         return Problem(f"python {python!r} cannot be run: {error}", "correct `python`")
-    return result.stdout.split()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from skyctl.children import entries_of, is_bypassed, proxies_of
+from skyctl.children import entries_of, is_bypassed, output_of, proxies_of
 from skyctl.doctor.check_line import CheckLine, Result, error, ok, run_checks, warning
 from skyctl.launch.local.devices import available_memory, gpu_query, gpu_rows
 from skyctl.units import format_bytes
@@ -145,14 +145,8 @@ def read_packages(python: str | None) -> dict[str, str]:
         "print(json.dumps(found))"
     )
     try:
-        result = subprocess.run(
-            [python, "-P", "-c", script, *PACKAGES],
-            capture_output=True,
-            text=True,
-            timeout=_PYTHON_TIMEOUT_S,
-            check=True,
-        )
-        versions = json.loads(result.stdout or "{}")
+        printed = output_of(python, script, PACKAGES, timeout_s=_PYTHON_TIMEOUT_S)
+        versions = json.loads(printed or "{}")
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
     return {str(name): str(version) for name, version in versions.items()}

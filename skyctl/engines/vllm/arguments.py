@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skyctl.children import output_of
 from skyctl.errors import SkyctlError
 from skyctl.store.paths import place_private_file, private_directory, state_root
 
@@ -211,14 +212,9 @@ def _conversion_problem(value: Any, kind: str) -> str:
 def _run(python: str, script: str, timeout_s: float) -> str:
     """The script's output; "" if it failed. vLLM refuses wrong names itself, only later."""
     try:
-        result = subprocess.run(
-            [python, "-P", "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=True,
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        printed = output_of(
+            python, script, timeout_s=timeout_s, variables={"VLLM_LOGGING_LEVEL": "ERROR"}
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return result.stdout.strip()
+    return printed.strip()
