@@ -150,13 +150,15 @@ def _complete(run: SGLangRun, model: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers=bearer(place.key), timeout=60)
 
 
-def _routed(run: SGLangRun, model: str) -> list[int]:
-    """Tokens by OpenAI's route, which has the adapter's name for a model's."""
+def _routed(run: SGLangRun, model: str) -> tuple[list[int] | None, str]:
+    """Tokens (None before SGLang 0.5.17) and text by OpenAI's route, which has the adapter's name
+    for a model's.
+    """
     _flush(run)
     answer = _complete(run, model)
     answer.raise_for_status()
     (choice,) = answer.json()["choices"]
-    return list(choice["token_ids"])
+    return choice.get("token_ids"), choice["text"]
 
 
 def _status(run: SGLangRun, model: str) -> int:
