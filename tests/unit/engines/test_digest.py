@@ -12,6 +12,7 @@ from skyctl.engines.vllm.inside.digest import (  # noqa: E402
     _MULTIPLIERS,
     _SPAN,
     _factors,
+    _finite,
     digest_model,
 )
 from tests.unit.engines.digest_cases import Kernel, Packed  # noqa: E402
@@ -71,6 +72,14 @@ def test_every_type_of_8_bits_is_looked_at_for_what_is_not_finite(dtype: Any, bi
     assert not_finite(module) == ""
     module.scale.view(torch.uint8)[5] = bits
     assert not_finite(module) == "scale"
+
+
+def test_what_the_sums_have_shown_of_a_parameter_is_not_looked_for_again() -> None:
+    ones, broken = (torch.nn.Parameter(torch.full((8,), x)) for x in (1.0, float("nan")))
+    named = [("a", ones), ("b", broken), ("c", ones.detach()), ("d", torch.nn.Parameter(ones + 1))]
+    examined = {id(ones): (1, False), id(broken): (2, True), id(named[3][1]): (3, None)}
+    assert _finite(named, examined) == {"a": False, "b": True, "d": True}
+    assert _finite(named, {}) == {"a": True, "b": False, "d": True}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
