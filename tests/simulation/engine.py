@@ -189,7 +189,8 @@ class Engine:
         self.seen_at = 0.0  # by any of ours but a push, of which the fleet's recovery knows nothing
         self.thawed_at = 0.0
         self.meddled_at = 0.0  # thawed by another program
-        self.unseen = False  # that was after the last look
+        self.loaded_at = 0.0  # the session was closed
+        self.unseen = False  # it was thawed so after the last look, which was after the load
         self.generated = 0  # tokens: whenever it serves, it has requests
         self.announced: set[str] = set()
         self.next_chunk = 0

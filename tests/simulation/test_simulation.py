@@ -20,6 +20,7 @@ FOUND_BY = {
     "16 the end of a push cannot be recorded": 18,
     "19 a failed write ends a healthy server": 11,
     "20 an update begins in a server that runs": 27,
+    "21 a server that was thawed while it was loaded is left so": 160_000_060,
     "22 a second attempt builds on what the first left": 76,
     "27 a server that sleeps is resumed": 78,
     "28 a forked child keeps its parent's locks": 36,

@@ -211,11 +211,13 @@ class World:
             self.written_at[caller] = self.loop.now
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
-        elif path == "/finish_weight_update" and engine.open and not engine.next_chunk:
-            engine.loading_by = None  # undone
+        elif path == "/finish_weight_update" and engine.open:
+            engine.loaded_at = self.loop.now
+            if not engine.next_chunk:
+                engine.loading_by = None  # undone
         elif path == "/update_weight_version" or (path == "/resume" and self._pushes(caller)):
             if engine.loading_by is not None:
-                engine.unseen = engine.looked_at < engine.meddled_at
+                engine.unseen = engine.loaded_at <= engine.looked_at < engine.meddled_at
             engine.loading_by = None
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
