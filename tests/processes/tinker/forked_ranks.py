@@ -13,7 +13,7 @@ import pytest
 
 from skyctl.tinker import remote_worker
 from tests.forking import TRAINING_MODULES, TrainingCommand
-from tests.processes.tinker.serving import ForkedWorker, fork_worker
+from tests.processes.tinker.serving import fork_worker
 
 RANK = """
 import json, os, sys
@@ -61,12 +61,8 @@ def fork_ranks(monkeypatch: pytest.MonkeyPatch, fault: str = "pass") -> None:
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
 
 
-async def _import_and_fork(*words: str, **options: Any) -> ForkedWorker:
-    for name in TRAINING_MODULES:
-        importlib.import_module(name)
-    return await fork_worker(*words, **options)
-
-
 if __name__ == "__main__":
-    asyncio.create_subprocess_exec = _import_and_fork  # type: ignore[assignment]
+    for name in TRAINING_MODULES:  # before beats are due: they are not read meanwhile
+        importlib.import_module(name)
+    asyncio.create_subprocess_exec = fork_worker  # type: ignore[assignment]
     remote_worker.main()
