@@ -44,6 +44,7 @@ class Defect:
 
 _VERBS = (Act.VERB, Act.SLEEP)
 _take = Arbiter.take
+_claim = Arbiter.claim
 _interrupted_request = recovery.interrupted_request
 _behind = diagnosis._behind
 
@@ -68,6 +69,17 @@ def _verbs_look_once(self: Arbiter, act: Act, what: str) -> Turn:
         turn.release()
         return Turn(None)
     return turn
+
+
+def _claims_nothing(*acts: Act) -> Any:
+    """Servers have locks of their own by now, which keep acts apart as well."""
+
+    async def claim(
+        self: Arbiter, turn: Turn, act: Act, what: str, servers: Mapping[str, str], **options: Any
+    ) -> None:
+        await _claim(self, turn, act, what, {} if act in acts else servers, **options)
+
+    return claim
 
 
 def _any_refusal(error: ServerError) -> bool:
@@ -156,13 +168,21 @@ async def _cancelled_as_it_ends(self: CancelGuard, transaction: Coroutine[Any, A
 
 DEFECTS: dict[str, Defect] = {
     "01 a recovery and a new push exclude each other one way only": Defect(
-        "attached", {"skyctl.core.arbiter.Arbiter.take": _recovery_only_looks}
+        "attached",
+        {
+            "skyctl.core.arbiter.Arbiter.take": _recovery_only_looks,
+            "skyctl.core.arbiter.Arbiter.claim": _claims_nothing(Act.RECOVER),
+        },
     ),
     "02 a verb is carried out during a push": Defect(
         "attached", {"skyctl.core.arbiter.Arbiter.take": _verbs_do_not_look}
     ),
     "03 a push begins during a verb": Defect(
-        "attached", {"skyctl.core.arbiter.Arbiter.take": _verbs_look_once}
+        "attached",
+        {
+            "skyctl.core.arbiter.Arbiter.take": _verbs_look_once,
+            "skyctl.core.arbiter.Arbiter.claim": _claims_nothing(*_VERBS),
+        },
     ),
     "04 a push goes on when its journal cannot be written": Defect(
         "attached",
