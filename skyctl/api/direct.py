@@ -51,7 +51,7 @@ async def push_direct(
         SkyctlError: as `Fleet.sync_weights`.
     """
     try:
-        trainer = await open_trainer(holder, Hub(1), TrainerOptions(source, dtype=dtype))
+        trainer = await open_trainer(holder, Hub(), TrainerOptions(source, dtype=dtype))
     except SkyctlError as error:
         if request.transport == LIVE:
             raise

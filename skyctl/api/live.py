@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +24,7 @@ from skyctl.live.file import lay_out, targets_of
 from skyctl.live.group import TrainerGroup
 from skyctl.live.offer import CHANGED, GLOO, IPC, Offer, Offered, piece_row
 from skyctl.live.outline import Outline, RankShare, shares_of
-from skyctl.live.ranks import Body
+from skyctl.live.ranks import Body, Ranks
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.states import LIVE
 from skyctl.store.journal import JobEvent
@@ -57,7 +59,7 @@ class _File:
 class FleetSide:
     """What rank 0 does for all ranks. Belongs to one event loop."""
 
-    def __init__(self, fleet: FleetService, name: str) -> None:
+    def __init__(self, fleet: FleetService, name: str, ranks: Ranks) -> None:
         self._fleet = fleet
         self._name = name
         self._stack = ExitStack()
@@ -71,7 +73,8 @@ class FleetSide:
         """Why servers cannot get at the ranks' memory."""
         self.unkept = ""
         """Why this push goes through a file although servers can get at the ranks' memory."""
-        self.group = TrainerGroup()
+        self.group = TrainerGroup(ranks.address.host)
+        self._local = [machine == ranks.machines[0] for machine in ranks.machines]
         self._shared = False
         self.running = running_model(None)
 
@@ -150,7 +153,10 @@ class FleetSide:
         ]
         exports = [memory["exports"] for memory in self._memories]
         try:
-            pids = tuple(memory["pid"] for memory in self._memories)
+            pids = tuple(
+                memory["pid"] if local else 0
+                for memory, local in zip(self._memories, self._local, strict=True)
+            )
             transport = self.transport
             if transport == GLOO and (targets := targets_of(self.running)):
                 refuse_unlike(self._ranks, targets)
@@ -180,6 +186,8 @@ class FleetSide:
         if transport != IPC:
             machine = self._offered.machine
             because = f"servers run on {machine}" if machine else "it was asked for"
+            if not all(self._local):
+                because = "they are on several machines"
             reason = f"ranks send to the servers' workers point to point ({because})"
         return replace(
             planned,
@@ -339,3 +347,27 @@ class FleetSide:
         for file in self._files:
             file.close()
         self._files = []
+
+
+def label_of(numbers: Mapping[str, Mapping[str, int]]) -> str:
+    """A version's label that its content decides."""
+    text = json.dumps(numbers, sort_keys=True)
+    return f"{LIVE}@{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+def refuse_not_finite(bodies: Sequence[Body]) -> None:
+    """Raise PreflightError where a rank has summed what is not finite."""
+    for rank, body in enumerate(bodies):
+        if name := body["not_finite"]:
+            raise PreflightError(
+                f"rank {rank}: {name} holds NaN or infinity as it is sent",
+                hint="look at the step before; scan_nan=False sends it all the same",
+            )
+
+
+def no_file(reason: str) -> PreflightError:
+    """The error where ranks on several machines would need a file, for this reason."""
+    return PreflightError(
+        f"ranks on several machines do not write a file together ({reason})",
+        hint="push a checkpoint that they save together",
+    )

@@ -7,8 +7,6 @@ rank 0         gather, plan ◄──┘ answer ─┘                          
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,13 +15,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from skyctl.api.live import FleetSide
+from skyctl.api.live import FleetSide, label_of, no_file, refuse_not_finite
 from skyctl.errors import PreflightError, UsageError
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
 from skyctl.live.model import Pair, addresses, dtype_name, read_pairs
-from skyctl.live.offer import Offered
+from skyctl.live.offer import IPC, Offered
 from skyctl.live.options import TrainerOptions, transport_of
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import Body, Ranks, Step, failure_body
@@ -140,11 +138,11 @@ class Trainer:
 
         async def send(bodies: list[Body]) -> list[Body]:
             if scan_nan:
-                _refuse_not_finite(bodies)
+                refuse_not_finite(bodies)
             side = self._fleet_side
             if "partials" in bodies[0]:
                 numbers = await asyncio.to_thread(side.numbers, bodies)
-                labelled = replace(request, weight_version=version or _label_of(numbers))
+                labelled = replace(request, weight_version=version or label_of(numbers))
                 result = await side.push_live(numbers, labelled, on_event, timeout_s)
             else:
                 path = Path(bodies[0]["path"])
@@ -213,11 +211,16 @@ class Trainer:
         """The first round: what the servers run, what the ranks have, and the plan. Where servers
         copy out of GPUs, ranks sum once: kernels are compiled.
         """
+        if self._ranks.apart and self._options.transport == IPC:
+            raise PreflightError(
+                "transport ipc: the ranks are on several machines",
+                hint='transport="auto" takes nccl, or gloo on CPUs',
+            )
         subject = "the start of the trainer"
 
         async def look_up(_: list[Body]) -> list[Body]:
             fleet = await self._stack.enter_async_context(self._holder._connected())
-            self._side = FleetSide(fleet, self._holder._ref.name)
+            self._side = FleetSide(fleet, self._holder._ref.name, self._ranks)
             self._stack.push_async_callback(self._side.close)
             self._ranks.when_lost = self._side.group.drop
             targets = [target.to_wire() for target in await self._side.open()]
@@ -229,7 +232,7 @@ class Trainer:
 
         answer = await self._exchange("gather", subject, {}, look_up)
         self._targets = [Target.from_wire(row) for row in answer["targets"]]
-        self._elsewhere = bool(answer["elsewhere"])
+        self._elsewhere = bool(answer["elsewhere"]) or self._ranks.apart
         body = await self._body(lambda: self._described([], live=True))
         answer = await self._exchange("write", subject, body, plan)
         self._outline = Outline.from_json(answer["plan"])
@@ -337,6 +340,8 @@ class Trainer:
         if request.transport == LIVE and (side.unkept or offered is None):
             reason = side.unkept or side.refused or "the weights are not in a GPU's memory"
             raise PreflightError(reason, hint='transport="auto" takes a file where needed')
+        if self._ranks.apart and (side.unkept or offered is None):
+            raise no_file(side.unkept or side.refused or f"transport {request.transport}")
         if side.unkept:  # the file is what the fleet copies
             answers = [{"plan": a["plan"]} if "plan" in a else {} for a in answers]
             offered = None
@@ -359,6 +364,8 @@ class Trainer:
         offered = None
         if all("memory" in body for body in bodies):
             offered = await side.offer([body["memory"] for body in bodies])
+            if offered is None and self._ranks.apart:
+                raise no_file(side.refused)
             if offered is None and self._options.transport != "auto":
                 raise PreflightError(
                     f"transport {self._options.transport}: {side.refused}",
@@ -375,20 +382,6 @@ class Trainer:
             if bodies[rank]["memory"].get("key") != offered.key:
                 answer |= {"sums": offered.rows(rank), "plan": plan}
         return answers, offered
-
-
-def _label_of(numbers: Mapping[str, Mapping[str, int]]) -> str:
-    text = json.dumps(numbers, sort_keys=True)
-    return f"{LIVE}@{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
-
-
-def _refuse_not_finite(bodies: list[Body]) -> None:
-    for rank, body in enumerate(bodies):
-        if name := body["not_finite"]:
-            raise PreflightError(
-                f"rank {rank}: {name} holds NaN or infinity as it is sent",
-                hint="look at the step before; scan_nan=False sends it all the same",
-            )
 
 
 async def open_trainer(holder: SessionHolder, ranks: Ranks, options: TrainerOptions) -> Trainer:

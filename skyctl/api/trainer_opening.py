@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import UsageError
+from skyctl.live.meeting import Address, machine
 from skyctl.live.options import TrainerOptions
 from skyctl.live.outline import Outline
-from skyctl.live.ranks import Hub, Link, Ranks
+from skyctl.live.ranks import Hub, Link, RankFailed, Ranks
 from skyctl.push.request import PushResult
 
 if TYPE_CHECKING:
@@ -90,18 +91,22 @@ async def _meet(group: Any) -> Ranks:
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return Hub(1)
+        return Hub()
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise UsageError("this process is not in the group of the trainer's ranks")
-    address: list[str | None] = [None]
-    hub = Hub(world_size)
-    if rank == 0:
-        await hub.listen()
-        address = [hub.address]
-    first = 0 if group is None else dist.get_global_rank(group, 0)
     # in this thread: NCCL goes by the device that is current in it
-    dist.broadcast_object_list(address, src=first, group=group)
+    machines = [""] * world_size
+    dist.all_gather_object(machines, machine(), group=group)
+    hub, answer = Hub(machines), list[Address | str]([""])
     if rank == 0:
-        return hub
-    return await Link.connect(str(address[0]), rank, world_size)
+        try:
+            await hub.listen()
+            answer = [hub.address]
+        except OSError as error:
+            answer = [f"rank 0 does not know its machine's address: {error}"]
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(answer, src=first, group=group)
+    if isinstance(answer[0], str):
+        raise RankFailed(answer[0], hint="set MASTER_ADDR, as torchrun does")
+    return hub if rank == 0 else await Link.connect(answer[0], rank, machines)

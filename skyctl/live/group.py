@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from skyctl.live.offer import Offered
 from skyctl.live.ranks import Body
+from skyctl.wire.addresses import address_towards
+from skyctl.wire.proofs import SECRET_BYTES
 
 if TYPE_CHECKING:
     from skyctl.wire.group_store import GroupStore
@@ -21,7 +22,9 @@ class TrainerGroup:
     has failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "") -> None:
+        self._host = host
+        """This machine's address for ranks of others; "" if there are none."""
         self.store: GroupStore | None = None
         """Where members find each other. Workers stay connected to it, and so notice our end."""
         self.stands = False
@@ -31,13 +34,13 @@ class TrainerGroup:
 
     def meet(self, groups: Sequence[str], offered: Offered, transport: str) -> Body:
         """What ranks are told; a group of which a rank is no member is left."""
-        from skyctl.wire.group_store import SECRET_BYTES, GroupStore
+        from skyctl.wire.group_store import GroupStore
         from skyctl.wire.peer_group import Meeting
 
         if not (self.stands and self.wire and set(groups) == {self.wire["name"]}):
             self.drop()
             members, secret = len(groups) + len(offered.workers), secrets.token_bytes(SECRET_BYTES)
-            address = address_towards(offered.machine)
+            address = self._host or address_towards(offered.machine or "127.0.0.1")
             self.store = GroupStore(address, secret, ranks=members - 1, timeout_s=_MEET_TIMEOUT_S)
             self.wire = Meeting(
                 *(secrets.token_hex(8), transport, address, self.store.port, secret.hex()),
@@ -50,13 +53,3 @@ class TrainerGroup:
         store, self.store, self.wire, self.stands = self.store, None, None, False
         if store is not None:
             store.close()
-
-
-def address_towards(machine: str) -> str:
-    """This machine's address on the way to another; loopback for ""."""
-    if not machine:
-        return "127.0.0.1"
-    family = socket.AF_INET6 if ":" in machine else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sending:
-        sending.connect((machine, 9))  # sends nothing
-        return str(sending.getsockname()[0])

@@ -37,7 +37,9 @@ class Offer:
     pieces: tuple[list[Any], ...]
     exports: tuple[list[Any], ...]
     pids: tuple[int, ...] = ()
-    """The processes of the ranks: when one ends, servers let go of the memory of all."""
+    """The processes of the ranks, 0 for one of another machine: when one ends, servers let go of
+    the memory of all.
+    """
     transport: str = IPC
     """How servers get at it."""
 
@@ -99,7 +101,7 @@ class Live:
     exports: tuple[list[Any], ...] = ()
     """Of each rank, as they travel."""
     pids: tuple[int, ...] = ()
-    """The processes of the ranks."""
+    """The processes of the ranks, 0 for one of another machine."""
     plans: Mapping[str, WorkerPlan] = field(default_factory=dict)
     """By layout."""
     tensors: int = 0

@@ -3,10 +3,9 @@
     rank 1 …   exchange ─► exchange ─► …      a round: a few exchanges, numbered on every rank
     rank 0     gather, decide, answer ─► …    or fail: the round is over, for every rank
 
-Ranks meet at a socket of rank 0's that has no name in the file system and lets in processes of its
-user only. The job's own collectives are not used: a rank that has died would stop them for minutes,
-and they do not tell which rank it was. Each message names its round, so that a rank that comes late
-learns how its round ended.
+The job's own collectives only tell where ranks meet (`live/meeting.py`): a rank that has died would
+stop them for minutes, and they do not tell which rank it was. Each message names its round, so that
+a rank that comes late learns how its round ended.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import socket
 import struct
 from abc import ABC, abstractmethod
@@ -25,9 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl.errors import PreflightError, SkyctlError, error_named
+from skyctl.live.meeting import Address, listen_everywhere, listen_locally
 from skyctl.store.identity import peer
 from skyctl.store.owned import own
 from skyctl.units import count_of, format_seconds
+from skyctl.wire.proofs import keep_alive
 
 PATIENCE_S = 600.0
 """How long a rank waits for the others in an exchange."""
@@ -64,7 +64,13 @@ class _Channel:
     def __init__(self, writer: StreamWriter) -> None:
         self._writer = writer
         self._socket = writer.get_extra_info("socket")
-        self.pid, self.uid = peer(self._socket)
+        self.is_local = self._socket.family == socket.AF_UNIX
+        if self.is_local:
+            pid, self.uid = peer(self._socket)
+            self.peer_name = f"pid {pid}"
+        else:
+            keep_alive(self._socket)
+            self.peer_name = f"at {writer.get_extra_info('peername')[0]}"
         own(self)
 
     def fileno(self) -> int:
@@ -81,13 +87,23 @@ class _Channel:
 
 
 class Ranks(ABC):
-    """All ranks of the job, as one of them sees them. Belongs to one event loop."""
+    """All ranks of the job, as one of them sees them: `machines` names that of each. Belongs to one
+    event loop.
+    """
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, machines: Sequence[str]) -> None:
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(machines)
+        self.machines = tuple(machines)
+        self.address = Address("")
+        """Where rank 0 listens, on rank 0."""
         self.when_lost: Callable[[], None] = lambda: None
         """Called on rank 0 when another rank has ended, or has closed its trainer."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether they are on several machines."""
+        return len(set(self.machines)) > 1
 
     @abstractmethod
     async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
@@ -109,10 +125,9 @@ class Ranks(ABC):
 class Hub(Ranks):
     """Rank 0's end."""
 
-    def __init__(self, world_size: int) -> None:
-        super().__init__(0, world_size)
-        self.address = f"skyctl-live-{secrets.token_hex(16)}"
-        self._server: asyncio.Server | None = None
+    def __init__(self, machines: Sequence[str] = ("",)) -> None:
+        super().__init__(0, machines)
+        self._servers: list[asyncio.Server] = []
         self._channels: dict[int, _Channel] = {}
         self._lost: dict[int, str] = {}
         self._bodies: dict[tuple[int, str, int], Body] = {}
@@ -120,12 +135,15 @@ class Hub(Ranks):
         self._changed = asyncio.Event()
 
     async def listen(self) -> None:
-        """Let the other ranks in."""
+        """Let the other ranks in. Raises OSError: this machine's address cannot be found out."""
         if self.world_size > 1:
-            listener = socket.socket(socket.AF_UNIX)
-            own(listener)
-            listener.bind(f"\0{self.address}")
-            self._server = await asyncio.start_unix_server(self._serve, sock=listener)
+            self.address, server = await listen_locally(self._serve)
+            self._servers.append(server)
+        if self.apart:
+            self.address, server = await listen_everywhere(
+                self.address.name, self._serve, expected=self.world_size
+            )
+            self._servers.append(server)
 
     async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
         try:
@@ -143,8 +161,8 @@ class Hub(Ranks):
         return answers[0]
 
     async def close(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
+        servers, self._servers = self._servers, []
+        for server in servers:
             server.close()
         for channel in self._channels.values():
             channel.close()
@@ -184,15 +202,15 @@ class Hub(Ranks):
         channel, rank = _Channel(writer), 0
         try:
             rank = int((await _receive(reader))["rank"])
-            if channel.uid != os.getuid() or not 0 < rank < self.world_size:
+            if (channel.is_local and channel.uid != os.getuid()) or not 0 < rank < self.world_size:
                 return
             self._channels.setdefault(rank, channel)
-            while self._server is not None and self._channels[rank] is channel:
+            while self._servers and self._channels[rank] is channel:
                 self._take(rank, await _receive(reader))
         except (OSError, EOFError, ValueError, KeyError):
             if self._channels.get(rank) is channel:
                 self._lost[rank] = (
-                    f"rank {rank} (pid {channel.pid}) has ended, or closed its trainer"
+                    f"rank {rank} ({channel.peer_name}) has ended, or closed its trainer"
                 )
                 self._changed.set()
                 self.when_lost()
@@ -228,29 +246,32 @@ class Link(Ranks):
     """The end of another rank."""
 
     def __init__(
-        self, rank: int, world_size: int, reader: StreamReader, writer: StreamWriter
+        self, rank: int, machines: Sequence[str], reader: StreamReader, writer: StreamWriter
     ) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, machines)
         self._channel = _Channel(writer)
         self._answers: asyncio.Queue[Body | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(reader))
 
     @classmethod
-    async def connect(cls, address: str, rank: int, world_size: int) -> Link:
+    async def connect(cls, address: Address, rank: int, machines: Sequence[str]) -> Link:
         """Meet rank 0, which listens there.
 
         Raises:
             RankFailed: it does not.
         """
+        local = machines[rank] == machines[0]
         try:
-            streams = await asyncio.open_unix_connection(f"\0{address}")
-        except OSError as error:
+            streams = await address.connect(local=local)
+        except (OSError, EOFError) as error:
+            if local:
+                message = f"rank {rank} does not reach rank 0: it has ended ({error})"
+                raise RankFailed(message) from error
             raise RankFailed(
-                f"rank {rank} does not reach rank 0: it has ended, or is on another machine or in "
-                "another container",
-                hint="ranks on several machines push a checkpoint that they save together",
+                f"rank {rank} does not reach rank 0 at {address.host}:{address.port}: {error!r}",
+                hint="MASTER_ADDR must be an address that all machines of the job reach",
             ) from error
-        link = cls(rank, world_size, *streams)
+        link = cls(rank, machines, *streams)
         link._channel.send({"rank": rank})
         return link
 
@@ -263,7 +284,7 @@ class Link(Ranks):
                 if answer is None:
                     self._answers.put_nowait(None)
                     raise RankFailed(
-                        f"rank 0 (pid {self._channel.pid}) has ended, or closed its trainer: "
+                        f"rank 0 ({self._channel.peer_name}) has ended, or closed its trainer: "
                         f"{step.subject} is given up"
                     )
                 if answer["round"] != step.round:

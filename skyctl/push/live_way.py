@@ -198,7 +198,7 @@ class LiveDelivery(Delivery):
             "programs": [live.plans[layout].program.to_wire() for layout in layouts],
             "exports": [live.rows(layout) for layout in layouts],
             "key": live.mapped_key,
-            "pids": live.pids,
+            "pids": [pid for pid in live.pids if pid],
             "staged": self._way.staged,
         }
         return arguments if live.group is None else arguments | peers.joining(live, server)

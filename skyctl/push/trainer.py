@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyctl.store.identity import ProcessIdentity, boot_id
+from skyctl.wire.addresses import address_towards
 
 _LOOK_S = 0.5
 CANCELLED = "the push was cancelled"
@@ -66,18 +67,10 @@ def suggest(urls: Collection[str]) -> Rendezvous:
         port = int(probe.getsockname()[1])
     hosts = (urlsplit(url).hostname or "" for url in urls)
     far = next((host for host in hosts if not is_loopback(host)), None)
-    return Rendezvous("127.0.0.1" if far is None else _address_towards(far), port)
-
-
-def _address_towards(host: str) -> str:
-    """This machine's source address for packets to `host`; nothing is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return Rendezvous(address_towards(far or "127.0.0.1"), port)
     except OSError:
-        return socket.gethostname()
+        return Rendezvous(socket.gethostname(), port)
 
 
 class Trainer:

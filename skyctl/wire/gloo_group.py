@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from skyctl.wire.group_store import GroupStore, GroupStoreClient, proof_of
+from skyctl.wire.group_store import GroupStore, GroupStoreClient
+from skyctl.wire.proofs import proof_of
 
 Store = GroupStore | GroupStoreClient
 

@@ -1,15 +1,13 @@
 """Where the ranks of a group find each other: a small store of bytes that asks for a secret.
 
-The sender serves it, at an ephemeral port. Each side proves to the other that it knows the secret:
+The sender serves it, at an ephemeral port. Each side proves to the other that it knows the secret
+(`wire/proofs.py`), and then:
 
     store                                 rank
-    challenge S  ───────────────────────►
-                 ◄─────────────────────── challenge C, HMAC(secret, "rank" S C)
-    HMAC(secret, "store" S C) ──────────►
                  ◄─────────────────────── set key value, or get key …
     nothing, or the value once there is one ►
 
-A process that cannot gets no answer, and is disconnected. Messages have limits, waits have
+Messages have limits, waits have
 deadlines, nothing is unpickled, and once the group has formed the store is closed, or sealed for
 those that stay: their connection ends with the sender's process, on whatever machine that is.
 torch's own serves every process that connects.
@@ -19,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import secrets
 import socket
 import struct
 import threading
@@ -29,22 +25,16 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from skyctl.store.owned import own
+from skyctl.wire.proofs import PROOF_BYTES, Door, Proof, keep_alive
 
 T = TypeVar("T")
 
-SECRET_BYTES = 32
-_PROOF_BYTES = 32
-_HANDSHAKE_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
-_MOST_STRANGERS = 64
-"""Connections beside the ranks' own that may have proven nothing yet; more are let go at once."""
 _LONGEST_KEY = 256
 _LONGEST_VALUE = 1024 * 1024  # gloo's address of one rank is 170 bytes, and 8 more for each other
 _REQUEST = struct.Struct(">BHI")  # operation, length of the key, length of the value
 _ANSWER = struct.Struct(">I")
 _SET, _GET, _STAY = range(3)
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""After so many seconds without an answer, the sender's machine counts as gone."""
 
 
 class _Connection:
@@ -65,11 +55,9 @@ class GroupStore:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         self.port: int = listening.getsockname()[1]
-        self._secret = secret
+        self._door = Door(secret, expected=ranks, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
-        self._strangers = 0
-        self._most_strangers = ranks + _MOST_STRANGERS
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
         self._sealed = asyncio.Event()
@@ -122,30 +110,13 @@ class GroupStore:
         with contextlib.suppress(*let_go):
             connection = _Connection(writer)
             try:
-                if await self._is_rank(reader, writer):
+                if await self._door.admits(reader, writer):
                     while not await self._answer(reader, writer):
                         pass
                     await reader.read(1)  # it stays, and says no more
             finally:
                 del connection
                 writer.transport.abort()
-
-    async def _is_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if self._strangers >= self._most_strangers:
-            return False
-        self._strangers += 1
-        try:
-            async with asyncio.timeout(min(_HANDSHAKE_TIMEOUT_S, self._timeout_s)):
-                ours = secrets.token_bytes(_PROOF_BYTES)
-                writer.write(ours)
-                theirs = await reader.readexactly(_PROOF_BYTES)
-                proof = await reader.readexactly(_PROOF_BYTES)
-        finally:
-            self._strangers -= 1
-        if not hmac.compare_digest(proof, proof_of(self._secret, b"rank", ours, theirs)):
-            return False
-        writer.write(proof_of(self._secret, b"store", ours, theirs))
-        return True
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether the rank stays and asks no more."""
@@ -216,9 +187,7 @@ class GroupStoreClient:
         """
         self._ask(_STAY, "")
         self._socket.settimeout(None)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in _KEEPALIVE.items():
-            self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        keep_alive(self._socket)
 
         def wait() -> None:
             with contextlib.suppress(OSError):
@@ -235,10 +204,9 @@ class GroupStoreClient:
         self._socket.close()
 
     def _prove(self, secret: bytes) -> None:
-        theirs, ours = self._receive(_PROOF_BYTES), secrets.token_bytes(_PROOF_BYTES)
-        self._send(ours + proof_of(secret, b"rank", theirs, ours))
-        proof = self._receive(_PROOF_BYTES)
-        if not hmac.compare_digest(proof, proof_of(secret, b"store", theirs, ours)):
+        proof = Proof(secret, self._receive(PROOF_BYTES))
+        self._send(proof.message)
+        if not proof.accepts(self._receive(PROOF_BYTES)):
             raise RuntimeError("the process at the sender's address is not this push's sender")
 
     def _ask(self, operation: int, key: str, value: bytes = b"") -> bytes:
@@ -268,8 +236,3 @@ class GroupStoreClient:
         if left_s <= 0:
             raise TimeoutError("not every rank has joined in time")
         self._socket.settimeout(left_s)
-
-
-def proof_of(secret: bytes, *parts: bytes) -> bytes:
-    """Shows that a process knows the secret, and for this occasion alone."""
-    return hmac.digest(secret, b"".join(parts), "sha256")

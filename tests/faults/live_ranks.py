@@ -30,7 +30,8 @@ ROWS = 12
 @dataclass(frozen=True)
 class Job:
     """`versions` are pushed one after the other, each with values of its own. At the last, `rank`
-    is killed at `point`, or stops there and is never seen again (`stops`)."""
+    is killed at `point`, or stops there and is never seen again (`stops`). By gloo, each rank
+    counts as on a machine of its own."""
 
     versions: tuple[str, ...]
     ranks: int = 3
@@ -112,13 +113,16 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
         yield (rank * rows, 0), weights[name][rank * rows : (rank + 1) * rows]
 
     async def train() -> None:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        apart = job.transport == "gloo"
+        machines = [f"machine {number}" if apart else "" for number in range(job.ranks)]
         if rank == 0:
-            ranks: Any = Hub(job.ranks)
+            ranks: Any = Hub(machines)
             await ranks.listen()
             for _ in range(1, job.ranks):
                 address.put(ranks.address)
         else:
-            ranks = await Link.connect(await asyncio.to_thread(address.get), rank, job.ranks)
+            ranks = await Link.connect(await asyncio.to_thread(address.get), rank, machines)
         options = TrainerOptions(own, patience_s=job.patience_s, transport=job.transport)
         live = await open_trainer(Fleet.load(file), ranks, options)
         for version in job.versions:

@@ -16,15 +16,15 @@ FSDP_RL = Path(__file__).parents[2] / "examples" / "fsdp_rl.py"
 STEPS = 4
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("machines", [1, 2])
 def test_two_ranks_train_and_the_servers_have_what_they_would_save(
-    real_fleet: FleetCli, tmp_path: Path, transport: str
+    real_fleet: FleetCli, tmp_path: Path, machines: int
 ) -> None:
     pytest.importorskip("torch")
     real_fleet.run("sync-weights", "checkpoints/a")
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(FSDP_RL)]
-    command += ["--steps", str(STEPS), "--samples", "8", "--learning-rate", "0.01"]
-    command += ["--transport", transport]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["-m", "tests.integration.apart"] if machines > 1 else []
+    command += [str(FSDP_RL), "--steps", str(STEPS), "--samples", "8", "--learning-rate", "0.01"]
     printed = real_fleet.run_example(*command, "--save", "saved", cwd=tmp_path, timeout_s=300)
     history = json.loads((tmp_path / "fsdp_rl.json").read_text())
     assert [step["version"] for step in history] == [f"fsdp-{n + 1}" for n in range(STEPS)]

@@ -12,7 +12,8 @@ from typing import Any
 
 from skyctl.transfer.carrier import CpuCarrier
 from skyctl.transfer.transports.base import Transport
-from skyctl.wire.group_store import SECRET_BYTES, GroupStore
+from skyctl.wire.group_store import GroupStore
+from skyctl.wire.proofs import SECRET_BYTES
 
 
 class GlooTransport(Transport):

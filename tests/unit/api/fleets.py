@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,19 @@ def state_dict(seed: int) -> dict[str, Any]:
     }
 
 
-async def met(count: int) -> list[Ranks]:
-    hub = Hub(count)
+async def met(count: int, machines: Sequence[str] = ()) -> list[Ranks]:
+    hub = Hub(machines or [""] * count)
     await hub.listen()
-    return [hub, *[await Link.connect(hub.address, rank, count) for rank in range(1, count)]]
+    links = [await Link.connect(hub.address, rank, hub.machines) for rank in range(1, count)]
+    return [hub, *links]
 
 
 @asynccontextmanager
 async def trainers(
-    fleet: Fleet, weights: list[Any], **options: Any
+    fleet: Fleet, weights: list[Any], machines: Sequence[str] = (), **options: Any
 ) -> AsyncIterator[list[Trainer]]:
-    """A trainer per rank, each with these weights."""
-    ranks = await met(len(weights))
+    """A trainer per rank, each with these weights, on one machine or these."""
+    ranks = await met(len(weights), machines)
     opened = await asyncio.gather(
         *(
             open_trainer(fleet, rank, TrainerOptions(given, **options))

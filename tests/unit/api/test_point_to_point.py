@@ -50,7 +50,7 @@ async def opened(
     async with (
         attached(tmp_path, servers) as fleet,
         fleet,
-        trainers(fleet, weights, transport="gloo", **options) as live,
+        trainers(fleet, weights, **({"transport": "gloo"} | options)) as live,
     ):
         yield live
 
@@ -139,4 +139,38 @@ async def test_gloo_that_was_asked_for_is_not_replaced_by_a_file(tmp_path: Path)
     servers[0].engine.extension = False
     with pytest.raises(PreflightError, match=r"transport gloo: .* do not know layouts"):
         async with opened(tmp_path, parts, servers):
+            pass
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The machines of two ranks."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    return ("here", "there")
+
+
+async def test_ranks_of_several_machines_send_and_write_no_file(
+    tmp_path: Path, apart: tuple[str, ...]
+) -> None:
+    servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
+    async with opened(tmp_path, parts, servers, machines=apart, transport="auto") as live:
+        plan = live[0].plan()
+        assert (plan.way, plan.transport) == ("live", "gloo")
+        assert "several machines" in plan.reason
+        await push(live, 1)
+        assert all(holds(server, parts) for server in servers)
+        for options in ({"transport": "shm"}, {"keep": True}):
+            errors = await everywhere([trainer.push("step-2", **options) for trainer in live])
+            assert all("do not write a file together" in error.message for error in errors)
+        parts[0]["lm_head.weight"] += 1
+        await push(live, 3)
+        assert all(holds(server, parts) for server in servers)
+
+
+async def test_ranks_of_several_machines_are_not_copied_from(
+    tmp_path: Path, apart: tuple[str, ...]
+) -> None:
+    servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
+    with pytest.raises(PreflightError, match="ipc: the ranks are on several machines"):
+        async with opened(tmp_path, parts, servers, machines=apart, transport="ipc"):
             pass

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from skyctl.errors import PreflightError, SkyctlError
+from skyctl.live.meeting import Address
 from skyctl.live.ranks import Body, Hub, Link, RankFailed, Ranks, Step, failure_body
 
 
 @asynccontextmanager
-async def ranks(count: int) -> AsyncIterator[list[Ranks]]:
-    hub = Hub(count)
+async def ranks(count: int, machines: Sequence[str] = ()) -> AsyncIterator[list[Ranks]]:
+    hub = Hub(machines or [""] * count)
     await hub.listen()
-    links = [await Link.connect(hub.address, rank, count) for rank in range(1, count)]
+    links = [await Link.connect(hub.address, rank, hub.machines) for rank in range(1, count)]
     try:
         yield [hub, *links]
     finally:
@@ -135,4 +137,45 @@ async def test_a_rank_that_is_cancelled_fails_the_round_for_the_others() -> None
 
 async def test_nobody_listens() -> None:
     with pytest.raises(RankFailed, match="rank 3 does not reach rank 0"):
-        await Link.connect("skyctl-live-none", 3, 4)
+        await Link.connect(Address("skyctl-live-none"), 3, [""] * 4)
+
+
+APART = ("here", "there", "here")
+
+
+@pytest.fixture
+def _reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+@pytest.mark.usefixtures("_reached")
+async def test_ranks_of_other_machines_meet_at_an_address() -> None:
+    async with ranks(3, APART) as group:
+        answers = await asyncio.gather(*all_of(group, step(1)))
+        assert [answer["total"] for answer in answers] == [6] * 3
+        waiting = [asyncio.ensure_future(call) for call in all_of([group[0], group[2]], step(2))]
+        await asyncio.sleep(0)
+        await group[1].close()
+        for message in messages(await outcomes(list(waiting))):
+            assert message.startswith("rank 1 (at 127.0.0.1) has ended")
+
+
+@pytest.mark.usefixtures("_reached")
+async def test_who_does_not_know_the_secret_is_no_rank() -> None:
+    async with ranks(3, APART) as group:
+        address = group[0].address
+        with pytest.raises(
+            RankFailed, match=r"rank 1 does not reach rank 0 at 127\.0\.0\.1"
+        ) as failed:
+            await Link.connect(replace(address, secret=bytes(32)), 1, APART)
+        assert failed.value.hint is not None and "MASTER_ADDR" in failed.value.hint
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(bytes(64))
+        assert len(await reader.read()) == 32  # the challenge, and no word more
+        writer.close()
+        assert (await asyncio.gather(*all_of(group, step(1))))[1]["total"] == 6
+
+
+async def test_on_one_machine_no_address_is_listened_at() -> None:
+    async with ranks(3) as group:
+        assert group[0].address.host == "" and not group[0].apart

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from skyctl.wire import group_store
+from skyctl.wire import proofs
 from skyctl.wire.group_store import GroupStore, GroupStoreClient
 
 SECRET = bytes(range(32))
@@ -107,7 +107,7 @@ def test_garbage_ends_the_connection(store: GroupStore, said: bytes) -> None:
 def test_who_says_nothing_is_not_waited_for(
     store: GroupStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_store, "_HANDSHAKE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(proofs, "HANDSHAKE_TIMEOUT_S", 0.1)
     with stranger(store) as connection:
         assert ends(connection)
     rank(store).set("key", b"")
@@ -115,7 +115,7 @@ def test_who_says_nothing_is_not_waited_for(
 
 def test_a_crowd_of_strangers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for all ranks at once, and for so many others."""
-    monkeypatch.setattr(group_store, "_MOST_STRANGERS", 1)
+    monkeypatch.setattr(proofs, "_MOST_STRANGERS", 1)
     store = GroupStore(ADDRESS, SECRET, ranks=2, timeout_s=5)
     crowd = [stranger(store) for _ in range(3)]
     with socket.create_connection((ADDRESS, store.port), 5) as late:
