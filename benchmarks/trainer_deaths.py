@@ -176,8 +176,9 @@ class Rounds:
         """Kill the trainer, or this server, once servers carry the call out."""
         rows = self.fleet.replicas()
         row = rows[server or next(iter(rows))]
+        before = self.fleet.calls(row["url"], call)
         process = self.fleet.train_begun(seed=self._label, version=version)
-        self.fleet.until_called(row["url"], call)
+        self.fleet.until_called(row["url"], call, before)
         time.sleep(after_s)
         os.kill(row["pid"] if server else process.pid, signal.SIGKILL)
         process.communicate(timeout=BOUND_S)

@@ -137,6 +137,7 @@ class FleetSide:
         """
         if self._offered is not None and all("same" in memory for memory in memories):
             return self._offered
+        self.refused = ""
         last, self._offered = self._offered, None
         before = self._memories or [{}] * len(memories)
         self._memories = [

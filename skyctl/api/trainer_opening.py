@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import UsageError
-from skyctl.live.meeting import Address, machine
+from skyctl.live.meeting import Address, Place
 from skyctl.live.options import TrainerOptions
 from skyctl.live.outline import Outline
 from skyctl.live.ranks import Hub, Link, RankFailed, Ranks
@@ -92,21 +93,44 @@ async def _meet(group: Any) -> Ranks:
 
     if not (dist.is_available() and dist.is_initialized()):
         return Hub()
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     if rank < 0:
         raise UsageError("this process is not in the group of the trainer's ranks")
-    # in this thread: NCCL goes by the device that is current in it
-    machines = [""] * world_size
-    dist.all_gather_object(machines, machine(), group=group)
-    hub, answer = Hub(machines), list[Address | str]([""])
+    collective = partial(_collective, dist, group)
+    places = await collective(Place.own())
+    hub, address, failure = Hub([place.machine for place in places]), Address(""), ""
     if rank == 0:
+        far = (place.address for place in places if place.machine != places[0].machine)
         try:
-            await hub.listen()
-            answer = [hub.address]
-        except OSError as error:
-            answer = [f"rank 0 does not know its machine's address: {error}"]
-    first = 0 if group is None else dist.get_global_rank(group, 0)
-    dist.broadcast_object_list(answer, src=first, group=group)
-    if isinstance(answer[0], str):
-        raise RankFailed(answer[0], hint="set MASTER_ADDR, as torchrun does")
-    return hub if rank == 0 else await Link.connect(answer[0], rank, machines)
+            await hub.listen(next(filter(None, far), "127.0.0.1"))
+        except Exception as error:  # for every rank: they wait for it
+            failure = f"rank 0 cannot listen for ranks of other machines: {error}"
+        address = hub.address
+    ranks: Ranks = hub
+    address, failure = (await collective((address, failure)))[0]
+    if rank and not failure:
+        try:
+            ranks = await Link.connect(address, rank, hub.machines)
+        except RankFailed as error:
+            failure = error.message
+    if failed := next(filter(None, await collective(failure)), ""):
+        await ranks.close()
+        raise RankFailed(failed, hint="each rank must reach the address of rank 0's machine")
+    return ranks
+
+
+async def _collective(dist: Any, group: Any, given: Any) -> list[Any]:
+    """What each rank gives, on every rank. Rank 0 lets others in meanwhile."""
+    import torch
+
+    gathered = [None] * dist.get_world_size(group)
+    # NCCL goes by the device that is current in a thread
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def gather() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        dist.all_gather_object(gathered, given, group=group)
+
+    await asyncio.to_thread(gather)
+    return list(gathered)

@@ -12,7 +12,7 @@ import socket
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyctl.store.identity import boot_id
@@ -33,7 +33,7 @@ class Address:
     """Its machine's address, for ranks of others."""
     port: int = 0
     """There."""
-    secret: bytes = b""
+    secret: bytes = field(default=b"", repr=False)
     """What they prove that they know."""
 
     async def connect(self, *, local: bool) -> tuple[StreamReader, StreamWriter]:
@@ -42,17 +42,34 @@ class Address:
             return await asyncio.open_unix_connection(f"\0{self.name}")
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             streams = await asyncio.open_connection(self.host, self.port)
-        await prove(*streams, self.secret)
+        try:
+            await prove(*streams, self.secret)
+        except BaseException:
+            streams[1].close()
+            raise
         return streams
 
 
-def machine() -> str:
-    """Tells whether processes reach each other's local sockets: a boot, and the namespace of its
-    network.
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    machine: str
+    """Tells whether ranks reach each other's local sockets and know each other's pids: a boot, and
+    its namespaces.
     """
-    with suppress(OSError):
-        return f"{boot_id()} {Path('/proc/self/ns/net').stat().st_ino}"
-    return boot_id()
+    address: str
+    """Its own, on the way to MASTER_ADDR; "" if there is none."""
+
+    @classmethod
+    def own(cls) -> Place:
+        """This process's."""
+        names, address = [boot_id()], ""
+        with suppress(OSError):
+            names += [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "pid")]
+        with suppress(OSError, ValueError):
+            address = address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        return cls(" ".join(names), address)
 
 
 async def listen_locally(serve: Serve) -> tuple[Address, asyncio.Server]:
@@ -64,10 +81,10 @@ async def listen_locally(serve: Serve) -> tuple[Address, asyncio.Server]:
 
 
 async def listen_everywhere(
-    name: str, serve: Serve, *, expected: int
+    name: str, serve: Serve, *, expected: int, towards: str
 ) -> tuple[Address, asyncio.Server]:
-    """Let in ranks of other machines, at the address on the way to MASTER_ADDR. Raises OSError."""
-    host = address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    """Let in ranks of other machines, at the address on the way to that of one. Raises OSError."""
+    host = address_towards(towards)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     own(listener)

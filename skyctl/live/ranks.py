@@ -134,14 +134,18 @@ class Hub(Ranks):
         self._failures: dict[int, SkyctlError] = {}
         self._changed = asyncio.Event()
 
-    async def listen(self) -> None:
-        """Let the other ranks in. Raises OSError: this machine's address cannot be found out."""
+    async def listen(self, towards: str = "") -> None:
+        """Let the other ranks in, `towards` the address of one of another machine if there are any.
+
+        Raises:
+            OSError: there is no way to that address.
+        """
         if self.world_size > 1:
             self.address, server = await listen_locally(self._serve)
             self._servers.append(server)
         if self.apart:
             self.address, server = await listen_everywhere(
-                self.address.name, self._serve, expected=self.world_size
+                self.address.name, self._serve, expected=self.world_size, towards=towards
             )
             self._servers.append(server)
 
@@ -267,10 +271,8 @@ class Link(Ranks):
             if local:
                 message = f"rank {rank} does not reach rank 0: it has ended ({error})"
                 raise RankFailed(message) from error
-            raise RankFailed(
-                f"rank {rank} does not reach rank 0 at {address.host}:{address.port}: {error!r}",
-                hint="MASTER_ADDR must be an address that all machines of the job reach",
-            ) from error
+            at = f"rank 0 at {address.host}:{address.port}"
+            raise RankFailed(f"rank {rank} does not reach {at}: {error!r}") from error
         link = cls(rank, machines, *streams)
         link._channel.send({"rank": rank})
         return link

@@ -18,7 +18,7 @@ import torch
 from skyctl.live.plan import Row
 from skyctl.wire.copies import cut_copy, paired_runs
 from skyctl.wire.device_digest import sum_of_words
-from skyctl.wire.finite import EXPONENTS
+from skyctl.wire.finite import EXPONENTS, each_finite
 from skyctl.wire.layouts import Copy
 
 _WORD = 8
@@ -252,7 +252,7 @@ class Summer:
             )
             values = self._move(replace(part, target=at), image)
             dtype = self._dtypes[part.parameter]
-            if dtype.is_floating_point and not bool(torch.isfinite(values.view(dtype)).all()):
+            if dtype.is_floating_point and not bool(each_finite(values.view(dtype)).all()):
                 broken[part.parameter] = 1
             covered.as_strided(
                 (part.rows, part.row), (part.target_pitch, 1), covered.storage_offset() + at

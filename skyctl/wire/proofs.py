@@ -20,8 +20,10 @@ PROOF_BYTES = 32
 HANDSHAKE_TIMEOUT_S = 5.0
 _MOST_STRANGERS = 64
 """Connections beside the expected ones that may have proven nothing yet; more are refused."""
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""After so many seconds without an answer, the other machine counts as gone."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""After so many seconds without an answer, the other machine counts as gone; the last, in
+milliseconds, where something was sent, of which the kernel asks no probes.
+"""
 
 
 class Door:
@@ -81,8 +83,8 @@ async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
 def keep_alive(connection: socket.socket) -> None:
     """Have the end of the other machine end the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+    for option, value in _KEEPALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def proof_of(secret: bytes, *parts: bytes) -> bytes:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-Transport = Literal["auto", "gloo"]
+Way = Literal["auto", "gloo", "apart"]
 BOUND_S = 40.0
 ROWS = 12
 
@@ -30,8 +30,8 @@ ROWS = 12
 @dataclass(frozen=True)
 class Job:
     """`versions` are pushed one after the other, each with values of its own. At the last, `rank`
-    is killed at `point`, or stops there and is never seen again (`stops`). By gloo, each rank
-    counts as on a machine of its own."""
+    is killed at `point`, or stops there and is never seen again (`stops`). They send as the trainer
+    chooses, by gloo, or each as if on a machine of its own (`apart`)."""
 
     versions: tuple[str, ...]
     ranks: int = 3
@@ -39,7 +39,7 @@ class Job:
     point: str = ""
     stops: bool = False
     patience_s: float = 20.0
-    transport: Transport = "auto"
+    way: Way = "auto"
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,18 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
         yield (rank * rows, 0), weights[name][rank * rows : (rank + 1) * rows]
 
     async def train() -> None:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        apart = job.transport == "gloo"
+        apart = job.way == "apart"
         machines = [f"machine {number}" if apart else "" for number in range(job.ranks)]
         if rank == 0:
             ranks: Any = Hub(machines)
-            await ranks.listen()
+            await ranks.listen("127.0.0.1")
             for _ in range(1, job.ranks):
                 address.put(ranks.address)
         else:
             ranks = await Link.connect(await asyncio.to_thread(address.get), rank, machines)
-        options = TrainerOptions(own, patience_s=job.patience_s, transport=job.transport)
+        options = TrainerOptions(
+            own, patience_s=job.patience_s, transport="gloo" if job.way == "gloo" else "auto"
+        )
         live = await open_trainer(Fleet.load(file), ranks, options)
         for version in job.versions:
             weights["w"] = values(version, torch)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.forked import NETWORK
 from tests.forking import command
@@ -80,7 +80,9 @@ class StubFleet:
         text = _FLEET.format(name=name, replicas=replicas, faults=faults, extra=extra)
         (self.directory / "fleet.yaml").write_text(text)
 
-    def start(self, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, path: Path | None = None, stdin: int | IO[str] = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         """One command; modules in `path` come before others."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         home = self.home or self.directory / "home"
@@ -93,14 +95,19 @@ class StubFleet:
             cwd=self.directory,
             env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, **self.environ},
             text=True,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
 
-    def run(self, *arguments: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        self,
+        *arguments: str,
+        expect: int | None = 0,
+        stdin: int | IO[str] = subprocess.DEVNULL,
+    ) -> subprocess.CompletedProcess[str]:
         """One command to its end, within `bound_s`."""
-        process = self.start(*arguments)
+        process = self.start(*arguments, stdin=stdin)
         stdout, stderr = process.communicate(timeout=self.bound_s)
         assert expect in (None, process.returncode), (
             f"exit {process.returncode}\n{stdout}\n{stderr}"

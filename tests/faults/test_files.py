@@ -48,9 +48,8 @@ def test_a_fleet_of_several_files_is_changed_and_undone_as_one(fleet: StubFleet)
 def test_a_fleet_from_standard_input_is_operated_by_its_name(fleet: StubFleet) -> None:
     here = fleet.directory
     (here / "fleet.yaml").rename(here / "made.yaml")
-    fleet.within = ("sh", "-c", 'exec "$@" < made.yaml', "sh")
-    fleet.run("up", "-f", "-")
-    fleet.within = ()
+    with (here / "made.yaml").open() as file:
+        fleet.run("up", "-f", "-", stdin=file)
     (here / "made.yaml").unlink()
     status = fleet.json("status")["data"]  # the only one
     assert [row["state"] for row in status["replicas"]] == ["ready"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from skyctl.core.registry import supervisor_running
 from skyctl.kill_points import RANK
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.client import listening
-from tests.faults.live_ranks import ROWS, Client, Ended, Job, Transport, forking_ranks
+from tests.faults.live_ranks import ROWS, Client, Ended, Job, Way, forking_ranks
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.pids import gone, kill
 from tests.unit.push.checkpoints import filled, write_checkpoint
@@ -28,13 +27,15 @@ pytest.importorskip("torch")
 REPEATED = int(os.environ.get("SKYCTL_TEST_DEATHS", "1"))
 """How often each death is tried: 20 for a report."""
 SETTLE_S = 20.0
-TRANSPORTS: tuple[Transport, ...] = ("auto", "gloo")
+WAYS: tuple[Way, ...] = ("auto", "gloo", "apart")
+_APART = ("rank.read", "rank.sending", "rank.answered")
 DEATHS = [
-    (transport, point, rank)
-    for transport in TRANSPORTS
+    (way, point, rank)
+    for way in WAYS
     for point in RANK
     for rank in (0, 1)
-    if (point, rank) != ("rank.started", 1) and (transport, point) != ("auto", "rank.sending")
+    if (point, rank) != ("rank.started", 1) and (way, point) != ("auto", "rank.sending")
+    if way != "apart" or point in _APART
 ]
 SUPERVISOR = (
     *("push.begun", "push.prepared", "push.pause.call", "push.update.call"),
@@ -81,10 +82,10 @@ class Deaths:
         self.stubs.run("status")
         del self.stubs.environ["SKYCTL_KILL_AT"]
 
-    def goes_on(self, transport: Transport = "auto") -> None:
+    def goes_on(self, way: Way = "auto") -> None:
         """The next job pushes as if nothing had been, and leaves a single version in memory."""
         version = self.version()
-        ended = self.ranks.run(Job((version,), transport=transport))
+        ended = self.ranks.run(Job((version,), way=way))
         assert [(row.pushed, row.error) for row in ended] == [((version,), "")] * 3, ended
         self.held = self.settled({version})
         until = time.monotonic() + SETTLE_S
@@ -123,22 +124,22 @@ def errors(ended: list[Ended], victim: int) -> list[str]:
 
 
 @pytest.mark.parametrize("_", range(REPEATED))
-@pytest.mark.parametrize(("transport", "point", "rank"), DEATHS)
+@pytest.mark.parametrize(("way", "point", "rank"), DEATHS)
 def test_a_rank_dies_and_the_others_name_it_and_the_fleet_is_whole(
-    deaths: Deaths, transport: Transport, point: str, rank: int, _: int
+    deaths: Deaths, way: Way, point: str, rank: int, _: int
 ) -> None:
     good, cut = deaths.version(), deaths.version()
-    job = Job((good, cut), rank=rank, point=point, transport=transport)
+    job = Job((good, cut), rank=rank, point=point, way=way)
     ended = deaths.ranks.run(job)
     assert ended[rank].killed, ended
     over = point == "rank.answered"  # the others may have their answers already
     for error in errors(ended, rank):
-        named = re.match(rf"RankFailed: rank {rank} \((pid |at )", error)
-        assert named or (over and not error), ended
+        named = f"RankFailed: rank {rank} ({'at' if way == 'apart' else 'pid'} "
+        assert error.startswith(named) or (over and not error), ended
     # once rank 0 has begun it, the supervisor carries it out
     allowed = {cut} if over else {good, cut} if point == "rank.started" else {good}
     deaths.held = deaths.settled(allowed)
-    deaths.goes_on(transport)
+    deaths.goes_on(way)
 
 
 @pytest.mark.parametrize("_", range(REPEATED))
@@ -151,7 +152,7 @@ def test_a_server_dies_point_to_point_and_every_rank_learns_of_it(
     doomed = deaths.stubs.replicas()["stubs-1"]
     url = f"{doomed['url']}/stub/faults"
     httpx.post(url, json={"dies_at": step}, trust_env=False).raise_for_status()
-    ended = deaths.ranks.run(Job((cut,), transport="gloo"))
+    ended = deaths.ranks.run(Job((cut,), way="gloo"))
     assert gone(doomed["pid"], within_s=1.0), "it has not died"
     assert len({row.error for row in ended}) == 1 and "stubs-1" in ended[0].error, ended
     assert not any(row.killed for row in ended), ended
@@ -195,7 +196,7 @@ def test_servers_of_any_machine_let_go_of_a_trainer_that_is_killed_between_pushe
 ) -> None:
     """They do not see its process: what they notice is the end of a connection."""
     good, cut = deaths.version(), deaths.version()
-    job = Job((good, cut), ranks=1, rank=0, point="rank.begun", transport="gloo")
+    job = Job((good, cut), ranks=1, rank=0, point="rank.begun", way="gloo")
     urls = [replica["url"] for replica in deaths.stubs.replicas().values()]
     with ThreadPoolExecutor(1) as pool:
         pushing, joined = pool.submit(deaths.ranks.run, job), set[str]()

@@ -125,7 +125,7 @@ async def test_freezes_with_many_requests_in_flight_refuse_none_of_them(
 
     for name in ("PAUSE_S", "WATCHED_S"):
         monkeypatch.setattr(thaw, name, 1.0)
-    options = SimpleNamespace(in_flight=100, rounds=1)
+    options = SimpleNamespace(in_flight=100, rounds=1, jobs=1)
     cases = [
         ("", "no freeze"),
         *((mode, how) for mode in ("abort", "wait") for how in ("push", "pause")),

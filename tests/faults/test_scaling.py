@@ -111,7 +111,7 @@ async def test_a_push_in_the_midst_reaches_what_starts_what_leaves_and_what_is_w
     slow = SCALE.replace("down_after_s: 2", "down_after_s: 3")
     async with scaled(tmp_path, slow) as it:
         await it.load.become(12)
-        await it.until(lambda status: status["scaling"]["replicas"] == 3)
+        await it.until(lambda status: (status["scaling"] or {}).get("replicas") == 3)
         await it.run("sync-weights", "next", "--weight-version", "v1")
         status = await it.until_serving("stubs-0", "stubs-1", "stubs-2")
         assert {row["weight_version"] for row in status["replicas"]} == {"v1"}

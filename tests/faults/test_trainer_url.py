@@ -74,10 +74,12 @@ def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway
     url = next(iter(fleet.replicas().values()))["url"]
     if midway:
         with fleet.delayed(call, 3.0):
+            called = fleet.calls(url, call)
             process = fleet.train_begun()
-            fleet.until_called(url, call)
+            fleet.until_called(url, call, called)
             process.kill()
             process.communicate()
+        assert process.returncode == -signal.SIGKILL
     else:
         code, errors = fleet.trainer("--dies-at", call)
         assert code == -signal.SIGKILL, errors
@@ -98,8 +100,9 @@ def test_a_trainer_that_dies_at_a_call_is_undone(fleet: Fleet, call: str, midway
 def test_a_server_that_dies_fails_the_update_with_a_sentence(fleet: Fleet, call: str) -> None:
     row = fleet.replicas()["stubs-1"]
     with fleet.delayed(call, 10.0, "stubs-1"):
+        called = fleet.calls(row["url"], call)
         process = fleet.train_begun()
-        fleet.until_called(row["url"], call)
+        fleet.until_called(row["url"], call, called)
         os.kill(row["pid"], signal.SIGKILL)
         _, errors = process.communicate(timeout=BOUND_S)
     assert process.returncode == 1

@@ -151,11 +151,14 @@ class Fleet(Supervised):
                 with suppress(httpx.TransportError):
                     httpx.post(f"{rows[name]['url']}/stub/faults", json={}, **how)
 
-    def until_called(self, url: str, call: str) -> None:
-        """Return once a server carries the next such call out."""
+    def calls(self, url: str, call: str) -> int:
+        """How many such calls a server has got."""
+        return int(self.state(url)["calls"].get(f"/{call}", 0))
+
+    def until_called(self, url: str, call: str, before: int) -> None:
+        """Return once a server carries another such call out than those `before`."""
         deadline = time.monotonic() + self.bound_s
-        before = self.state(url)["calls"].get(f"/{call}", 0)
-        while self.state(url)["calls"].get(f"/{call}", 0) == before:
+        while self.calls(url, call) == before:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 

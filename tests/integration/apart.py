@@ -6,9 +6,10 @@ import os
 import runpy
 import sys
 
-from skyctl.api import trainer_opening
+from skyctl.live.meeting import Place
 
 if __name__ == "__main__":
-    trainer_opening.machine = lambda: f"machine {os.environ['RANK']}"
+    place = Place(f"machine {os.environ['RANK']}", "127.0.0.1")
+    Place.own = lambda: place  # type: ignore[method-assign]
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -60,7 +60,7 @@ def state_dict(seed: int) -> dict[str, Any]:
 
 async def met(count: int, machines: Sequence[str] = ()) -> list[Ranks]:
     hub = Hub(machines or [""] * count)
-    await hub.listen()
+    await hub.listen("127.0.0.1")
     links = [await Link.connect(hub.address, rank, hub.machines) for rank in range(1, count)]
     return [hub, *links]
 

@@ -142,18 +142,12 @@ async def test_gloo_that_was_asked_for_is_not_replaced_by_a_file(tmp_path: Path)
             pass
 
 
-@pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The machines of two ranks."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    return ("here", "there")
+APART = ("here", "there")
 
 
-async def test_ranks_of_several_machines_send_and_write_no_file(
-    tmp_path: Path, apart: tuple[str, ...]
-) -> None:
+async def test_ranks_of_several_machines_send_and_write_no_file(tmp_path: Path) -> None:
     servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
-    async with opened(tmp_path, parts, servers, machines=apart, transport="auto") as live:
+    async with opened(tmp_path, parts, servers, machines=APART, transport="auto") as live:
         plan = live[0].plan()
         assert (plan.way, plan.transport) == ("live", "gloo")
         assert "several machines" in plan.reason
@@ -167,10 +161,8 @@ async def test_ranks_of_several_machines_send_and_write_no_file(
         assert all(holds(server, parts) for server in servers)
 
 
-async def test_ranks_of_several_machines_are_not_copied_from(
-    tmp_path: Path, apart: tuple[str, ...]
-) -> None:
+async def test_ranks_of_several_machines_are_not_copied_from(tmp_path: Path) -> None:
     servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
     with pytest.raises(PreflightError, match="ipc: the ranks are on several machines"):
-        async with opened(tmp_path, parts, servers, machines=apart, transport="ipc"):
+        async with opened(tmp_path, parts, servers, machines=APART, transport="ipc"):
             pass

@@ -81,7 +81,7 @@ async def test_the_first_push_maps_what_later_ones_copy_out_of() -> None:
     delivery, pushed = await delivered(server)
     await carried_out(delivery, pushed)
     mapped = dict(server.calls)["skyctl_layout_map"]
-    assert mapped["exports"] == [OFFER.exports[0]] and mapped["pids"] == (4321,)
+    assert mapped["exports"] == [OFFER.exports[0]] and mapped["pids"] == [4321]
     assert mapped["key"] == OFFER.key and mapped["staged"] is None
     assert server.asked == ["skyctl_layout", "skyctl_layout_map", "skyctl_layout_load"]
     assert pushed.holds is Holds.NEW and pushed.proof.copied
