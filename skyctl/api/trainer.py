@@ -341,9 +341,7 @@ class Trainer:
             reason = side.unkept or side.refused or "the weights are not in a GPU's memory"
             raise PreflightError(reason, hint='transport="auto" takes a file where needed')
         if self._ranks.apart and (side.unkept or offered is None):
-            offers = all("memory" in body for body in bodies)
-            reason = side.refused if offers else f"transport {request.transport}"
-            raise no_file(side.unkept or reason)
+            raise no_file(side.unkept or f"transport {request.transport}")
         if side.unkept:  # the file is what the fleet copies
             answers = [{"plan": a["plan"]} if "plan" in a else {} for a in answers]
             offered = None
