@@ -50,6 +50,7 @@ from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.pids import SHARED_MEMORY, abandoned, abandoned_since
 
 RESULTS = Path(__file__).parent / "results"
 KILLS = ("nothing", "server", "router", "supervisor", "supervisor while servers start")
@@ -269,7 +270,8 @@ def run(
     kills: Counter[str] = Counter()
     left: list[str] = []
     failed: list[str] = []
-    killed, shared = 0, _shared_memory()
+    killed = 0
+    abandoned_before = abandoned() if real else set()
     with tempfile.TemporaryDirectory(prefix="cycles-") as temporary, decoys() as strangers:
         fleet = (RealCycles if real else StubCycles)(Path(temporary))
         for number in range(cycles):
@@ -284,13 +286,16 @@ def run(
             left += [f"{kill}: {orphan}" for orphan in orphans(fleet.home, before)]
             killed = strangers.killed()
             print(f"{number + 1} {kill}: {len(left)} orphans", file=sys.stderr, flush=True)
+        shared = _staged(fleet.home)
+        if real:
+            shared |= {path.name for path in abandoned_since(abandoned_before)}
     return {
         "servers": "real vLLM CPU servers" if real else "stubs",
         "cycles": sum(kills.values()),
         "kills": dict(kills),
         "orphans": left,
         "foreign_kills": killed,
-        "shared_memory_left": sorted(_shared_memory() - shared),
+        "shared_memory_left": sorted(shared),
         "failed_commands": failed,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
@@ -298,15 +303,10 @@ def run(
     }
 
 
-def _shared_memory() -> set[str]:
-    """Entries of /dev/shm that are named like ours; other programs' come and go."""
-    directory = Path("/dev/shm")
-    if not directory.is_dir():
-        return set()
-    shared = directory / f"skyctl-{os.getuid()}"  # stays, and is empty once all is down
-    names = {path.name for path in directory.iterdir() if path != shared}
-    ours = {name for name in names if name.startswith("skyctl") or "-cpushm_" in name}
-    return ours | {path.name for path in shared.glob("*")}
+def _staged(home: Path) -> set[str]:
+    """Staged weights in memory whose owner is, or was, in this state directory."""
+    origins = (SHARED_MEMORY / f"skyctl-{os.getuid()}").glob("*.origin")
+    return {origin.name for origin in origins if home in origin.readlink().parents}
 
 
 def main() -> int:

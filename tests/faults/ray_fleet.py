@@ -25,6 +25,7 @@ from skyctl.launch.local.host import free_port
 from skyctl.store.processes import SPAWN_VARIABLE
 from tests.faults.remote_fleet import (
     ADDRESSES,
+    GRACE_S,
     RemoteFleet,
     below,
     end_machine,
@@ -211,7 +212,7 @@ class RayFleet(RemoteFleet):
         self.cluster.lose(address)
 
     def lay_out(
-        self, replicas: int = 2, *, grace_s: float = 60, more: str = "", **ray: object
+        self, replicas: int = 2, *, grace_s: float = GRACE_S, more: str = "", **ray: object
     ) -> None:
         """Write the fleet file; `ray` is laid over its section, `more` are lines of the rest."""
         section = {**self.section, "python": f"{self.directory}/python"}

@@ -19,6 +19,8 @@ from tests.pids import segments
 from tests.tiny import make_tiny_checkpoint
 
 A, B = ADDRESSES = ("127.0.0.2", "127.0.0.3")
+GRACE_S = 600
+"""For servers that nobody hears of: more than a test takes, however busy the machine."""
 
 
 class RemoteFleet(StubFleet):
@@ -32,7 +34,7 @@ class RemoteFleet(StubFleet):
         """Has the home of each machine."""
         return self.directory / "hosts"
 
-    def lay_out(self, replicas: int = 2, *, grace_s: float = 60, more: str = "") -> None:
+    def lay_out(self, replicas: int = 2, *, grace_s: float = GRACE_S, more: str = "") -> None:
         """Write the fleet file, with `more` lines, and what it needs."""
         raise NotImplementedError
 

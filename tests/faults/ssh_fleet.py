@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.remote_fleet import ADDRESSES, A, B, RemoteFleet, words
+from tests.faults.remote_fleet import ADDRESSES, GRACE_S, A, B, RemoteFleet, words
 
 HOSTS = tuple(f"me@{address}" for address in ADDRESSES)
 _SSH = """#!{python}
@@ -96,7 +96,7 @@ class SshFleet(RemoteFleet):
         self,
         replicas: int = 2,
         *,
-        grace_s: float = 60,
+        grace_s: float = GRACE_S,
         python: str = "",
         hosts: Sequence[str] = HOSTS,
         within: Mapping[str, Sequence[str]] | None = None,
@@ -148,7 +148,8 @@ def comes_down_but_for_a_silent_machine(fleet: SshFleet) -> None:
     fleet.cut(B)
     message = fleet.json("down", expect=1)["error"]["message"]
     assert f"me@{B} cannot be asked over ssh: ssh: connect to host: No route to host" in message
-    assert fleet.servers(A) == [] and len(fleet.servers(B)) == 1
+    left = {address: len(fleet.servers(address)) for address in (A, B)}
+    assert left == {A: 0, B: 1}, left
     fleet.mend(B)
     fleet.run("down")
     assert fleet.everything() == []

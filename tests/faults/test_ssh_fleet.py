@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.remote_fleet import A, B
+from tests.faults.remote_fleet import GRACE_S, A, B
 from tests.faults.ssh_fleet import SshFleet, comes_down_but_for_a_silent_machine
 from tests.pids import kill
 from tests.tiny import make_tiny_checkpoint
@@ -57,7 +57,7 @@ def test_a_machine_that_does_not_answer_at_all_is_no_dead_server(lasting: SshFle
     row = lasting.until({"stubs-1": "unreachable"}, 60)["stubs-1"]
     assert "No route to host" in row["reason"] and row["routed"] is False
     refused = lasting.json("restart", "stubs-1", expect=1)["error"]["message"]
-    assert "its server ends by itself after 60 s" in refused
+    assert f"its server ends by itself after {GRACE_S} s" in refused
     lasting.mend(B)
     server.send_signal(signal.SIGCONT)
     lasting.run("up")
@@ -92,7 +92,7 @@ def test_other_machines_in_the_file_move_a_replica(fleet: SshFleet) -> None:
 
 
 def test_down_says_which_machine_it_could_not_ask_and_ends_the_rest(fleet: SshFleet) -> None:
-    fleet.lay_out(grace_s=60)
+    fleet.lay_out()
     comes_down_but_for_a_silent_machine(fleet)
 
 
