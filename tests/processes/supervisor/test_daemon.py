@@ -345,6 +345,7 @@ def test_what_a_server_compiles_is_kept_where_nobody_else_can_put_it(
     assert kept.stat().st_mode & 0o077 == 0
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
     assert "TORCHINDUCTOR_CACHE_DIR" not in scratch_environment(paths)
+    paths.scratch.rmdir()
 
 
 async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_with_the_fleet(
