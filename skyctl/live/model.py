@@ -114,9 +114,9 @@ def dtype_name(dtype: object) -> str | None:
 
 def addresses(weights: Weights) -> list[tuple[int, int]] | None:
     """Which tensors these weights are, and where they lie: while that is the same, nothing has
-    moved. None for a function, which must be called to know.
+    moved. None for what must be called to know: a function, or another object's `state_dict`.
     """
-    if hasattr(weights, "state_dict"):
+    if hasattr(weights, "_parameters"):
         tensors = _tensors_within(weights)
     elif isinstance(weights, Mapping):
         tensors = list(weights.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,3 +301,10 @@ def test_a_module_has_moved_once_a_tensor_of_any_module_within_it_has() -> None:
     assert moved != before
     inner[1] = torch.nn.Linear(2, 2)
     assert addresses(model) != moved
+
+
+def test_an_object_with_a_state_dict_that_is_not_a_module_is_read_anew_for_each_push() -> None:
+    weights = SimpleNamespace(state_dict=lambda: {"w": torch.ones(2)})
+    assert addresses(weights) is None
+    [(block, tensor)] = read_pairs(weights, targets({"w": torch.zeros(2)}))
+    assert block.tensor == "w" and torch.equal(tensor, torch.ones(2))
