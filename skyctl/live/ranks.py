@@ -218,6 +218,8 @@ class Hub(Ranks):
                 )
                 self._changed.set()
                 self.when_lost()
+        except asyncio.CancelledError:
+            pass  # the loop ends; Python 3.11 would print a traceback of each connection
         finally:
             channel.close()
 

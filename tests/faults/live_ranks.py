@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
@@ -31,7 +31,8 @@ ROWS = 12
 class Job:
     """`versions` are pushed one after the other, each with values of its own. At the last, `rank`
     is killed at `point`, or stops there and is never seen again (`stops`). They send as the trainer
-    chooses, by gloo, or each as if on a machine of its own (`apart`)."""
+    chooses, by gloo, or each as if on a machine of its own (`apart`). Of real servers, `models` are
+    checkpoints with the values of the versions in turn."""
 
     versions: tuple[str, ...]
     ranks: int = 3
@@ -40,6 +41,7 @@ class Job:
     stops: bool = False
     patience_s: float = 20.0
     way: Way = "auto"
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,21 @@ class Ended:
     killed: bool = False
 
 
-def values(version: str, torch: Any) -> Any:
-    """The tensor of a version; the same for everybody who makes it."""
-    return torch.full((ROWS, 4), float(int.from_bytes(version.encode()[-4:], "little") % 997))
+def values(version: str, models: Sequence[str] = ()) -> dict[str, Any]:
+    """The tensors of a version; the same for everybody who makes them."""
+    if models:
+        from safetensors.torch import load_file
+
+        return load_file(Path(model_of(version, models)) / "model.safetensors")
+    import torch
+
+    number = float(int.from_bytes(version.encode()[-4:], "little") % 997)
+    return {"w": torch.full((ROWS, 4), number)}
+
+
+def model_of(version: str, models: Sequence[str]) -> str:
+    """The checkpoint of a version `step-N`."""
+    return models[int(version.rpartition("-")[2]) % len(models)]
 
 
 class Client:
@@ -106,11 +120,12 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
     from skyctl.live.ranks import Hub, Link
 
     torch.set_num_threads(1)
-    weights = {"w": values(job.versions[0], torch)}
+    weights = values(job.versions[0], job.models)
 
     def own(name: str, shape: tuple[int, ...]) -> Iterator[Any]:
-        rows = ROWS // job.ranks
-        yield (rank * rows, 0), weights[name][rank * rows : (rank + 1) * rows]
+        rows = -(-shape[0] // job.ranks)
+        part = weights[name][rank * rows : (rank + 1) * rows]
+        yield (min(rank * rows, shape[0]), *(0 for _ in shape[1:])), part
 
     async def train() -> None:
         apart = job.way == "apart"
@@ -127,7 +142,7 @@ def _rank(file: Path, job: Job, rank: int, address: Any, told: Connection) -> No
         )
         live = await open_trainer(Fleet.load(file), ranks, options)
         for version in job.versions:
-            weights["w"] = values(version, torch)
+            weights.update(values(version, job.models))
             if rank == job.rank and version == job.versions[-1]:
                 kill_points._point, kill_points._request = job.point, job.point
                 kill_points._remaining = 1
@@ -196,7 +211,8 @@ def main() -> None:
     import skyctl.service.supervised  # noqa: F401
 
     for line in sys.stdin:
-        job = Job(**{**json.loads(line), "versions": tuple(json.loads(line)["versions"])})
+        given = json.loads(line)
+        job = Job(**{**given, **{name: tuple(given[name]) for name in ("versions", "models")}})
         answer = [asdict(row) for row in _run(Path(sys.argv[1]), job)]
         print(json.dumps(answer), flush=True)
 

@@ -170,3 +170,20 @@ async def test_who_does_not_know_the_secret_is_no_rank() -> None:
 async def test_on_one_machine_no_address_is_listened_at() -> None:
     async with ranks(3) as group:
         assert group[0].address.host == "" and not group[0].apart
+
+
+def test_a_program_that_ends_with_its_ranks_open_shows_only_its_own_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        hub = Hub([""] * 2)
+        await hub.listen("127.0.0.1")
+        link = await Link.connect(hub.address, 1, hub.machines)
+        left.extend((hub, link))
+        await asyncio.sleep(0.05)  # the hub serves its link
+        raise ValueError("its own")
+
+    left: list[Ranks] = []
+    with pytest.raises(ValueError, match="its own"):
+        asyncio.run(fail())
+    assert caplog.messages == []
