@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 # relative: an interpreter without skyctl has this package by another name (`alone/`)
-from .guard import Application, Receive, Scope, Send, answer, route_path
+from .guard import GENERATES, Application, Receive, Scope, Send, answer, route_path
 
 Message = MutableMapping[str, Any]
 
@@ -28,34 +28,6 @@ HOLD_VARIABLE = "SKYCTL_HOLD_S"
 HOLD_S = 1800.0
 MOST_WAITING = 4096
 _ASK_INTERVAL_S = 1.0
-
-GENERATES = frozenset(
-    {
-        "/classify",
-        "/cohere/v2/chat",
-        "/generative_scoring",
-        "/inference/v1/generate",
-        "/invocations",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/decisions",
-        "/v1/embeddings",
-        "/v1/messages",
-        "/v1/rerank",
-        "/v1/responses",
-        "/v1/score",
-        "/v1/systemone",
-        "/v2/embed",
-        "/v2/rerank",
-    }
-)
-"""Routes whose answers depend on the weights."""
 
 
 class Verdict(Enum):

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 # relative: an interpreter without skyctl has this package by another name (`alone/`)
-from .gate import GENERATES, Message, Upload, Watched, error, json_object, posted
-from .guard import Application, Receive, Scope, Send, answer
+from .gate import Message, Upload, Watched, error, json_object, posted
+from .guard import GENERATES, Application, Receive, Scope, Send, answer
 
 BASE = "base"
 """The label of what a server was started with; vLLM's own is `default`."""
