@@ -26,7 +26,7 @@ from skyctl.push import peers
 from skyctl.push.layouts import ask_layouts
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ask_servers
-from skyctl.push.servers import Before, Holds, PushedServer, alive, ask_all, each, require_paused
+from skyctl.push.servers import Before, Holds, PushedServer, alive, all_or_none, ask_all, each
 from skyctl.push.way import Delivery, Plan, Question
 from skyctl.states import LIVE
 from skyctl.transfer.plan import NotInLayout
@@ -243,16 +243,9 @@ class LiveDelivery(Delivery):
             if method == WorkerMethod.LAYOUT_MAP:
                 self._stages[server.name] = any(answers)
 
-        await each(servers, ask, timeout_s=self._fleet.timeouts.update_s, call_name="map")
-        if failed := [server for server in servers if server.failure]:
-            reason = f"{failed[0].name}: {failed[0].failure}"
-            for server in servers:
-                server.failure = ""  # nothing has happened to it
+        timeout_s = self._fleet.timeouts.update_s
+        if reason := await all_or_none(servers, ask, timeout_s=timeout_s, call_name="map"):
             raise _refused(reason)
-
-    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
-        timeout_s = self._fleet.timeouts.control_s
-        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
@@ -276,10 +269,6 @@ class LiveDelivery(Delivery):
 
         await each(alive(servers), load, timeout_s=timeout_s, call_name="update")
         on_progress(self._live.total_bytes)
-
-    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
-        for server in alive(servers):
-            server.holds = Holds.NEW
 
     async def close(self) -> None:
         """Servers that failed let go of the trainer's memory; others keep it for its next push. A

@@ -15,7 +15,8 @@ from typing import Any
 from skyctl.errors import PreflightError
 from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.servers import Holds, PushedServer, alive, ask_all, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, all_or_none, ask_all, each
+from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
@@ -100,16 +101,13 @@ class RuntimeDelivery(ChunkDelivery):
         arguments: Callable[[PushedServer], dict[str, Any]],
     ) -> None:
         """Have all servers get ready, or none. Raises CannotCopy."""
-        await each(
+        reason = await all_or_none(
             servers,
             lambda server: server.control.ask_workers(method, arguments(server)),
             timeout_s=self._fleet.timeouts.control_s,
             call_name="layout",
         )
-        if failed := [server for server in servers if server.failure]:
-            reason = f"{failed[0].name}: {failed[0].failure}"
-            for server in servers:
-                server.failure = ""  # nothing has happened to it
+        if reason:
             raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
@@ -136,8 +134,7 @@ class RuntimeDelivery(ChunkDelivery):
         failure = self._opened()[0].sender.failure
         if failure is not None:
             self._all_failed(servers, failure)
-        timeout_s = self._fleet.timeouts.control_s
-        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
+        await Delivery.start(self, servers)
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
@@ -187,8 +184,7 @@ class RuntimeDelivery(ChunkDelivery):
 
     async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
         """There is nothing to close: the calls that copied have ended."""
-        for server in alive(servers):
-            server.holds = Holds.NEW
+        await Delivery.finish(self, servers, version)
 
     async def close(self) -> None:
         """Also release servers that were told what to copy and have not copied it all."""

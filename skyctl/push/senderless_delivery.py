@@ -72,7 +72,7 @@ class DiskDelivery(Delivery):
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
-        self._control_timeout_s = fleet.timeouts.control_s
+        self._fleet = fleet
         self._timeout_s = fleet.timeouts.update_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
 
     async def open(self, servers: Sequence[PushedServer]) -> None:
@@ -85,7 +85,8 @@ class DiskDelivery(Delivery):
                 await close_session(server)
             await server.control.prepare_reload()
 
-        await each(alive(servers), begin, timeout_s=self._control_timeout_s * 2, call_name="start")
+        timeout_s = self._fleet.timeouts.control_s * 2
+        await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
@@ -113,10 +114,6 @@ class DiskDelivery(Delivery):
                 server.failure = error.message
         on_progress(self._checkpoint.total_bytes)
         reached("push.update.done")
-
-    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
-        for server in alive(servers):
-            server.holds = Holds.NEW
 
     def _check_unchanged(self) -> None:
         """Servers read by name: the files must be the ones that were checked, before and after."""

@@ -253,6 +253,23 @@ async def each(
     return outcomes
 
 
+async def all_or_none(
+    servers: Sequence[PushedServer],
+    call: Callable[[PushedServer], Awaitable[T]],
+    *,
+    timeout_s: float,
+    call_name: str,
+) -> str:
+    """`each`, of servers to which nothing has happened yet: if one fails none counts as failed, and
+    the reason is returned; "" if all got ready.
+    """
+    await each(servers, call, timeout_s=timeout_s, call_name=call_name)
+    reasons = [f"{server.name}: {server.failure}" for server in servers if server.failure]
+    for server in servers if reasons else ():
+        server.failure = ""
+    return reasons[0] if reasons else ""
+
+
 def alive(servers: Sequence[PushedServer]) -> list[PushedServer]:
     """The servers that still take part."""
     return [server for server in servers if not server.failure]

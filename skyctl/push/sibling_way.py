@@ -20,7 +20,7 @@ from skyctl.engines.base import Server
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, Sibling
-from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, each
 from skyctl.push.way import Delivery, Plan, Question
 from skyctl.states import SIBLING
 from skyctl.transfer.sender_pool import SenderPool
@@ -71,8 +71,8 @@ class SiblingDelivery(Delivery):
     def __init__(self, sibling: Sibling, fleet: PushFleet) -> None:
         self._sibling = sibling.control
         self._directory = sibling.directory
+        self._fleet = fleet
         self._timeout_s = fleet.timeouts.update_s
-        self._control_timeout_s = fleet.timeouts.control_s
         self._key = secrets.token_hex(8)
         self._chunks = 0
         self._opened: Sequence[PushedServer] | None = None
@@ -101,10 +101,6 @@ class SiblingDelivery(Delivery):
             raise PreflightError(f"{self._sibling.target.name}: {reason}")
         self._chunks = max(-(-o["total_bytes"] // o["buffer_bytes"]) for o in offers)
         return offers
-
-    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
-        timeout_s = self._control_timeout_s
-        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
@@ -139,10 +135,6 @@ class SiblingDelivery(Delivery):
         await self._sibling.ask_workers(
             WorkerMethod.WEIGHTS_FILL, arguments, timeout_s=self._timeout_s
         )
-
-    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
-        for server in alive(servers):
-            server.holds = Holds.NEW
 
     async def close(self) -> None:
         """Unmap the sibling's buffers, then free them. Those that a server may still map are kept

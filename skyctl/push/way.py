@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from skyctl.push.forecast import Forecast
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
-from skyctl.push.servers import PushedServer
+from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
 from skyctl.push.source import Source
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease, SenderPool
@@ -104,13 +104,15 @@ class Way(Protocol):
         """
 
 
-class Delivery(Protocol):
-    """One attempt to bring weights into servers.
+class Delivery:
+    """One attempt to bring weights into servers; where it is silent, without an update session.
 
     Each step records a server's failure in its record and goes on with the others. When what sends
     fails, every server fails.
     """
 
+    _fleet: PushFleet
+    """The bounds to keep."""
     frees_late: bool = False
     """What it holds on the servers' devices may stay there until they have been resumed."""
     copies: bool = False
@@ -135,12 +137,19 @@ class Delivery(Protocol):
 
     async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         """Open an update in each server that is still paused; those that run fail."""
+        timeout_s = self._fleet.timeouts.control_s
+        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]
-    ) -> None: ...
+    ) -> None:
+        """Bring the weights in; `on_progress` gets the bytes that all have so far."""
+        raise NotImplementedError
 
-    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None: ...
+    async def finish(self, servers: Sequence[PushedServer], version: Callable[[], str]) -> None:
+        """Close the update; these servers hold the new weights then."""
+        for server in alive(servers):
+            server.holds = Holds.NEW
 
     async def close(self) -> None:
         """Release everything; may be called twice."""
