@@ -16,8 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from skyctl.core.plan import FleetPlan
+from skyctl.core.status import ScalingStatus
 from skyctl.engines.base import ServerMetrics
 from skyctl.fleetfile.scaling import ScaleSection, Target
+from skyctl.store.state import FleetState
 
 ROOM = 0.8
 """Share of the target up to which fewer replicas would be filled."""
@@ -50,6 +53,17 @@ class Decision:
 
     count: int
     reason: str
+
+
+def unmeasured(plan: FleetPlan | None, state: FleetState, count: int) -> ScalingStatus | None:
+    """Of `count` replicas whose load is not measured yet; None where load does not decide."""
+    if plan is None or plan.router is None or state.canary() is not None:
+        return None
+    if (policy := plan.config.scale) is None:
+        return None
+    decision = decide(policy, [], count, last_step_down=-math.inf)
+    limits = policy.min, policy.max, policy.target, policy.per_replica
+    return ScalingStatus(count, *limits, reason=decision.reason)
 
 
 def demand_of(target: Target, metrics: ServerMetrics, tokens_s: float) -> float:

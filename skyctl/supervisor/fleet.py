@@ -19,6 +19,7 @@ from skyctl.core.health import routable
 from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
+from skyctl.core.scaling import unmeasured
 from skyctl.core.status import (
     FleetStatus,
     Operation,
@@ -222,8 +223,7 @@ def _runs(child: Replica | Front | None) -> str | None:
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
-    """The fleet as its supervisor sees it now. Servers that are up are asked at once, for at most
-    `STATUS_TIMEOUT_S` seconds.
+    """The fleet as its supervisor sees it now; servers have `STATUS_TIMEOUT_S` to answer.
 
     Unless `fresh`, a pause by another client shows only with the next health probe.
     """
@@ -270,7 +270,7 @@ async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
         tinker=tinker,
         canary=canary,
         config_digest=config_digest(running.plan.config) if running.plan else "",
-        scaling=running.scaling,
+        scaling=running.scaling or unmeasured(running.plan, running.state, len(rows)),
     )
 
 

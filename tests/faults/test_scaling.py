@@ -84,6 +84,7 @@ async def scaled(directory: Path, scale: str = SCALE, extra: str = EXTRA) -> Asy
 
 async def test_a_load_four_times_as_high_is_served_and_no_request_fails(tmp_path: Path) -> None:
     async with scaled(tmp_path) as it:
+        assert (await it.status())["scaling"]["max"] == 3  # before the first sample as well
         await it.load.become(3)
         await it.until_serving("stubs-0")
         await it.load.become(12)
