@@ -48,6 +48,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
 _WEIGHTLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # from the tokens themselves
 
+_GPU_BACKENDS = frozenset({"nccl", "ipc", "sparse_nccl", "nccl_m2n"})
+
 # What skyctl sets itself, and what to write instead. Overriding these would make a server that
 # skyctl cannot reach, push to or account for.
 RESERVED = Reserved(
@@ -294,6 +296,11 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
         yield (
             "enable-sleep-mode is left out: vLLM has none on CPU",
             "take it out of `args`, or keep it for machines with GPUs",
+        )
+    if on_cpu and (backend := launches[0].backend) in _GPU_BACKENDS:
+        yield (
+            f"weight_transfer.backend {backend} needs GPUs: on CPU a trainer's first update fails",
+            "leave `backend` out, and push with `skyctl sync-weights` or `Fleet.trainer`",
         )
     if on_cpu and any(
         launch.parallelism.pipeline > 1 and launch.args.get("enforce-eager") for launch in launches

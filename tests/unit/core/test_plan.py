@@ -295,6 +295,14 @@ def test_sleep_mode_can_be_refused_on_cuda_and_never_reaches_a_cpu_server() -> N
     assert any("enable-sleep-mode is left out" in warning for warning in on_cpu.warnings)
 
 
+def test_a_backend_for_gpus_on_cpu_servers_is_warned_of() -> None:
+    for backend in ("nccl", "ipc"):
+        (warning,) = plan(weight_transfer={"backend": backend}).warnings
+        assert f"weight_transfer.backend {backend} needs GPUs" in warning
+        on_gpus = plan(machine_gpus=gpus(1), weight_transfer={"backend": backend})
+        assert not any("needs GPUs" in warning for warning in on_gpus.warnings)
+
+
 def test_gpus_of_the_file_and_of_the_environment_limit_the_choice() -> None:
     by_file = plan(machine_gpus=gpus(4), gpus=[3, 1], replicas=2)
     assert [server.gpus for server in by_file.servers] == [(3,), (1,)]
