@@ -131,7 +131,6 @@ def soak(likes: list[Schedule], schedules: int, processes: int, minutes: float) 
                 end = like.seed + min(begin + _BATCH, schedules)
                 yield Order(like.kind, partial(play_like, like), range(like.seed + begin, end))
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):  # what has been played counts
         for kind, ended in play_all(orders(), processes, began + minutes * 60):
             counts[kind].add(ended)
@@ -238,6 +237,7 @@ def main() -> int:
             [sys.executable, "-m", "benchmarks.simulation", *sys.argv[1:]],
             {**os.environ, "PYTHONHASHSEED": "0"},
         )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its directories go with it
     first = chosen.seed if chosen.replay is None else chosen.replay
     without = frozenset(chosen.without.split(",")) - {""}
     kinds = chosen.kind or list(KINDS)

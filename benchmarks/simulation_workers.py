@@ -25,6 +25,7 @@ from typing import Any
 from tests.simulation import seams
 from tests.simulation.world import Ended
 
+MEMORY = Path("/dev/shm")
 LIMIT_S = 60.0
 """Of processor time: a schedule takes 0.1 s, which a busy machine stretches a hundredfold."""
 GRACE_S = 600.0
@@ -58,8 +59,7 @@ class TooLong(KeyboardInterrupt):
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """A directory for schedules, in memory where that is possible."""
-    memory = Path("/dev/shm")
-    home = tempfile.mkdtemp(prefix="skyctl-simulation-", dir=memory if memory.is_dir() else None)
+    home = tempfile.mkdtemp(prefix="skyctl-simulation-", dir=MEMORY if MEMORY.is_dir() else None)
     try:
         yield Path(home)
     finally:

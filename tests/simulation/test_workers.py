@@ -6,6 +6,8 @@ import asyncio
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +51,27 @@ def test_a_schedule_that_does_not_end_is_a_violation_and_the_others_are_played(
         6: ("first", []),
         9: ("second", []),
     }
+
+
+@pytest.mark.parametrize("options", [["--reinserted"], ["--schedules", "9999"]])
+def test_a_run_that_is_ended_leaves_no_directory(tmp_path: Path, options: list[str]) -> None:
+    code = (
+        "import pathlib, sys; from benchmarks import simulation, simulation_workers as workers; "
+        "workers.MEMORY = pathlib.Path(sys.argv.pop(1)); raise SystemExit(simulation.main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), *options, "--processes", "1"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        while not any(tmp_path.rglob("*/*")):  # it plays
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        process.wait(timeout=60)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_order_is_given_out_after_its_time() -> None:
