@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl.core import verb_table
-from skyctl.core.handlers import handlers
 from skyctl.core.registry import FleetRef, kept_files, supervisor_running
 from skyctl.core.requests import JobQuery, Recover, StatusQuery
-from skyctl.core.verb_table import Q, R, Verb
+from skyctl.core.verb_table import Q, R, Verb, answer
 from skyctl.errors import (
     ConflictError,
     FleetDownError,
@@ -80,15 +79,15 @@ class SupervisedFleet(RemoteFleet):
             if not followed and (verb is verb_table.STATUS or not on_record):
                 await self._revive()
             reached(before)
-            answer = await super()._ask(verb, request, result)
+            answered = await super()._ask(verb, request, result)
             reached(after)
             self._stopped_since = None
         except FleetDownError as error:
             follows = isinstance(request, JobQuery) and request.wait_s > 0
             if not on_record or (follows and self._stopped_for_long(error)):
                 raise
-            answer = await self._on_record(verb, request, error)
-        return answer
+            answered = await self._on_record(verb, request, error)
+        return answered
 
     def _stopped_for_long(self, error: FleetDownError) -> bool:
         """Whether requests have met a stopped supervisor for so long that none will end it."""
@@ -150,7 +149,7 @@ class SupervisedFleet(RemoteFleet):
             raise error
         with FleetState(self.ref.paths.database) as state:
             fleet = UnsupervisedFleet(self.ref, state, error.message)
-            return await handlers(fleet)[verb].answer(request)
+            return await answer(fleet, verb, request)
 
     async def _revive(self) -> None:
         """Start a supervisor for servers that were left without one, once per connection.
