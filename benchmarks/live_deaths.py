@@ -154,6 +154,8 @@ def real_fleet(directory: Path, models: Sequence[str]) -> Iterator[RealDeaths]:
     """Two servers that are up, and a process that forks ranks."""
     stubs = StubFleet(directory, environ=_ENVIRONMENT, bound_s=UP_TIMEOUT_S)
     stubs.run("init", "--tiny", ".", "--name", "stubs")
+    with (directory / "fleet.yaml").open("a") as file:
+        file.write("restart: {max_restarts: 1000, backoff_max_s: 2}\n")
     env = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
     env |= {"SKYCTL_HOME": str(directory / "home"), "OMP_NUM_THREADS": "1"}
     try:
@@ -187,6 +189,7 @@ def play(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
                     where = dies(fleet, victim, dice)
                 except AssertionError as error:
                     violations.append(f"{victim}: {str(error)[:2000]}")
+                    print(violations[-1], flush=True)
                 took = time.monotonic() - began
                 count = counts.setdefault(victim, Counter())
                 count.update(deaths=1, answers=len(clients.answers))

@@ -23,7 +23,7 @@ from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import PROCESS
 
 TENSORS = ("lm_head.weight", "model.norm.weight", "model.layers.0.weight", "model.layers.1.weight")
-_SHAPE = [16]
+SHAPE = [16]
 _BYTES = 64
 HUB = "hub"
 """The hub's cache, below the directory of all checkpoints."""
@@ -194,11 +194,11 @@ class Checkpoints:
         """Tensor → value of one version, and remember it."""
         found = {}
         for place, name in enumerate(TENSORS):
-            data = _bytes(number, place)
+            data = bytes_of(number, place)
             found[name] = zlib.crc32(data)
             self.bytes_of[found[name]] = data
         self.of_content[tuple(found.values())] = number
-        content = sorted((name, "F32", tuple(_SHAPE), crc) for name, crc in found.items())
+        content = sorted((name, "F32", tuple(SHAPE), crc) for name, crc in found.items())
         self.digests[number] = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
         return found
 
@@ -255,7 +255,7 @@ class Checkpoints:
         path = self.directory / name
         path.mkdir(parents=True, exist_ok=True)
         file = path / "model.safetensors"
-        data = b"".join(_bytes(number, place) for place in range(len(TENSORS)))
+        data = b"".join(bytes_of(number, place) for place in range(len(TENSORS)))
         if not (path / "config.json").exists():
             (path / "config.json").write_text('{"architectures": ["Sim"]}')
         moment = written = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
@@ -268,8 +268,27 @@ class Checkpoints:
         self.at[str(path)] = number
         return str(path)
 
+    def read(self, path: str) -> dict[str, int]:
+        """Tensor → value of what a directory holds now. Raises OSError, ValueError."""
+        data = Path(path, "model.safetensors").read_bytes()
+        begin = 8 + struct.unpack("<Q", data[:8])[0]
+        places = {
+            name: row["data_offsets"]
+            for name, row in json.loads(data[8:begin]).items()
+            if name in TENSORS
+        }
+        return {name: zlib.crc32(data[begin + a : begin + b]) for name, (a, b) in places.items()}
 
-def _bytes(number: int, place: int) -> bytes:
+    def touched(self, file: Path) -> None:
+        """Somebody has written into a file."""
+        self._moments += 1
+        moment = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
+        os.utime(file, ns=(moment, moment))
+        inode = file.stat().st_ino
+        self._files[inode] = self._files.get(inode, (len(self._files), 0))[0], moment
+
+
+def bytes_of(number: int, place: int) -> bytes:
     return blake2b(f"{number} {place}".encode(), digest_size=_BYTES).digest()
 
 
@@ -277,7 +296,7 @@ def _header() -> bytes:
     header = {
         name: {
             "dtype": "F32",
-            "shape": _SHAPE,
+            "shape": SHAPE,
             "data_offsets": [place * _BYTES, (place + 1) * _BYTES],
         }
         for place, name in enumerate(TENSORS)

@@ -178,6 +178,7 @@ class Engine:
         self.sleep_level = 0
         self.open = False
         self.half_open = False
+        self.reloading = False
         self.received: set[str] = set()
         self.damaged = self.completed = False  # by a fault of ours; all of its tensors came
         self.counted: set[str] = set()  # as loaded, by an update that failed
@@ -219,7 +220,7 @@ class Engine:
     @property
     def content(self) -> tuple[int, ...] | None:
         """The values of all tensors; None when ranks differ or layers are empty."""
-        if self.half_open or self.open:
+        if self.half_open or self.open or self.reloading:
             return None
         first = self.weights[0]
         if any(other != first for other in self.weights[1:]):
@@ -273,6 +274,9 @@ class Engine:
             if process is None or process.dead:
                 return
             try:
+                if sent.get("method") == "reload_weights":
+                    self._reload(sent["kwargs"]["weights_path"], caller, reply)
+                    return
                 answer = self._carry_out(path, parameters, sent, caller)
             except Refused as error:
                 told = {"message": str(error), "code": error.status}
@@ -458,6 +462,49 @@ class Engine:
             self._break_off()
             raise Refused("Worker failed with error 'no room'")
         return {"message": "Weights updated"}
+
+    def _reload(
+        self, path: str, caller: Process | None, reply: Callable[[int, bytes], None]
+    ) -> None:
+        """Load a directory's tensors, one half at the beginning, the other at the end."""
+        process = self.process
+        self._before(self, "/start_weight_update", caller)
+        begun = self._read(path)
+        self.reloading = True
+        self._watch(self, f"reload of {caller} begins")
+
+        def end() -> None:
+            if process is None or process.dead:
+                return
+            self.reloading = False
+            try:
+                ended = self._read(path)
+                names = list(ended)
+                fails = self._dice.random() < self._frailty.update_fails
+                if fails:
+                    ended[names[-1]] = GARBAGE
+                half = names[: len(names) // 2]
+                for rank in self.weights:
+                    rank.update(ended | {name: begun[name] for name in half if name in begun})
+                self.damaged, self.half_open, self.counted = fails, False, set()
+                if self._dice.random() < self._frailty.corrupts:
+                    self._corrupt(names[-1])
+                if fails:
+                    raise Refused("Worker failed with error 'no room'")
+            except Refused as error:
+                reply(500, body({"error": {"message": str(error), "code": 500}}))
+            else:
+                reply(200, body({"results": [None] * self.ranks}))
+            self._watch(self, f"reload of {caller} ends")
+
+        self.busy_until = max(self.busy_until, self._loop.now + self._dice.uniform(0.02, 0.5))
+        self._loop.call_at(self.busy_until, end, context=_NOBODY)
+
+    def _read(self, path: str) -> Weights:
+        try:
+            return self._checkpoints.read(path)
+        except (OSError, ValueError) as error:
+            raise Refused(f"Worker failed with error '{error}'") from error
 
     def _corrupt(self, name: str) -> None:
         self.damaged = True

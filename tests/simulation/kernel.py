@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,8 @@ from skyctl.store.identity import ProcessIdentity
 from tests.simulation.loop import PROCESS, Killed, VirtualLoop
 
 BOOT = "the-simulated-boot"
+TRAINER = ".trainer"
+"""The file that an open trainer has locked."""
 
 
 class Process:
@@ -68,6 +71,7 @@ class Flock:
 
     inode: int
     process: Process
+    shared: bool
 
 
 class Kernel:
@@ -171,8 +175,12 @@ class Kernel:
         raise Killed
 
     def locks(self, process: Process) -> bool:
-        """Whether it keeps others out."""
-        return any(flock.process is process for flock in self.flocks.values())
+        """Whether it keeps commands out; other trainers are told of one that is open."""
+        return any(
+            Path(f"/proc/self/fd/{descriptor}").readlink().name != TRAINER
+            for descriptor, flock in self.flocks.items()
+            if flock.process is process and not flock.shared
+        )
 
     def is_stopped(self, pid: int) -> bool:
         return self.alive(pid) and self.processes[pid].stopped

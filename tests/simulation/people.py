@@ -11,7 +11,7 @@ from skyctl import kill_points
 from skyctl.core.requests import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.transport import Request, TransportError
 from skyctl.push.request import PushRequest
-from tests.simulation import seams
+from tests.simulation import seams, trainer
 from tests.simulation.engine import CHANGING
 from tests.simulation.kernel import Process
 from tests.simulation.network import Weather
@@ -47,6 +47,7 @@ FAULTS = (
     "stop",
     "stranger",
     "guard",
+    "live",
 )
 ATTACHED_FAULTS = ("edited-list", "other-fleet")
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
@@ -152,6 +153,35 @@ async def _train(world: World, name: str) -> None:
         if process.error is None and process.code is None:  # killed: it is started again
             await _push_at_once(world, request, number)
             await asyncio.sleep(dice.random() * 3.0)
+
+
+async def _train_live(world: World) -> None:
+    """A training job whose ranks push out of their memory."""
+    dice = world.dice
+    for _ in range(dice.choice((1, 1, 2))):
+        await asyncio.sleep(dice.random() * 2.0)
+        ranks = dice.choice((1, 2, 2, 3))
+        steps = [_live_step(world, ranks) for _ in range(dice.choice((1, 2, 3)))]
+        processes = trainer.begin(world, ranks, steps, goes_on=dice.random() < 0.5)
+        for process in processes:
+            if "kill-point" in world.faults and dice.random() < 0.2:
+                point = dice.choice(kill_points.RANK)
+                process.doomed |= {"point": point, "passes": dice.choice((0, 0, 1))}
+            elif dice.random() < 0.5:
+                doom(world, process, push=True)
+        for process in processes:
+            await process.gone(within_s=0.1)
+
+
+def _live_step(world: World, ranks: int) -> trainer.Step:
+    dice, number = world.dice, world.checkpoints.next_number()
+    world.checkpoints.values(number)
+    # where servers read the file, and not skyctl, no label comes from its content
+    label = LATEST if "same-label" in world.faults else f"v{number}"
+    world.labels.setdefault(label, set()).add(number)
+    odd = dice.randrange(1, ranks) if ranks > 1 and dice.random() < 0.05 else -1
+    mode = dice.choice(("keep", "keep", "wait", "abort"))
+    return trainer.Step(dice.random() * 2.0, number, label, mode, odd)
 
 
 async def _push_at_once(world: World, request: PushRequest, number: int) -> None:
@@ -349,6 +379,7 @@ async def _break_network(world: World) -> None:
 
 _ACTORS: tuple[tuple[set[str], Callable[[World], Coroutine[Any, Any, None]]], ...] = (
     ({"second-pusher"}, lambda world: _train(world, "other")),
+    ({"live"}, _train_live),
     ({"verbs", "recover-early"}, _type),
     ({"stranger"}, _meddle),
     ({"other-fleet"}, _type_elsewhere),

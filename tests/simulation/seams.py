@@ -168,7 +168,9 @@ class _Fcntl:
         if operation == fcntl.LOCK_UN:
             here().kernel.unlock(descriptor)
         else:
-            here().kernel.flocks[descriptor] = Flock(os.fstat(descriptor).st_ino, process)
+            shared = bool(operation & fcntl.LOCK_SH)
+            inode = os.fstat(descriptor).st_ino
+            here().kernel.flocks[descriptor] = Flock(inode, process, shared)
 
 
 class _OwnLocks:
@@ -257,6 +259,10 @@ SEAMS: dict[str, Any] = {
     "skyctl.core.guardian._spawn": _spawn_guardian,
     "skyctl.push.transaction.carry_out": _carry_out,
     "skyctl.push.sender_way.check_memory": lambda needed_bytes: None,
+    "skyctl.checkpoints.staging.os": _OS,
+    "skyctl.checkpoints.staging.create_private_file": _create_private_file,
+    "skyctl.checkpoints.live.os": _OS,
+    "skyctl.api.live.create_private_file": _create_private_file,
     "skyctl.kill_points._point": _Point(),
 }
 
@@ -304,13 +310,16 @@ def replaced(seams: Mapping[str, Any]) -> Iterator[None]:
 @contextmanager
 def installed() -> Iterator[None]:
     """Inside the block, the product runs in whatever world was entered."""
-    from tests.simulation import supervised
+    from tests.simulation import supervised, trainer
 
     logging.disable(logging.CRITICAL)
     # what dead processes left open is unwound between schedules, into closed files
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
-        with replaced({**SEAMS, **_LATER, **supervised.SEAMS}), warnings.catch_warnings():
+        with (
+            replaced({**SEAMS, **_LATER, **supervised.SEAMS, **trainer.SEAMS}),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
             gc.collect()
             gc.freeze()  # what is loaded by now stays

@@ -68,6 +68,8 @@ class Ended:
     """How many times a server was frozen."""
     excused: int = 0
     """How many times a server was left out of a check on what it answers, or does not."""
+    live: int = 0
+    """How many pushes out of a trainer's memory succeeded."""
 
 
 class World:
@@ -99,7 +101,7 @@ class World:
         self.verbs_open = 0  # that nobody has on record: they died, or their disk failed
         self.recovered = False  # the operator has begun to recover the fleet
         self.refusals = 0  # by guards
-        self.pushes = self.succeeded = self.frozen = self.excused = 0
+        self.pushes = self.succeeded = self.frozen = self.excused = self.live = 0
         self.accepted: dict[int, Any] = {}  # the weights that a version came to
         self.commands: list[Process] = []
         self.written_at: dict[Process | None, float] = {}  # who last wrote to any server, and when
@@ -408,6 +410,7 @@ class World:
             self.succeeded,
             self.frozen,
             self.excused,
+            self.live,
         )
 
     def _play(self) -> None:

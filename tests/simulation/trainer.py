@@ -1,0 +1,297 @@
+"""A trainer whose ranks are processes: they meet, and push what each has in its memory by a file.
+
+Rounds, plans, files and pushes are the product's. What carries bytes between ranks is played, and
+tensors are bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from skyctl.api.trainer import Trainer, open_trainer
+from skyctl.checkpoints.live import TensorFile
+from skyctl.errors import SkyctlError
+from skyctl.live.blocks import Block
+from skyctl.live.options import TrainerOptions
+from skyctl.live.ranks import Hub, Link, RankFailed, Ranks
+from skyctl.service import connect
+from skyctl.states import PauseMode
+from tests.simulation import checks
+from tests.simulation.disk import SHAPE, TENSORS, bytes_of
+from tests.simulation.kernel import Process, current
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LABEL = "push of rank"
+PATIENCE_S = 20.0
+_ITEM = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """One push of a job, the same on every rank."""
+
+    after_s: float
+    number: int
+    label: str
+    mode: PauseMode
+    odd: int = -1
+    """A rank that gives it another label."""
+
+
+class Values:
+    """A part of a tensor, in the memory of a rank."""
+
+    is_cuda = False
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Share:
+    """What a rank has: its elements of each tensor, of the version `number`."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        [length] = SHAPE
+        share = -(-length // ranks)
+        self.begin = min(rank * share, length)
+        self.size = min(share, length - self.begin)
+        self.number = 0
+
+    def pairs(self) -> list[tuple[Block, Values]]:
+        begin, end = self.begin * _ITEM, (self.begin + self.size) * _ITEM
+        return [
+            (
+                Block(name, "float32", tuple(SHAPE), (self.begin,), (self.size,)),
+                Values(bytes_of(self.number, place)[begin:end]),
+            )
+            for place, name in enumerate(TENSORS)
+            if self.size
+        ]
+
+
+# --- between ranks --------------------------------------------------------------------------------
+
+
+class _Wire:
+    """One way between two ranks: bytes arrive in order, and after a death the end of them."""
+
+    def __init__(self, world: World, to: Process) -> None:
+        self.reader = asyncio.StreamReader(loop=world.loop)
+        self.ended = False
+        self._world, self._to, self._arrived = world, to, 0.0
+
+    def carry(self, data: bytes) -> None:
+        if not self.ended:
+            self._deliver(self.reader.feed_data, data)
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._deliver(self.reader.feed_eof)
+
+    def _deliver(self, call: Any, *arguments: Any) -> None:
+        loop, dice = self._world.loop, self._world.dice
+        self._arrived = max(self._arrived, loop.now + dice.random() * 0.004)
+        loop.call_at(self._arrived, call, *arguments, context=self._to.context)
+
+
+class _Writer:
+    """An `asyncio.StreamWriter` with its socket, as far as ranks use them."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, wire: _Wire, peer: Process) -> None:
+        self.write, self.close, self._wire, self._peer = wire.carry, wire.end, wire, peer
+
+    def get_extra_info(self, _: str) -> _Writer:
+        return self
+
+    def getsockopt(self, *_: int) -> bytes:
+        return struct.pack("3i", self._peer.pid, os.getuid(), os.getgid())
+
+    def fileno(self) -> int:
+        raise OSError("not a file of this machine")
+
+    def is_closing(self) -> bool:
+        return self._wire.ended
+
+
+class Meeting:
+    """Where the ranks of a job meet."""
+
+    def __init__(self, world: World, ranks: int) -> None:
+        self._world = world
+        self._machines = [""] * ranks
+        self._hub: Hub | None = None
+        self._first: Process | None = None
+
+    async def join(self, rank: int) -> Ranks:
+        process = current()
+        assert process is not None
+        if rank == 0:
+            self._hub, self._first = Hub(self._machines), process
+            self._hub._servers.append(SimpleNamespace(close=lambda: None))  # type: ignore[arg-type]
+            return self._hub
+        until = self._world.loop.now + PATIENCE_S
+        while self._hub is None or self._first is None:
+            if self._world.loop.now > until:
+                raise RankFailed("rank 0 has not come to where the ranks meet")
+            await asyncio.sleep(0.02)
+        if self._first.dead:
+            raise RankFailed(f"rank {rank} does not reach rank 0: it has ended")
+        there, back = _Wire(self._world, self._first), _Wire(self._world, process)
+        process.on_death.append(there.end)
+        self._first.on_death.append(back.end)
+        writer: Any = _Writer(there, self._first)
+        link = Link(rank, self._machines, back.reader, writer)
+        answers: Any = _Writer(back, process)
+        serving = self._hub._serve(there.reader, answers)
+        self._world.loop.create_task(serving, context=self._first.context)
+        link._channel.send({"rank": rank})
+        return link
+
+
+# --- the job --------------------------------------------------------------------------------------
+
+
+class _Holder:
+    """A `Fleet`, as a trainer uses it; it keeps the job of the last push."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._ref = world, world.ref
+        self.job = ""
+        self.service: Any = None
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        async with connect(self._ref) as service:
+            begin = service.start_push
+
+            async def start_push(request: Any) -> str:
+                self.job = await begin(request)
+                self._world.pushes += 1
+                return self.job
+
+            service.start_push = start_push  # type: ignore[method-assign]
+            self.service = service
+            yield service
+
+
+def begin(world: World, ranks: int, steps: Sequence[Step], *, goes_on: bool) -> list[Process]:
+    """Start the ranks of a job. `goes_on`: after a push that failed comes the next."""
+    meeting = Meeting(world, ranks)
+    return [
+        world._command(f"{LABEL} {rank}", partial(_rank, world, meeting, rank, steps, goes_on))
+        for rank in range(ranks)
+    ]
+
+
+async def _rank(
+    world: World, meeting: Meeting, rank: int, steps: Sequence[Step], goes_on: bool
+) -> None:
+    holder: Any = _Holder(world)
+    ranks = await meeting.join(rank)
+    share = Share(rank, ranks.world_size)
+    share.number = steps[0].number
+    options = TrainerOptions(share, patience_s=PATIENCE_S)
+    live = await open_trainer(holder, ranks, options)
+    for step in steps:
+        await asyncio.sleep(step.after_s + world.dice.random() * 0.2)
+        share.number, holder.job = step.number, ""
+        label = f"{step.label}-odd" if step.odd == rank else step.label
+        try:
+            await live.push(label, pause_mode=step.mode)
+        except SkyctlError as error:
+            world.tell(f"rank {rank}: {type(error).__name__}: {error.message}")
+            await _check(world, holder, live, step)
+            if not goes_on:
+                raise
+        else:
+            world.live += rank == 0
+            await _check(world, holder, live, step)
+    await live.close()
+
+
+async def _check(world: World, holder: _Holder, live: Trainer, step: Step) -> None:
+    """On rank 0: what must hold after its push."""
+    if live.rank or not holder.job:
+        return
+    with suppress(SkyctlError):
+        job = await holder.service.wait_job(holder.job)
+        if job.state == "succeeded":
+            world.succeeded += 1
+            urls = {target.name: target.url for target in world._targets(holder.service)}
+            on_record = world._on_record(holder.service)
+            checks.push_succeeded(world, job, step.number, urls, on_record=on_record)
+        checks.push_ended(world, job, world._pusher())
+
+
+# --- what is played -------------------------------------------------------------------------------
+
+
+class _Window:
+    """`live.file.Window`, for values that are bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, sent: Sequence[tuple[Block, int, Values]], *, scan: bool) -> str:
+        with self._path.open("r+b") as file:
+            for block, offset, values in sent:
+                file.seek(offset + block.start[0] * _ITEM)
+                file.write(values.data)
+        _here().checkpoints.touched(self._path)
+        return ""
+
+
+_finish, _invalidate = TensorFile.finish, TensorFile.invalidate
+
+
+def _finished(file: TensorFile) -> None:
+    _finish(file)
+    _here().checkpoints.touched(file.path)
+
+
+def _invalidated(file: TensorFile) -> None:
+    _invalidate(file)
+    _here().checkpoints.touched(file.path)
+
+
+def _here() -> World:
+    from tests.simulation import seams
+
+    return seams.here()
+
+
+class _Secrets:
+    """Names of directories, the same in each run of a schedule."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+
+    def token_hex(self, nbytes: int) -> str:
+        return f"{next(self._numbers):0{2 * nbytes}x}"
+
+
+SEAMS: dict[str, Any] = {
+    "skyctl.api.trainer.read_pairs": lambda weights, *_, **__: weights.pairs(),
+    "skyctl.api.trainer.addresses": lambda weights: None,
+    "skyctl.api.trainer.Window": _Window,
+    "skyctl.checkpoints.live.TensorFile.finish": _finished,
+    "skyctl.checkpoints.live.TensorFile.invalidate": _invalidated,
+    "skyctl.checkpoints.staging._fits_in_memory": lambda *_: True,
+    "skyctl.checkpoints.staging.secrets": _Secrets(),
+}
