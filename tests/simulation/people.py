@@ -47,10 +47,11 @@ FAULTS = (
     "stop",
     "stranger",
     "guard",
-    "live",
 )
 ATTACHED_FAULTS = ("edited-list", "other-fleet")
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
+LIVE = "live"
+"""A training job whose ranks push."""
 
 _UNDONE = ("push.pause.call", "push.pause.done", "push.init.done", "push.start.call")
 """Points at which a push that is interrupted is undone."""
@@ -164,7 +165,7 @@ async def _train_live(world: World) -> None:
         steps = [_live_step(world, ranks) for _ in range(dice.choice((1, 2, 3)))]
         processes = trainer.begin(world, ranks, steps, goes_on=dice.random() < 0.5)
         for process in processes:
-            if "kill-point" in world.faults and dice.random() < 0.2:
+            if "kill-point" in world.faults and dice.random() < 0.4:
                 point = dice.choice(kill_points.RANK)
                 process.doomed |= {"point": point, "passes": dice.choice((0, 0, 1))}
             elif dice.random() < 0.5:
@@ -379,7 +380,7 @@ async def _break_network(world: World) -> None:
 
 _ACTORS: tuple[tuple[set[str], Callable[[World], Coroutine[Any, Any, None]]], ...] = (
     ({"second-pusher"}, lambda world: _train(world, "other")),
-    ({"live"}, _train_live),
+    ({LIVE}, _train_live),
     ({"verbs", "recover-early"}, _type),
     ({"stranger"}, _meddle),
     ({"other-fleet"}, _type_elsewhere),

@@ -104,7 +104,8 @@ class _Wire:
 
     def _deliver(self, call: Any, *arguments: Any) -> None:
         loop, dice = self._world.loop, self._world.dice
-        self._arrived = max(self._arrived, loop.now + dice.random() * 0.004)
+        takes_s = dice.random() * (2.0 if dice.random() < 0.05 else 0.004)
+        self._arrived = max(self._arrived, loop.now + takes_s)
         loop.call_at(self._arrived, call, *arguments, context=self._to.context)
 
 

@@ -119,6 +119,8 @@ class World:
         """Swarm testing: a random subset, so that faults do not hide each other."""
         share = self.dice.choice((0.1, 0.2, 0.35, 0.5))
         chosen = {fault for fault in self.faults_known if self.dice.random() < share}
+        if Random(f"live {self.schedule.seed}").random() < 0.25:  # others go as they went before
+            chosen.add(people.LIVE)
         if self.schedule.only is not None:
             chosen &= self.schedule.only
         return frozenset(chosen - self.schedule.without)
