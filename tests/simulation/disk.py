@@ -184,7 +184,9 @@ class Checkpoints:
         self.bytes_of: dict[int, bytes] = {}  # by value
         self._alike: dict[int, int] = {}  # damaged value → the one that rows cannot tell it from
         self.at: dict[str, int] = {}  # what lies at a path now
+        self.staged = 0  # directories of weights from a trainer's memory
         self._moments = 0
+        self._numbers: dict[str, int] = {}  # of files
         self._files: dict[int, tuple[int, int]] = {}  # inode → number of the file, its last change
 
     def path(self, name: str) -> str:
@@ -263,8 +265,7 @@ class Checkpoints:
             written = file.stat().st_mtime_ns
         file.write_bytes(_HEADER + data)
         os.utime(file, ns=(written, written))
-        inode = file.stat().st_ino
-        self._files[inode] = self._files.get(inode, (len(self._files), 0))[0], moment
+        self._changed(file, moment)
         self.at[str(path)] = number
         return str(path)
 
@@ -284,8 +285,12 @@ class Checkpoints:
         self._moments += 1
         moment = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
         os.utime(file, ns=(moment, moment))
-        inode = file.stat().st_ino
-        self._files[inode] = self._files.get(inode, (len(self._files), 0))[0], moment
+        self._changed(file, moment)
+
+    def _changed(self, file: Path, moment: int) -> None:
+        """By its path: the inode of a file that was removed may be another's."""
+        number = self._numbers.setdefault(str(file), len(self._numbers))
+        self._files[file.stat().st_ino] = number, moment
 
 
 def bytes_of(number: int, place: int) -> bytes:

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -280,11 +279,10 @@ def _here() -> World:
 class _Secrets:
     """Names of directories, the same in each run of a schedule."""
 
-    def __init__(self) -> None:
-        self._numbers = count(1)
-
     def token_hex(self, nbytes: int) -> str:
-        return f"{next(self._numbers):0{2 * nbytes}x}"
+        checkpoints = _here().checkpoints
+        checkpoints.staged += 1
+        return f"{checkpoints.staged:0{2 * nbytes}x}"
 
 
 SEAMS: dict[str, Any] = {
