@@ -156,14 +156,15 @@ async def test_a_supervisor_that_is_killed_leaves_the_count_to_the_next(
 
 
 async def test_the_file_bounds_the_number_and_up_keeps_what_load_decided(tmp_path: Path) -> None:
-    async with scaled(tmp_path) as it:
+    still = SCALE.replace("down_after_s: 2", "down_after_s: 600")  # idle, it would shrink
+    async with scaled(tmp_path, still) as it:
         refused = await it.run("scale", "4", expect=2)
         assert "cannot scale to 4: `scale:` in the fleet file says 1 to 3 replicas" in refused
         assert "load decides from here: 1 to 3 replicas" in await it.run("scale", "3")
         assert "is up to date, nothing to do" in await it.run("up", "--dry-run")
         assert "3 of 1 to 3 replicas, by queue: 4 each" in await it.run("plan")
         assert (await it.status())["unapplied"] is False
-        it.fleet.write(replicas=1, extra=f"scale: {SCALE.replace('max: 3', 'max: 2')}\n{EXTRA}")
+        it.fleet.write(replicas=1, extra=f"scale: {still.replace('max: 3', 'max: 2')}\n{EXTRA}")
         assert "- stop    stubs-2" in await it.run("up", "--dry-run")
 
 
