@@ -28,6 +28,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 from skyctl.startup import inherited_environment
 from skyctl.store.paths import FleetPaths, create_private_file
@@ -249,7 +250,7 @@ def _build_adapters() -> None:
     from skyctl.supervisor import interface, wire
 
     results = (FleetStatus, requests.Outcomes, requests.TakenDown)
-    asked = (verb.request for verb in interface.OWN_VERBS)
+    asked = (verb.request for verb in interface.own_handlers(Mock()))
     for kind in (*asked, *results, interface.Begun):
         wire.adapter(kind)
 

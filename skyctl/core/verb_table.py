@@ -1,15 +1,15 @@
 """The verbs of a fleet: one entry each, with the types of its request and its result.
 
-Clients send a verb and its request; the method of its name answers it. A result is only a type
-here: a push starts before the modules that display it are loaded.
+Clients send a verb and its request; `handlers` of `service.py` has what answers it. A result is
+only a type here: a push starts before the modules that display it are loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, overload
 
 from skyctl.adapters.requests import LoadAdapter, UnloadAdapter
 from skyctl.core.canary import CanaryRequest, CanaryStatus
@@ -150,11 +150,31 @@ URLS: Final[Verb[None, FleetUrls]] = Verb("urls", NoneType)
 PROCESSES: Final[Verb[None, Processes]] = Verb("processes", NoneType)
 LOGS: Final[Verb[LogQuery, dict[str, tuple[str, ...]]]] = Verb("logs", LogQuery)
 
-VERBS: Final = tuple(verb for verb in tuple(globals().values()) if isinstance(verb, Verb))
-"""All of them. Each is a method of `FleetService` that has its name."""
+
+@dataclass(frozen=True)
+class Handler:
+    """What answers a verb."""
+
+    verb: Verb[Any, Any]
+    method: Callable[..., Awaitable[Any]]
+
+    async def answer(self, request: Any) -> Any:
+        """The result; a verb without a request takes None."""
+        return await (self.method() if self.verb.request is NoneType else self.method(request))
 
 
-async def answer(fleet: object, verb: Verb[Any, Any], request: Any) -> Any:
-    """A fleet's result of a verb; one without a request takes None."""
-    method = getattr(fleet, verb.name)
-    return await (method() if verb.request is NoneType else method(request))
+Handlers = dict[Verb[Any, Any], Handler]
+
+
+@overload
+def handle(verb: Verb[None, R], method: Callable[[], Awaitable[R]]) -> Handler: ...
+@overload
+def handle(verb: Verb[Q, R], method: Callable[[Q], Awaitable[R]]) -> Handler: ...
+def handle(verb: Verb[Any, Any], method: Callable[..., Awaitable[Any]]) -> Handler:
+    """A handler whose method takes and returns what its verb has."""
+    return Handler(verb, method)
+
+
+def by_verb(*answering: Handler) -> Handlers:
+    """These handlers, by their verbs."""
+    return {handler.verb: handler for handler in answering}

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl.core import verb_table
+from skyctl.core.handlers import handlers
 from skyctl.core.registry import FleetRef, kept_files, supervisor_running
 from skyctl.core.requests import JobQuery, Recover, StatusQuery
-from skyctl.core.verb_table import Q, R, Verb, answer
+from skyctl.core.verb_table import Q, R, Verb
 from skyctl.errors import (
     ConflictError,
     FleetDownError,
@@ -79,15 +80,15 @@ class SupervisedFleet(RemoteFleet):
             if not followed and (verb is verb_table.STATUS or not on_record):
                 await self._revive()
             reached(before)
-            answered = await super()._ask(verb, request, result)
+            answer = await super()._ask(verb, request, result)
             reached(after)
             self._stopped_since = None
         except FleetDownError as error:
             follows = isinstance(request, JobQuery) and request.wait_s > 0
             if not on_record or (follows and self._stopped_for_long(error)):
                 raise
-            answered = await self._on_record(verb, request, error)
-        return answered
+            answer = await self._on_record(verb, request, error)
+        return answer
 
     def _stopped_for_long(self, error: FleetDownError) -> bool:
         """Whether requests have met a stopped supervisor for so long that none will end it."""
@@ -149,7 +150,7 @@ class SupervisedFleet(RemoteFleet):
             raise error
         with FleetState(self.ref.paths.database) as state:
             fleet = UnsupervisedFleet(self.ref, state, error.message)
-            return await answer(fleet, verb, request)
+            return await handlers(fleet)[verb].answer(request)
 
     async def _revive(self) -> None:
         """Start a supervisor for servers that were left without one, once per connection.

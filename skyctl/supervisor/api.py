@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import fields
 from types import NoneType
-from typing import Any
 from urllib.parse import unquote
 
 from pydantic import ValidationError
@@ -27,8 +26,7 @@ from starlette.routing import Route
 
 from skyctl.core.arbiter import caller, hung_up
 from skyctl.core.requests import Readiness
-from skyctl.core.service import FleetService
-from skyctl.core.verb_table import Q, R, Verb, answer
+from skyctl.core.verb_table import Handlers, Q, R, Verb
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
@@ -46,17 +44,11 @@ _TOKEN_HINT = (
 )
 
 
-def make_app(
-    fleet: FleetService,
-    offered: Collection[Verb[Any, Any]],
-    *,
-    ready: Callable[[], Readiness],
-    token: str = "",
-) -> Starlette:
+def make_app(offered: Handlers, *, ready: Callable[[], Readiness], token: str = "") -> Starlette:
     """The API of one fleet, with the `offered` verbs, for callers with the `token`; `ready` is what
     load balancers see, which have none.
     """
-    verbs = {verb.name: verb for verb in offered}
+    verbs = {handler.verb.name: handler for handler in offered.values()}
     headers = {VERSION_HEADER: f"{own_version()}/{stamp()}"}
 
     async def endpoint(request: Request) -> Response:
@@ -65,11 +57,12 @@ def make_app(
         try:
             _refuse_strangers(request, token)
             _refuse_others(request)
-            name = request.path_params["verb"]
-            if name not in verbs:
-                raise NotFoundError(f"there is no verb {name!r}")
-            given = decoded(verbs[name], await request.body())
-            content, status = to_json(await answer(fleet, verbs[name], given)), 200
+            verb = request.path_params["verb"]
+            if verb not in verbs:
+                raise NotFoundError(f"there is no verb {verb!r}")
+            handler = verbs[verb]
+            given = decoded(handler.verb, await request.body())
+            content, status = to_json(await handler.answer(given)), 200
         except SkyctlError as error:
             shown = {**error.to_json(), "details": error.details}
             content = json.dumps({"error": shown}).encode()

@@ -36,7 +36,7 @@ from skyctl.supervisor import adapters
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.event_commands import EventCommands
-from skyctl.supervisor.interface import OWN_VERBS
+from skyctl.supervisor.interface import own_handlers
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.rollout import host_of
@@ -172,7 +172,7 @@ def become_subreaper() -> None:
 
 async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
     config = uvicorn.Config(
-        make_app(supervisor, OWN_VERBS, ready=supervisor.readiness),
+        make_app(own_handlers(supervisor), ready=supervisor.readiness),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Final
 
+from skyctl.core.handlers import handlers
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import FleetService
 from skyctl.core.status import OperationKind
-from skyctl.core.verb_table import VERBS, Verb
+from skyctl.core.verb_table import Handlers, Verb, by_verb, handle
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.reconcile import Preview
 from skyctl.supervisor.wire import adapter
@@ -50,8 +51,6 @@ RECONCILE: Final[Verb[Reconcile, Begun]] = Verb("reconcile", Reconcile)
 PREVIEW: Final[Verb[Reconcile, Preview]] = Verb("preview", Reconcile)
 ADOPT: Final[Verb[Adopt, int]] = Verb("adopt", Adopt)
 UNDO: Final[Verb[None, None]] = Verb("undo", NoneType, lambda request: _UNDO_S)
-OWN_VERBS: Final = (*VERBS, RECONCILE, PREVIEW, ADOPT, UNDO)
-"""Those of a supervisor's own machine."""
 
 
 class SupervisorService(FleetService):
@@ -77,6 +76,16 @@ class SupervisorService(FleetService):
         nothing.
         """
         return await self._ask(UNDO, None, type(None))
+
+
+def own_handlers(fleet: SupervisorService) -> Handlers:
+    """What answers each verb of a supervisor's own machine."""
+    return handlers(fleet) | by_verb(
+        handle(RECONCILE, fleet.reconcile),
+        handle(PREVIEW, fleet.preview),
+        handle(ADOPT, fleet.adopt),
+        handle(UNDO, fleet.undo),
+    )
 
 
 class SupervisorClient(RemoteFleet, SupervisorService):

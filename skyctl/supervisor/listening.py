@@ -22,7 +22,7 @@ import psutil
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from skyctl.core.verb_table import VERBS
+from skyctl.core.handlers import handlers
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.sections import SupervisorSection
 from skyctl.http.listener import listen_at
@@ -181,7 +181,7 @@ class Listening(ListensAsPlanned):
             and section.tls_cert is None
         ):
             await asyncio.to_thread(ensure_certificate, credentials.cert, credentials.key, host)
-        app = make_app(self._supervisor, VERBS, ready=self._supervisor.readiness, token=token)
+        app = make_app(handlers(self._supervisor), ready=self._supervisor.readiness, token=token)
         return uvicorn.Config(
             app, ssl_certfile=credentials.cert, ssl_keyfile=credentials.key, **options
         )

@@ -34,7 +34,7 @@ from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import JobEvent
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
-from skyctl.supervisor.interface import OWN_VERBS, SupervisorClient, SupervisorService
+from skyctl.supervisor.interface import SupervisorClient, SupervisorService, own_handlers
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -428,7 +428,7 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 
     path = dice.choice(sorted(_REQUESTS))
     version = own_version() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
-    transport = httpx.ASGITransport(make_app(_Unmoved(), OWN_VERBS, ready=_Unmoved))
+    transport = httpx.ASGITransport(make_app(own_handlers(_Unmoved()), ready=_Unmoved))
     async with httpx.AsyncClient(transport=transport, base_url="http://supervisor") as client:
         answer = await client.post(
             f"/v1/{path}", content=_body(dice, _REQUESTS[path]), headers={VERSION_HEADER: version}

@@ -12,7 +12,7 @@ from skyctl.errors import ServerError, VersionMismatch
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
-from skyctl.supervisor.interface import OWN_VERBS, SupervisorClient
+from skyctl.supervisor.interface import SupervisorClient, own_handlers
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.wire import VERSION_HEADER, own_version
 from tests.stub.through_httpx import ThroughHttpx
@@ -33,7 +33,7 @@ async def test_a_supervisor_refuses_another_protocol_before_it_does_anything(
     paths = FleetPaths(tmp_path, "stubs").prepare()
     with FleetState(paths.database) as state:
         supervisor = Supervisor(paths, state)
-        app = httpx.ASGITransport(make_app(supervisor, OWN_VERBS, ready=Mock()))
+        app = httpx.ASGITransport(make_app(own_handlers(supervisor), ready=Mock()))
         async with httpx.AsyncClient(transport=app, base_url="http://supervisor") as other:
             refused = await other.post("/v1/down", headers={VERSION_HEADER: "9.9.9/99"}, json={})
             assert refused.status_code == 409
@@ -58,7 +58,7 @@ async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old(
 async def test_an_error_of_one_like_ours_is_an_error() -> None:
     failing = Mock(status=Mock(side_effect=RuntimeError))
     app = httpx.ASGITransport(
-        make_app(failing, OWN_VERBS, ready=Mock()), raise_app_exceptions=False
+        make_app(own_handlers(failing), ready=Mock()), raise_app_exceptions=False
     )
     with pytest.raises(ServerError, match="answered 500") as caught:
         await client(app).status()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import fields
 from types import NoneType
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from skyctl.errors import UsageError
 from skyctl.http.fanout import Outcome
 from skyctl.supervisor import wire
 from skyctl.supervisor.api import decoded
-from skyctl.supervisor.interface import OWN_VERBS
+from skyctl.supervisor.interface import own_handlers
 
 # What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up, and
 # put the new pair here: an older supervisor then says what to do, and not what is unknown.
@@ -26,7 +27,7 @@ KNOWN = (17, "fcf8d386a94ecf06")
 
 
 def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
-    verbs = sorted(OWN_VERBS, key=lambda verb: verb.name)
+    verbs = sorted(own_handlers(Mock()), key=lambda verb: verb.name)
     asked = {verb.name: verb.request for verb in verbs}
     plans = (FleetPlan, ServerSpec, FrontSpec, RouterSpec)
     answered = (*plans, FleetStatus, JobChanges, Outcome, Processes)
