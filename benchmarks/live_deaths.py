@@ -38,9 +38,11 @@ import psutil
 
 from benchmarks.cpu_transports import taken_on
 from tests import forking
+from tests.faults.killing.checks import of_home
 from tests.faults.live_deaths import RANK_DEATHS, SUPERVISOR_DEATHS, WAYS, Deaths
 from tests.faults.live_ranks import forking_ranks, model_of
 from tests.faults.stub_fleet import StubFleet
+from tests.integration.endpoints import PROMPT, TOKENS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, bearer, greedy_body
 from tests.integration.reference import answered
 from tests.pids import abandoned, abandoned_since, gone
@@ -48,7 +50,6 @@ from tests.tiny import make_tiny_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "live-deaths.json"
 VICTIMS = ("rank", "rank 0", "worker", "server", "supervisor")
-PROMPT, TOKENS = "the fleet is up and", 12
 SETTLE_S = 240.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}  # as the tests have them
 
@@ -216,7 +217,7 @@ def main() -> int:
     ):
         found = play(options, Path(directory))
         found["violations"] += [
-            f"{p.pid} still runs" for p in psutil.process_iter() if _of(p, directory)
+            f"{p.pid} still runs" for p in of_home(Path(directory, "home")) if not _forks(p)
         ]
     found["violations"] += [f"{path} stays" for path in sorted(abandoned_since(before))]
     for name, count in found["deaths"].items():
@@ -230,13 +231,12 @@ def main() -> int:
     return int(bool(found["violations"]))
 
 
-def _of(process: psutil.Process, directory: str) -> bool:
-    """Whether it belongs to the fleet: neither this one, nor those that fork commands for it."""
+def _forks(process: psutil.Process) -> bool:
+    """Whether it is not the fleet's: this one, or one that forks commands for it."""
     try:
-        forks = "tests.forking" in process.cmdline() or process.pid == os.getpid()
-        return process.environ().get("SKYCTL_HOME") == f"{directory}/home" and not forks
+        return "tests.forking" in process.cmdline() or process.pid == os.getpid()
     except psutil.Error:
-        return False
+        return True
 
 
 if __name__ == "__main__":

@@ -55,13 +55,16 @@ class Decision:
     reason: str
 
 
+def policy_of(plan: FleetPlan | None) -> ScaleSection | None:
+    """What says how many replicas there are; None where load does not."""
+    return plan.config.scale if plan is not None and plan.router is not None else None
+
+
 def unmeasured(plan: FleetPlan | None, state: FleetState, count: int) -> ScalingStatus | None:
     """Of `count` replicas whose load is not measured yet; None where load does not decide."""
-    if plan is None or plan.router is None or state.canary() is not None:
+    if (policy := policy_of(plan)) is None or state.canary() is not None:
         return None
-    if (policy := plan.config.scale) is None:
-        return None
-    decision = decide(policy, [], count, last_step_down=-math.inf)
+    decision = decide(policy, [], count)
     limits = policy.min, policy.max, policy.target, policy.per_replica
     return ScalingStatus(count, *limits, reason=decision.reason)
 

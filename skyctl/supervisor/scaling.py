@@ -23,7 +23,7 @@ from skyctl import engines
 from skyctl.core.arbiter import Act
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.planning import planned, ports_of, scaled, usable
-from skyctl.core.scaling import Decision, Sample, decide, demand_of, kept
+from skyctl.core.scaling import Decision, Sample, decide, demand_of, kept, policy_of
 from skyctl.core.status import ScalingStatus
 from skyctl.engines.base import ServerMetrics
 from skyctl.errors import ConflictError, SkyctlError
@@ -87,7 +87,7 @@ class Scaling:
     async def run(self) -> None:
         """Sample and act until cancelled."""
         while True:
-            policy = self._policy
+            policy = policy_of(self._running.plan)
             await asyncio.sleep(policy.interval_s if policy else _IDLE_S)
             self._step = asyncio.create_task(self.step(), name="scaling")
             await asyncio.wait({self._step})
@@ -107,7 +107,7 @@ class Scaling:
 
     async def step(self) -> None:
         """One sample of the load, and what follows from it."""
-        running, policy = self._running, self._policy
+        running, policy = self._running, policy_of(self._running.plan)
         if running.draining or running.under_way:
             return
         await self._end_sleepers(policy)
@@ -136,11 +136,6 @@ class Scaling:
             await self._go_on(policy, self._leaving)
         elif decision.count < count:
             await self._shrink(decision, serving[-1])
-
-    @property
-    def _policy(self) -> ScaleSection | None:
-        plan = self._running.plan
-        return plan.config.scale if plan is not None and plan.router is not None else None
 
     # --- measuring --------------------------------------------------------------------------------
 

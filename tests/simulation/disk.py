@@ -253,14 +253,13 @@ class Checkpoints:
         """Overwrite a directory with a version; its path. `same_time`: by a program that sets the
         time of the file to what it was."""
         self.values(number)
-        self._moments += 1
         path = self.directory / name
         path.mkdir(parents=True, exist_ok=True)
         file = path / "model.safetensors"
         data = b"".join(bytes_of(number, place) for place in range(len(TENSORS)))
         if not (path / "config.json").exists():
             (path / "config.json").write_text('{"architectures": ["Sim"]}')
-        moment = written = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
+        moment = written = self._next_moment()
         if same_time and str(path) in self.at:  # not by a schedule before
             written = file.stat().st_mtime_ns
         file.write_bytes(_HEADER + data)
@@ -282,10 +281,14 @@ class Checkpoints:
 
     def touched(self, file: Path) -> None:
         """Somebody has written into a file."""
-        self._moments += 1
-        moment = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
+        moment = self._next_moment()
         os.utime(file, ns=(moment, moment))
         self._changed(file, moment)
+
+    def _next_moment(self) -> int:
+        """Nanoseconds of the epoch, later than any before."""
+        self._moments += 1
+        return 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
 
     def _changed(self, file: Path, moment: int) -> None:
         """By its path: the inode of a file that was removed may be another's."""

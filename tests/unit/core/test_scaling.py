@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from pathlib import Path
 
 import pytest
 
 from benchmarks.scaling import HOUR_S, POLICY, TRACES, Fleet, best_fixed
-from skyctl.core.scaling import Decision, Sample, decide, demand_of, kept
+from skyctl.core.scaling import Decision, Sample, decide, demand_of, kept, unmeasured
+from skyctl.core.status import ScalingStatus
 from skyctl.engines.base import ServerMetrics
 from skyctl.fleetfile.scaling import ScaleSection, Target
+from skyctl.store.fleet_weights import Canary, CanaryStage, FleetWeights
+from skyctl.store.state import FleetState
+from tests.unit.core.plans import plan
 
 QUICK = ScaleSection(min=1, max=8, target="queue", value=10, up_after_s=15, down_after_s=100)
 
@@ -178,3 +183,16 @@ def test_random_loads_never_leave_the_bounds_nor_lose_a_request() -> None:
         assert POLICY.min <= min(outcome.counts) and max(outcome.counts) <= POLICY.max
         assert outcome.turns <= 2 * HOUR_S / POLICY.down_after_s
         assert not math.isnan(outcome.lag(0.95))
+
+
+def test_limits_show_before_the_load_is_measured(tmp_path: Path) -> None:
+    scale = {"min": 1, "max": 4, "target": "queue", "value": 10}
+    scaled, fixed = plan(tmp_path, scale=scale), plan(tmp_path, replicas=2)
+    weights = FleetWeights("b", "/b", "digest")
+    canary = Canary(weights, ("vllm-0",), 0.1, CanaryStage.SERVING, 0.0)
+    with FleetState(tmp_path / "state.sqlite") as state:
+        shown = unmeasured(scaled, state, 2)
+        assert shown == ScalingStatus(2, 1, 4, "queue", 10, reason="not measured yet")
+        assert unmeasured(fixed, state, 2) is None
+        state.set_canary(canary)  # its share is that of the servers there are
+        assert unmeasured(scaled, state, 2) is None
