@@ -109,11 +109,15 @@ class SessionHolder:
             del self._sessions[loop]
             await session.close()
 
+    def _current(self) -> Session:
+        """The loop's session; it has been entered."""
+        return self._sessions[asyncio.get_running_loop()]
+
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[Session]:
         """The loop's session, or one for this call only."""
         async with self:
-            yield self._sessions[asyncio.get_running_loop()]
+            yield self._current()
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[FleetService]:

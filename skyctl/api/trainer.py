@@ -219,7 +219,9 @@ class Trainer:
         subject = "the start of the trainer"
 
         async def look_up(_: list[Body]) -> list[Body]:
-            fleet = await self._stack.enter_async_context(self._holder._connected())
+            # no generator: the loop would close it with others at the end of a program
+            await self._stack.enter_async_context(self._holder)
+            fleet = await self._holder._current().connected()
             self._side = FleetSide(fleet, self._holder._ref.name, self._ranks)
             self._stack.push_async_callback(self._side.close)
             self._ranks.when_lost = self._side.group.drop

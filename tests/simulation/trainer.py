@@ -10,13 +10,13 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.checkpoints.live import TensorFile
@@ -172,22 +172,31 @@ class _Holder:
 
     def __init__(self, world: World) -> None:
         self._world, self._ref = world, world.ref
+        self._stack = AsyncExitStack()
         self.job = ""
         self.service: Any = None
 
-    @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Any]:
-        async with connect(self._ref) as service:
-            begin = service.start_push
+    async def __aenter__(self) -> Self:
+        return self
 
-            async def start_push(request: Any) -> str:
-                self.job = await begin(request)
-                self._world.pushes += 1
-                return self.job
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
 
-            service.start_push = start_push  # type: ignore[method-assign]
-            self.service = service
-            yield service
+    def _current(self) -> Self:
+        return self
+
+    async def connected(self) -> Any:
+        service: Any = await self._stack.enter_async_context(connect(self._ref))
+        begin = service.start_push
+
+        async def start_push(request: Any) -> str:
+            self.job = await begin(request)
+            self._world.pushes += 1
+            return self.job
+
+        service.start_push = start_push
+        self.service = service
+        return service
 
 
 def begin(world: World, ranks: int, steps: Sequence[Step], *, goes_on: bool) -> list[Process]:

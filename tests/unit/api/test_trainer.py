@@ -13,7 +13,7 @@ from skyctl import Fleet
 from skyctl.api.trainer import open_trainer
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.live.options import TrainerOptions
-from skyctl.live.ranks import RankFailed
+from skyctl.live.ranks import Hub, RankFailed
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.unit.api.fleets import attached, everywhere, in_memory, met, state_dict, stubs, trainers
@@ -229,3 +229,19 @@ def test_a_program_without_an_event_loop_pushes_too(tmp_path: Path, base: Path) 
 
     asyncio.run(serve(train))
     assert {server.engine.weight_version for server in servers} == {"step-1"}
+
+
+async def test_a_program_that_leaves_its_trainer_open_ends_without_a_word(
+    tmp_path: Path, base: Path
+) -> None:
+    messages: list[str] = []
+
+    def program(fleet: Fleet) -> None:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            loop.set_exception_handler(lambda loop, context: messages.append(context["message"]))
+            runner.run(open_trainer(fleet, Hub(), TrainerOptions(state_dict(50))))
+
+    async with attached(tmp_path, stubs(base)) as fleet:
+        await asyncio.to_thread(program, fleet)
+    assert messages == []
