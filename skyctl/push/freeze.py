@@ -19,6 +19,7 @@ from skyctl.push.run import Abandoned, Rotation, Run
 from skyctl.push.servers import (
     Holds,
     PushedServer,
+    ThawSeen,
     alive,
     ask_all,
     close_session,
@@ -30,6 +31,9 @@ from skyctl.push.servers import (
 )
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
+
+_ROUNDS = 3
+"""How often a push that fails looks at what it leaves frozen."""
 
 
 class NotYet(Exception):
@@ -234,18 +238,25 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
 
 async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
     """Freeze servers that must not be resumed, in case another program has: the push ends, and
-    looks no more.
+    looks no more. Where it had to, the others may have been thawed meanwhile: all are looked at
+    again, three times at most.
     """
+    thawed = True
 
     async def check_frozen(server: PushedServer) -> None:
+        nonlocal thawed
         try:
             await require_paused(server)
-        except SkyctlError:
+        except SkyctlError as error:
+            thawed = thawed or isinstance(error, ThawSeen)
             run.observer.server(server.name, PushState.QUARANTINED, server.failure)
             raise
 
     unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
-    await ask_all(unsafe, check_frozen, timeout_s=run.fleet.timeouts.control_s)
+    rounds = 0
+    while thawed and rounds < _ROUNDS:
+        thawed, rounds = False, rounds + 1
+        await ask_all(unsafe, check_frozen, timeout_s=run.fleet.timeouts.control_s)
 
 
 async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:

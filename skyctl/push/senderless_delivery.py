@@ -79,14 +79,13 @@ class DiskDelivery(Delivery):
         self._check_unchanged()
 
     async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
-        async def begin(server: PushedServer) -> None:
-            await require_paused(server)
-            if server.holds is Holds.UNKNOWN:  # a trainer that died has left its session open
-                await close_session(server)
-            await server.control.prepare_reload()
-
-        timeout_s = self._fleet.timeouts.control_s * 2
-        await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
+        await super().start(servers)
+        await each(
+            alive(servers),
+            lambda server: server.control.prepare_reload(),
+            timeout_s=self._fleet.timeouts.control_s,
+            call_name="start",
+        )
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]

@@ -31,6 +31,10 @@ server may have been started meanwhile."""
 _LOOKS = 3
 
 
+class ThawSeen(ServerError):
+    """Another program has thawed a server that must be frozen. It is frozen again."""
+
+
 @dataclass
 class Spans:
     """Moments of one server's push, in seconds of `clock`. Calls that load may overlap."""
@@ -300,7 +304,7 @@ def take_over_freeze(server: PushedServer) -> None:
 
 
 async def require_paused(server: PushedServer) -> None:
-    """Raise ServerError if a server that must be frozen is not, or has not been since: it would
+    """Raise ThawSeen if a server that must be frozen is not, or has not been since: it would
     answer from a half-loaded model. It is frozen again first. A sleeping server answers no request.
     """
     if server.before.asleep:
@@ -316,7 +320,7 @@ async def require_paused(server: PushedServer) -> None:
         )
     if problem:
         await server.control.pause("abort", clear_cache=False)
-        raise ServerError(f"{server.name} {problem}")
+        raise ThawSeen(f"{server.name} {problem}")
 
 
 async def _thaw_seen(server: PushedServer) -> str:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from skyctl.push.forecast import Forecast
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
-from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, close_session, each, require_paused
 from skyctl.push.source import Source
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease, SenderPool
@@ -136,9 +136,17 @@ class Delivery:
         return
 
     async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
-        """Open an update in each server that is still paused; those that run fail."""
-        timeout_s = self._fleet.timeouts.control_s
-        await each(alive(servers), require_paused, timeout_s=timeout_s, call_name="start")
+        """Open an update in each server that is still paused; those that run fail. Here none is
+        opened, but one that a dead push has left open is closed.
+        """
+
+        async def begin(server: PushedServer) -> None:
+            await require_paused(server)
+            if server.holds is Holds.UNKNOWN or server.did.open:
+                await close_session(server)
+
+        timeout_s = self._fleet.timeouts.control_s * 2
+        await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]

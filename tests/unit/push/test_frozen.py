@@ -124,6 +124,34 @@ async def test_a_push_that_was_stopped_after_it_saw_a_server_paused_looks_again(
     assert "start" not in stubs.engines[1].log
 
 
+async def test_a_failed_push_leaves_nothing_thawed_that_was_thawed_while_it_froze_another(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hold parts of the weights. Another program thaws one after the push has looked at it
+    for what would be the last time, as the push finds the other thawed."""
+    first, second = stubs.engines
+    for number in (0, 1):
+        stubs.fail_update(number, calls=range(1, 10))
+    pause, ended = second.pause, False
+
+    def reach(point: str) -> None:
+        nonlocal ended
+        if point == "push.finish.done":
+            ended, second.scheduler = True, Scheduler.RUNNING
+
+    async def pause_late(mode: str) -> None:
+        await asyncio.sleep(0.05)
+        await pause(mode)
+        if ended and first.log.count("pause abort") == 0:
+            first.scheduler = Scheduler.RUNNING
+
+    monkeypatch.setattr("skyctl.push.transaction.reached", reach)
+    monkeypatch.setattr(second, "pause", pause_late)
+    error = await failing_push(stubs)
+    assert states(error) == ["quarantined", "quarantined"]
+    assert [engine.paused for engine in stubs.engines] == [True, True]
+
+
 async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs: Stubs) -> None:
     thawed, observer = stubs.engines[1], Recorder()
 

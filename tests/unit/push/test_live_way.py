@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.live.blocks import Block
 from skyctl.live.offer import CHANGED, Live, Offer, piece_row, planned
@@ -49,6 +50,11 @@ class Server(Workers):
         if method == "skyctl_layout_arrived" and len(self.arrivals) > 1:
             self.arrivals.pop(0)
         return [answers.get(method)]
+
+    async def finish_weight_update(self) -> None:
+        error = ServerError("without a matching start", status=500)
+        error.refusal = Refusal.NO_SESSION
+        raise error
 
 
 def live() -> Live:
