@@ -16,6 +16,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -46,6 +47,18 @@ TORCH = "torch"
 _OF_TORCH = ("skyctl.transfer.transports.gloo", "skyctl.engines.vllm.inside.receivers.gloo")
 TRAINER = "trainer"
 """For fleets with a Tinker API."""
+_SDK = "tinker"
+_COOKBOOK = ("tinker_cookbook.supervised.train", "tinker_cookbook.rl.train")
+_OF_SDK = (
+    *(_COOKBOOK if importlib.util.find_spec("tinker_cookbook") else ()),
+    *("tinker", "transformers.models.auto.tokenization_auto"),
+)  # of a script, eight seconds of a processor
+_MORE: Mapping[str, Sequence[str]] = {
+    _TRAINING: TRAINING_MODULES,
+    TRAINER: TRAINING_MODULES,
+    TORCH: _OF_TORCH,
+    _SDK: _OF_SDK,
+}
 _MODULES = (
     *("asyncio", "httpx", "sqlite3", "rich.console", "rich.live", "rich.table", "yaml"),
     *("skyctl.cli.app", "skyctl.cli.freeze", "skyctl.cli.sync_weights", "skyctl.cli.up"),
@@ -107,7 +120,8 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
 class Command(subprocess.Popen[str]):
     """A command: what an interpreter is started with."""
 
-    training = False
+    of = ""
+    """What the process that forks it is for, if not what tests `use`."""
 
     def _execute_child(self, *arguments: Any) -> None:
         names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
@@ -116,12 +130,12 @@ class Command(subprocess.Popen[str]):
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = tuple(given["pass_fds"])
         request = _request(given["args"], given["cwd"], given["env"], passed)
-        training = self.training or _TRAINING in given["args"]
+        kind = _TRAINING if _TRAINING in given["args"] else self.of or _servers
         try:
             self.pid = _ask(
                 request,
                 [*(own if own != -1 else n for n, own in enumerate(streams)), tell, *passed],
-                _TRAINING if training else _servers,
+                kind,
             )
             self._told = told
             self._child_created = True
@@ -166,7 +180,13 @@ class Command(subprocess.Popen[str]):
 class TrainingCommand(Command):
     """Forked from a process with the imports of a trainer."""
 
-    training = True
+    of = _TRAINING
+
+
+class SdkCommand(Command):
+    """Forked from a process with the imports of a script that uses Tinker's SDK or cookbook."""
+
+    of = _SDK
 
 
 def _request(
@@ -205,13 +225,15 @@ def detached(argv: Sequence[str], paths: FleetPaths, log: Path) -> subprocess.Po
 def main(channel: socket.socket, kind: str) -> None:
     """Start what is asked for, and tell how it ended, until nobody asks any more."""
     gc.disable()
-    more = {_TRAINING: TRAINING_MODULES, TRAINER: TRAINING_MODULES, TORCH: _OF_TORCH}.get(kind, ())
-    for name in (*(_MODULES if kind != _TRAINING else ()), *more):
+    of_skyctl = kind not in (_TRAINING, _SDK)
+    if kind == _SDK:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read by the imports
+    for name in (*(_MODULES if of_skyctl else ()), *_MORE.get(kind, ())):
         importlib.import_module(name)
     if kind == VLLM:
         forked.load_vllm()
     asked, Supervisor.ask = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if kind != _TRAINING:
+    if of_skyctl:
         from skyctl.supervisor import daemon
 
         for name in forked.MODULES:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-RUN_WITHOUT_TEARDOWN = (
+from tests.forking import SdkCommand
+
+_RUN_WITHOUT_TEARDOWN = (
     "import os, runpy, sys; sys.argv.pop(0); sys.path[0] = os.path.dirname(sys.argv[0]); "
     "import tinker; tinker.ServiceClient.__exit__ = lambda *_: None; "
     "runpy.run_path(sys.argv[0], run_name='__main__'); sys.stdout.flush(); os._exit(0)"
@@ -15,6 +21,28 @@ RUN_WITHOUT_TEARDOWN = (
 pydantic's native code at interpreter shutdown can abort the process (CPython issue 87135). Its own
 `with` waits without an end for the session to close.
 """
+
+
+def run_script(
+    script: str, *arguments: str, cwd: Path, timeout_s: float, env: Mapping[str, str] | None = None
+) -> str:
+    """What a script printed that uses the SDK. It must succeed."""
+    with SdkCommand(
+        [sys.executable, "-c", _RUN_WITHOUT_TEARDOWN, script, *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0, errors[-4000:]
+    return out
 
 
 @contextmanager

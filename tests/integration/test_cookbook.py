@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from skyctl.launch.local.host import free_port
 from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.tinker_sdk import RUN_WITHOUT_TEARDOWN
+from tests.tinker_sdk import run_script
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [
@@ -60,16 +58,13 @@ def run_recipe(fleet: FleetCli, name: str, log: str, *options: str) -> list[dict
     arguments = [*COMMON, f"log_path={log}", "behavior_if_log_dir_exists=delete", *options]
     module = importlib.util.find_spec(f"tinker_cookbook.recipes.{name}")
     assert module is not None and module.origin is not None
-    ended = subprocess.run(
-        [sys.executable, "-c", RUN_WITHOUT_TEARDOWN, module.origin, *arguments],
+    run_script(
+        module.origin,
+        *arguments,
         cwd=fleet.directory,
-        env={**os.environ, **environ, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"},
-        capture_output=True,
-        text=True,
-        timeout=RECIPE_S,
-        check=False,
+        timeout_s=RECIPE_S,
+        env={**environ, "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"},
     )
-    assert ended.returncode == 0, ended.stderr[-4000:]
     lines = (fleet.directory / log / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.tinker_sdk import RUN_WITHOUT_TEARDOWN, service_client
+from tests.tinker_sdk import run_script, service_client
 
 pytest.importorskip("tinker")
 from tinker import types
@@ -176,14 +175,10 @@ def test_a_sample_waits_until_servers_are_awake(addressed: FleetCli) -> None:
 def test_the_examples_run(
     addressed: FleetCli, script: str, options: tuple[str, ...], said: str
 ) -> None:
-    arguments = [str(EXAMPLES / script), BASE, *options, "--plot", "plot.svg"]
-    command = [sys.executable, "-c", RUN_WITHOUT_TEARDOWN, *arguments]
-    ended = subprocess.run(
-        command, cwd=addressed.directory, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert said in ended.stdout
-    assert (addressed.directory / "plot.svg").read_text().startswith("<svg")
+    arguments = [BASE, *options, "--plot", "plot.svg"]
+    where = addressed.directory
+    assert said in run_script(str(EXAMPLES / script), *arguments, cwd=where, timeout_s=240)
+    assert (where / "plot.svg").read_text().startswith("<svg")
 
 
 def datum(tokens: list[int]) -> Any:
