@@ -26,6 +26,7 @@ from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlE
 from skyctl.generate.prompts import Cut, GenerationRequest, Paused, Progress, read_pieces
 from skyctl.generate.prompts import GenerationResult as GenerationResult
 from skyctl.http.client import error_text
+from skyctl.http.trust import verification
 from skyctl.units import count_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -96,6 +97,7 @@ class GenerationClient:
         self._http = httpx.AsyncClient(
             transport=transport,
             trust_env=False,
+            verify=verification(endpoint.url, *endpoint.server_urls),
             # no read timeout: a frozen request is silent for as long as the fleet is
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),

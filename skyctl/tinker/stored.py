@@ -16,6 +16,7 @@ from skyctl.core.registry import FleetRef, known_fleets, select
 from skyctl.core.tinker import storage_directory
 from skyctl.core.urls import tinker_place
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError
+from skyctl.http.trust import verification
 from skyctl.store.credentials import read_secret
 from skyctl.store.paths import expanded
 
@@ -152,7 +153,10 @@ async def delete_checkpoints(ref: FleetRef, names: Sequence[str]) -> list[Stored
             hint="what there is: skyctl tinker ls --all",
         )
     headers = {"x-api-key": read_secret(place.key_file) or ""}
-    async with httpx.AsyncClient(headers=headers, trust_env=False, timeout=_DELETE_S) as client:
+    verify = verification(place.url)
+    async with httpx.AsyncClient(
+        headers=headers, trust_env=False, timeout=_DELETE_S, verify=verify
+    ) as client:
         for entry in chosen:
             name = entry.path.removeprefix(f"{SCHEME}{entry.run}/")
             url = f"{place.url}/api/v1/training_runs/{entry.run}/checkpoints/{name}"
