@@ -100,6 +100,7 @@ class Load:
         self._router, self._model = urls["router"], urls["model"]
         self._headers = bearer(token) if token else {}
         self._in_flight = in_flight
+        self._trust = httpx.create_ssl_context()  # each client would read all certificates
         self._over = threading.Event()
         self.watches = [Watch(url) for url in urls["servers"].values()]
         self.statuses: Counter[str] = Counter()
@@ -124,7 +125,7 @@ class Load:
 
     async def _client(self, number: int) -> None:
         await asyncio.sleep(number * 0.01)
-        async with httpx.AsyncClient(trust_env=False, timeout=120) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=120, verify=self._trust) as client:
             while not self._over.is_set():
                 body = greedy_body(self._model, f"{number} {time.monotonic()}", TOKENS)
                 self.under_way += 1

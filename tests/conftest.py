@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests import forking, tiny
@@ -19,11 +21,20 @@ gc.disable()  # it would look through all that test modules import, again and ag
 
 def pytest_configure(config: pytest.Config) -> None:
     forking.use()
+    _read_certificates_once(config)
     if directory := tiny.share():
         config.add_cleanup(lambda: shutil.rmtree(directory))
     # a shell that puts us into the background has SIGINT ignored, and so would every command that
     # a test interrupts; a handler is not inherited, it becomes the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _read_certificates_once(config: pytest.Config) -> None:
+    """Each client of httpx would, for tens of milliseconds of a processor."""
+    patch = pytest.MonkeyPatch()
+    read = functools.cache(httpx.create_ssl_context)
+    patch.setattr("httpx._transports.default.create_ssl_context", read)
+    config.add_cleanup(patch.undo)
 
 
 _FIRST = (
