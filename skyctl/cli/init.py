@@ -268,6 +268,7 @@ args:
   max-model-len: 2048
   enforce-eager: true       # no compilation: ready in under a minute
   max-num-seqs: 16
+  num-gpu-blocks-override: 512    # of 128 tokens: 64 MiB of KV cache, in place of 1 GiB
 
 router:
   policy: round_robin       # so that every replica is seen to answer

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.gpu.conftest import SHAPE, make_checkpoints, need_gpus
 from tests.gpu.devices import available
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import FEW_BLOCKS, UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
 
 MODEL = "tiny"
@@ -24,7 +24,7 @@ TOKENS = 8
 PREFILL, DECODE = "pd-prefill-0", "pd-decode-0"
 Answers = dict[str, list[int]]
 _ON_CPU: dict[str, Any] = {
-    "args": {"max-model-len": 512, "enforce-eager": True},
+    "args": {"max-model-len": 512, "enforce-eager": True, **FEW_BLOCKS},
     "env": {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"},
 }
 _ON_GPUS: dict[str, Any] = {

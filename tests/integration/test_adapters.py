@@ -50,7 +50,7 @@ model: {model}
 served_model_name: base
 replicas: 2
 device: cpu
-args: {{max-model-len: 1024, enforce-eager: true}}
+args: {{max-model-len: 1024, enforce-eager: true, num-gpu-blocks-override: 512}}
 router: {{policy: round_robin}}
 lora: {{max_adapters: 2, max_rank: 16, adapters: {{first: {first}}}}}
 """

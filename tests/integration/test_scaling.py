@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import needs_vllm
 from tests.integration.endpoints import PROMPT, TOKENS, answers
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy_body
+from tests.integration.fleet_cli import FEW_BLOCKS, UP_TIMEOUT_S, FleetCli, greedy_body
 from tests.integration.reference import answered
 from tests.load import Load
 
@@ -29,7 +29,12 @@ def fleet(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[FleetCli]:
         "device": "cpu",
         "scale": {"max": 2, "value": 3, "up_after_s": 3, "down_after_s": 6, "sleep_s": 120},
         "env": {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")},
-        "args": {"max-model-len": 2048, "enforce-eager": True, "max-num-seqs": 16},
+        "args": {
+            "max-model-len": 2048,
+            "enforce-eager": True,
+            "max-num-seqs": 16,
+            **FEW_BLOCKS,
+        },
         "router": {"policy": "round_robin"},
     }
     (tmp_path / "fleet.yaml").write_text(json.dumps(settings))  # JSON is YAML

@@ -26,7 +26,8 @@ model: ./checkpoints/a
 device: cpu
 auth: none
 replicas: 2
-args: {{max-model-len: 2048, enforce-eager: true, max-num-seqs: 16{more}}}
+args: {{max-model-len: 2048, enforce-eager: true, max-num-seqs: 16,
+  num-gpu-blocks-override: 512{more}}}
 router: {{policy: round_robin}}
 weight_transfer: {{chunk_size: 1MiB}}
 """

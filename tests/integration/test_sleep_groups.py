@@ -11,7 +11,14 @@ import pytest
 
 from tests.integration.conftest import needs_vllm
 from tests.integration.endpoints import PROMPT, TOKENS
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
+from tests.integration.fleet_cli import (
+    FEW_BLOCKS,
+    UP_TIMEOUT_S,
+    FleetCli,
+    bearer,
+    greedy,
+    greedy_body,
+)
 from tests.integration.reference import answered
 from tests.tiny import make_tiny_checkpoint
 
@@ -30,7 +37,12 @@ def fleets(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[FleetCli]:
             "device": "cpu",
             "sleep_group": "pair",
             "env": {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")},
-            "args": {"max-model-len": 2048, "enforce-eager": True, "max-num-seqs": 16},
+            "args": {
+                "max-model-len": 2048,
+                "enforce-eager": True,
+                "max-num-seqs": 16,
+                **FEW_BLOCKS,
+            },
         }
         (tmp_path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
     try:

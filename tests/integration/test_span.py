@@ -16,7 +16,7 @@ from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import HOSTS, SshFleet
 from tests.integration.conftest import SERVER_ENVIRONMENT, needs_vllm
 from tests.integration.endpoints import PROMPT, Endpoints, replicas
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import FEW_BLOCKS, UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
 from tests.pids import segments
 
@@ -54,7 +54,7 @@ def fleet(machines: SshFleet, checkpoints: dict[str, Path]) -> Iterator[FleetCli
             "OMP_NUM_THREADS": SERVER_ENVIRONMENT["OMP_NUM_THREADS"],
             "TORCHDYNAMO_DISABLE": "0",
         },
-        "args": {"max-model-len": 512, "max-num-seqs": 16},
+        "args": {"max-model-len": 512, "max-num-seqs": 16, **FEW_BLOCKS},
     }
     (root / "fleet.yaml").write_text(json.dumps(settings))  # JSON is YAML
     fleet = FleetCli(root, root / "home")

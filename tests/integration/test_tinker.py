@@ -41,7 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
     make_tiny_checkpoint(found.directory / "org" / "tiny", seed=1)
     (found.directory / "fleet.yaml").write_text(
         "name: tinker\nmodel: ./org/tiny\nserved_model_name: tiny\nreplicas: 1\n"
-        "args: {max-model-len: 256, enforce-eager: true}\n"
+        "args: {max-model-len: 256, enforce-eager: true, num-gpu-blocks-override: 512}\n"
         "lora: {max_rank: 16, max_adapters: 2}\n"
         f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16, "
         "full_parameters: true, devices: [cpu, cpu]}\n"  # which shard whole models

@@ -38,6 +38,7 @@ args:
   max-model-len: 2048
   enforce-eager: true
   max-num-seqs: 16
+  num-gpu-blocks-override: 512
   enable-scale-out: true
   max-logprobs: -1
   worker-extension-cls: tests.integration.files_backend.FilesExtension

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integration.fleet_cli import FleetCli
+from tests.integration.fleet_cli import FEW_BLOCKS, FleetCli
 
 
 def write_two(
@@ -25,7 +25,12 @@ def write_two(
         ],
         "device": "cpu",
         "env": {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"), **(env or {})},
-        "args": {"max-model-len": 2048, "enforce-eager": True, "max-num-seqs": 16},
+        "args": {
+            "max-model-len": 2048,
+            "enforce-eager": True,
+            "max-num-seqs": 16,
+            **FEW_BLOCKS,
+        },
         "router": {"policy": "round_robin"},
         **more,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.integration.fleet_cli import FleetCli, greedy
+from tests.integration.fleet_cli import FEW_BLOCKS, FleetCli, greedy
 
 WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
 TRANSPORTS = ("shm", "gloo", "disk")
@@ -19,7 +19,7 @@ def write_fleet(fleet: FleetCli, model: Path, *groups: dict[str, object]) -> Non
         "served_model_name": "unlike",
         "replicas": groups,
         "device": "cpu",
-        "args": {"max-model-len": 256, "enforce-eager": True},
+        "args": {"max-model-len": 256, "enforce-eager": True, **FEW_BLOCKS},
         "router": {"enabled": False},
     }
     # JSON is YAML
