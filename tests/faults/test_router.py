@@ -123,7 +123,7 @@ async def test_freezes_with_many_requests_in_flight_refuse_none_of_them(
     """Nor does the router see a failure that would open its circuit breaker for a minute."""
     from benchmarks import thaw
 
-    for name in ("PAUSE_S", "WATCHED_S"):
+    for name in ("PAUSE_S", "WATCHED_S", "READ_INTERVAL_S"):  # how long servers idle, nobody asks
         monkeypatch.setattr(thaw, name, 1.0)
     options = SimpleNamespace(in_flight=100, rounds=1, jobs=1)
     cases = [
