@@ -34,7 +34,7 @@ from tests.stub.running import running
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
-TOKENS = 1500
+TOKENS = 500
 ANSWER_S = 2.0
 REQUEST = GenerationRequest(
     "r", {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}, prompt="hello world"
