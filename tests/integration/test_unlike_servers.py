@@ -18,12 +18,12 @@ from tests.tiny import make_tiny_checkpoint
 pytestmark = pytest.mark.real
 
 COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
-# vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
+# vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not;
+# these only warm up (those of test_span.py are compiled, too, which takes a minute of a processor)
 LAYERS = {
     "name": "layers",
     "pipeline_parallel_size": 2,
-    "args": {"enforce-eager": False},
-    "env": {"TORCHDYNAMO_DISABLE": "0"},
+    "args": {"enforce-eager": False, "compilation-config": {"mode": 2, "backend": "eager"}},
 }
 
 
