@@ -10,7 +10,7 @@ from tests.integration.demands import CHECKPOINTS, TIE, Demands, Offline, judged
 from tests.integration.fleet_cli import FleetCli
 
 pytestmark = pytest.mark.real
-REQUESTS = 240
+REQUESTS = 120
 """`benchmarks/versions.py` sends more."""
 PUSHES = 5
 
