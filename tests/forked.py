@@ -293,6 +293,7 @@ def run(words: Sequence[str]) -> None:
         exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,23 +110,28 @@ class FleetCli:
 
     def run_example(self, *command: str, cwd: Path, timeout_s: float) -> str:
         """Run an example on this fleet's file, to its end; what it printed."""
-        done = subprocess.run(
-            [sys.executable, *command, "-f", str(self.directory / "fleet.yaml")],
-            cwd=cwd,
-            env=self.env,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        file = str(self.directory / "fleet.yaml")
+        return self.run_python(*command, "-f", file, cwd=cwd, timeout_s=timeout_s)
+
+    def run_python(self, *arguments: str, cwd: Path, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Run a Python program to its end; what it printed."""
+        with self._start([sys.executable, *arguments], cwd) as process:
+            try:
+                out, errors = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        assert process.returncode == 0, out + errors
+        return out
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""
+        return self._start([*_COMMAND, *arguments], self.directory)
+
+    def _start(self, words: Sequence[str], cwd: Path) -> subprocess.Popen[str]:
         return command(
-            [*_COMMAND, *arguments],
-            cwd=self.directory,
+            words,
+            cwd=cwd,
             env=self.env,
             text=True,
             stdin=subprocess.DEVNULL,

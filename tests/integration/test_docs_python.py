@@ -6,13 +6,11 @@ A block behind `<!-- not run: why -->` is not.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_cli import COMMAND_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import FleetCli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -55,18 +53,9 @@ def test_a_block_runs(name: str, real_fleet: FleetCli) -> None:
         (real_fleet.directory / "runs" / "step-200").symlink_to("../checkpoints/b")
     real_fleet.run("sync-weights", "checkpoints/a", "--weight-version", "before")
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", RUNNER, code],
-            cwd=real_fleet.directory,
-            env=real_fleet.env,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        *printed, trained = done.stdout.splitlines()
-        assert bool(printed) == ("print(" in code), done.stdout
+        out = real_fleet.run_python("-c", RUNNER, code, cwd=real_fleet.directory)
+        *printed, trained = out.splitlines()
+        assert bool(printed) == ("print(" in code), out
         assert trained == f"trained {2 if 'train_on(' in code else 0}"
         pushed = real_fleet.data("status")["weight_version"] != "before"
         assert pushed == ("sync_weights(" in code or "live.push(" in code)
