@@ -43,6 +43,7 @@ _RUN = (
     *("tests.stub.server", "tests.stub.follower", "skyctl.transfer.sender"),
     *("skyctl.launch.remote.agent", "skyctl.launch.remote.tether"),
     *("skyctl.tinker", "skyctl.tinker.remote_worker", "skyctl.tinker.worker"),
+    "tests.integration.apart",  # ranks, like those of the example below
 )
 _VLLM = (
     *("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker"),
@@ -59,7 +60,10 @@ _NEW_NETWORK = 0x40000000
 ROOM = "." * 4000, "." * 20_000
 """For what /proc shows of a process and of its environment, in those of the first that forks."""
 _ROOT = Path(__file__).parents[1]
-_FILES = (str(_ROOT / "tests/stub/light.py"), str(_ROOT / "tests/unit/supervisor/fake_router.py"))
+_FILES = (
+    *(str(_ROOT / "tests/stub/light.py"), str(_ROOT / "tests/unit/supervisor/fake_router.py")),
+    str(_ROOT / "examples/fsdp_rl.py"),
+)
 _Popen = subprocess.Popen
 _spawnv_passfds = multiprocessing.util.spawnv_passfds
 
@@ -277,7 +281,7 @@ def _stream(number: int, mode: str, **options: Any) -> io.TextIOWrapper:
 
 def program(words: Sequence[str]) -> list[str]:
     """A command line without the interpreter and its options."""
-    return list(dropwhile(lambda word: word in ("-B", "-P", "-I", "-S"), words[1:]))
+    return list(dropwhile(lambda word: word in ("-B", "-P", "-I", "-S", "-u"), words[1:]))
 
 
 def run(words: Sequence[str]) -> None:
