@@ -98,7 +98,7 @@ def test_fleets_that_list_the_same_real_servers_exclude_each_other(
     # a wait lasts as long as the requests of one server: the push holds both, and sends nothing
     streams = [  # several: they take longer than a command to start on a busy machine
         StreamingCompletion(scene.urls[0], scene.model, "hello", 1900, key=scene.fleet.key)
-        for _ in range(4)
+        for _ in range(6)
     ]
     for stream in streams:
         stream.wait_for_tokens(1)
