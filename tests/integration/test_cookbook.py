@@ -39,7 +39,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
     make_tiny_checkpoint(fleet.directory / MODEL, seed=1)
     (fleet.directory / "fleet.yaml").write_text(
         f"name: cookbook\nmodel: ./{MODEL}\nserved_model_name: tiny\nreplicas: 1\n"
-        "args: {max-model-len: 2048, enforce-eager: true}\n"
+        "args: {max-model-len: 2048, enforce-eager: true, num-gpu-blocks-override: 512}\n"
         "lora: {max_rank: 32, max_adapters: 2}\n"
         f"tinker: {{base_model: {MODEL}, port: {free_port('127.0.0.1')}}}\n"
     )

@@ -40,10 +40,12 @@ GUARD, GUARD_ALONE = f"{_INSIDE}.guard.Guard", "skyctl_inside.guard.Guard"
 CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_KV_ARGUMENT = "kv-cache-memory-bytes"
 _SERVER_MODULE = "skyctl.engines.vllm.inside.serve"
 _SERVER_MODULE_ALONE = "vllm.entrypoints.openai.api_server"  # for an interpreter without skyctl
 _HEADLESS_MODULE = "skyctl.engines.vllm.inside.headless"
-_CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
+_GIB = 1024**3
+_CPU_SERVER_BYTES = int(1.3 * _GIB)  # without weights and KV cache
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
 _WEIGHTLESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix"})  # from the tokens themselves
@@ -220,7 +222,8 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     if launch.model.local:
         defaults["HF_HUB_OFFLINE"] = "1"  # a local checkpoint needs nothing from the hub
     if placement.device == "cpu":
-        defaults[_KV_VARIABLE] = "1"  # GiB; vLLM takes 4 for each replica
+        if _KV_ARGUMENT not in launch.args:  # over which vLLM puts the variable
+            defaults[_KV_VARIABLE] = "1"  # GiB; vLLM takes 4 for each replica
         defaults[SPIN_VARIABLE] = "0.02"
         if placement.cores:  # workers of one server by `|`, in rank order
             workers = (",".join(map(str, cores)) for cores in placement.cores)
@@ -313,7 +316,7 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
     yield from push_warnings(
         update_problem(moves_experts=bool(launch.args.get("enable-eplb"))) for launch in launches
     )
-    bounds = ("gpu-memory-utilization", "kv-cache-memory-bytes")
+    bounds = ("gpu-memory-utilization", _KV_ARGUMENT)
     if not on_cpu and share_gpus and not all(set(bounds) & set(x.args) for x in launches):
         yield (
             "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
@@ -344,9 +347,12 @@ def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     def number(name: str, default: float) -> float:
         return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
 
-    kv_gib = max(0.0, finite_or(env.get(_KV_VARIABLE, "4"), 0.0))
+    if _KV_VARIABLE in env:
+        kv_bytes = max(0.0, finite_or(env[_KV_VARIABLE], 0.0)) * _GIB
+    else:
+        kv_bytes = number(f"--{_KV_ARGUMENT}", 4 * _GIB)
     return Sizes(
-        _CPU_SERVER_BYTES + int(kv_gib * 1024**3),
+        _CPU_SERVER_BYTES + int(kv_bytes),
         number("--gpu-memory-utilization", _GPU_SHARE),
         int(number("--data-parallel-size", 1)),
     )

@@ -151,6 +151,13 @@ def test_defaults_yield_to_the_file_and_to_the_inherited_environment() -> None:
     assert "DO_NOT_TRACK" not in server.env  # inherited
 
 
+def test_a_kv_cache_of_so_many_bytes_is_not_overridden_by_a_default() -> None:
+    """vLLM on CPU puts the variable over the argument."""
+    (server,) = plan(device="cpu", args={"kv-cache-memory-bytes": 2**28}).servers
+    assert "VLLM_CPU_KVCACHE_SPACE" not in server.env
+    assert value_of(server, "--kv-cache-memory-bytes") == str(2**28)
+
+
 @pytest.mark.parametrize(
     ("key", "config"),
     [

@@ -96,8 +96,11 @@ def test_cpu_servers_that_do_not_fit_into_memory_are_found_before_they_start() -
     assert wrong(findings(facts, device="cpu")) == [("warning", "server-memory")]
     assert wrong(findings(facts, device="cpu", running=True)) == []
     assert wrong(findings(facts, device="cpu", model=TINY)) == []
-    large_cache = {"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}}
-    assert wrong(findings(facts, device="cpu", model=TINY, **large_cache)) != []
+    for large_cache in (
+        {"env": {"VLLM_CPU_KVCACHE_SPACE": "40"}},
+        {"args": {"kv-cache-memory-bytes": 40 * GIB}},
+    ):
+        assert wrong(findings(facts, device="cpu", model=TINY, **large_cache)) != []
 
 
 def test_weights_that_do_not_fit_on_a_gpu_are_an_error() -> None:
