@@ -4,6 +4,7 @@ their GPU, in one piece of memory that servers copy.
 
 from __future__ import annotations
 
+import atexit
 import json
 import struct
 import threading
@@ -89,6 +90,7 @@ class GatherBuffer:
 
 
 _FREE: list[GatherBuffer] = []
+atexit.register(_FREE.clear)  # while torch can still free them
 _LOCK = threading.Lock()
 
 
