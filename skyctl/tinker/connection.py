@@ -16,7 +16,8 @@ from skyctl.tinker import worker_messages
 
 RELAY = "skyctl.tinker.remote_worker"
 GREETING = "skyctl-trainer"
-GREET_S = 60.0
+GREET_S = 180.0
+"""A login shell and an interpreter on a network disk may take long."""
 BEAT_S = 2.0
 CHUNK = 1 << 20
 

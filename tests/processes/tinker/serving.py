@@ -157,6 +157,10 @@ class ServingProcess:
         file = self.directory / "asked.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
+    def sampled(self) -> dict[str, Any]:
+        """The last of these that was a completion; others may come after it."""
+        return [asked for asked in self.asked() if "complete" in asked][-1]
+
 
 class ForkedWorker:
     """In place of the process of a worker: one forked from the API's own, with its imports."""

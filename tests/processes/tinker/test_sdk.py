@@ -84,7 +84,7 @@ def test_a_model_of_rank_0_is_trained_and_sampled_as_a_whole(
         eight.load_state(saved).result()
     sampler = trainer.save_weights_and_get_sampling_client().result()
     sampler.sample(types.ModelInput.from_ints([65]), 1, types.SamplingParams(max_tokens=1)).result()
-    asked = serving.asked()[-1]
+    asked = serving.sampled()
     assert asked["complete"]["model"] == "served"  # the servers' own weights, not an adapter
     assert (Path(asked["weights"]) / "model.safetensors").exists()
     rest = client.create_rest_client()
@@ -279,14 +279,14 @@ def test_samplers_ask_the_fleet_with_their_adapter(
     sessions = [asked["session"] for asked in serving.asked() if "session" in asked][-40:]
     assert len({*sessions}) == 40  # each its own: a sticky router spreads them
     assert len({session.rpartition(":")[0] for session in sessions}) == 1
-    assert serving.asked()[-1]["complete"]["model"] == "served"
+    assert serving.sampled()["complete"]["model"] == "served"
     top = base.sample(
         prompt, 1, types.SamplingParams(max_tokens=2, stop=["x"]),
         include_prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=1,
     ).result()  # fmt: skip
     assert len(top.topk_prompt_logprobs[1]) == 2
     assert top.sequences[0].topk_logprobs is not None
-    assert serving.asked()[-1]["complete"]["include_stop_str_in_output"] is True
+    assert serving.sampled()["complete"]["include_stop_str_in_output"] is True
 
     for tokens, said in (([13], "no"), ([], "no tokens"), ([65] * 256, "takes 256 in all")):
         with pytest.raises((tinker.RequestFailedError, tinker.BadRequestError), match=said):
@@ -300,7 +300,7 @@ def test_samplers_in_flight_move_on_together(serving: ServingProcess, trainer: A
 
     def used(sampler: Any) -> str:
         sampler.sample(prompt, 1, params).result()
-        return str(serving.asked()[-1]["complete"]["model"])
+        return str(serving.sampled()["complete"]["model"])
 
     first = trainer.save_weights_and_get_sampling_client(kind="inflight").result()
     fixed = trainer.save_weights_and_get_sampling_client().result()
