@@ -1,7 +1,7 @@
 """The verbs of a fleet: one entry each, with the types of its request and its result.
 
-Clients send a verb and its request; `handlers` of `service.py` has what answers it. A result is
-only a type here: a push starts before the modules that display it are loaded.
+Clients send a verb and its request; `core/handlers.py` has what answers it. A result is only
+a type here: a push starts before the modules that display it are loaded.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from skyctl.push.drain import drained, paused
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
 from skyctl.push.servers import (
+    LOOKS,
     Holds,
     PushedServer,
     ThawSeen,
@@ -31,9 +32,6 @@ from skyctl.push.servers import (
 )
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
-
-_ROUNDS = 3
-"""How often a push that fails looks at what it leaves frozen."""
 
 
 class NotYet(Exception):
@@ -239,24 +237,24 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
 async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
     """Freeze servers that must not be resumed, in case another program has: the push ends, and
     looks no more. Where it had to, the others may have been thawed meanwhile: all are looked at
-    again, three times at most.
+    again, a few times at most.
     """
-    thawed = True
 
-    async def check_frozen(server: PushedServer) -> None:
-        nonlocal thawed
+    async def frozen_anew(server: PushedServer) -> bool:
         try:
             await require_paused(server)
         except SkyctlError as error:
-            thawed = thawed or isinstance(error, ThawSeen)
             run.observer.server(server.name, PushState.QUARANTINED, server.failure)
+            if isinstance(error, ThawSeen):
+                return True
             raise
+        return False
 
     unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
-    rounds = 0
-    while thawed and rounds < _ROUNDS:
-        thawed, rounds = False, rounds + 1
-        await ask_all(unsafe, check_frozen, timeout_s=run.fleet.timeouts.control_s)
+    for _ in range(LOOKS):
+        outcomes = await ask_all(unsafe, frozen_anew, timeout_s=run.fleet.timeouts.control_s)
+        if not any(outcome.value for outcome in outcomes):
+            break
 
 
 async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:

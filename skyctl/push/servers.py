@@ -28,7 +28,8 @@ _COUNT_INTERVAL_S = 0.02
 _FRESH_S = 2.0
 """For so long holds what a server was seen to be. A push that was stopped (SIGSTOP) looks again: a
 server may have been started meanwhile."""
-_LOOKS = 3
+LOOKS = 3
+"""How often that is repeated at most."""
 
 
 class ThawSeen(ServerError):
@@ -309,7 +310,7 @@ async def require_paused(server: PushedServer) -> None:
     """
     if server.before.asleep:
         return
-    for _ in range(_LOOKS):
+    for _ in range(LOOKS):
         began = time.monotonic()
         problem = await _thaw_seen(server)
         if problem or time.monotonic() - began < _FRESH_S:

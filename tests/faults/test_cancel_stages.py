@@ -22,6 +22,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.interface import SupervisorClient
 from tests.faults.stub_fleet import StubFleet, versions
+from tests.pids import gone
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -209,6 +210,7 @@ def test_a_roll_is_put_back_and_up_goes_on_with_it(changed: Changed, stage: str)
     while done < TIMES:
         changed.write()
         stubs.run("up")
+        before = {name: row["pid"] for name, row in stubs.replicas().items()}
         changed.write(**change)
         up = stubs.start("up")
         if not (job := changed.cancel(up, "up", seen, 0.1 if stage in SHORT else 0.6)):
@@ -221,8 +223,11 @@ def test_a_roll_is_put_back_and_up_goes_on_with_it(changed: Changed, stage: str)
         interrupted = ended["state"] == "interrupted"
         assert interrupted or ended["state"] == "succeeded"
         assert (up.returncode, "was cancelled by" in notes) == (int(interrupted), interrupted)
-        counts = {change.get("replicas", 2)} | ({2} if interrupted else set())
-        assert len(status["replicas"]) in counts  # a removal that was complete stays
+        removed = before.keys() - {row["name"] for row in status["replicas"]}
+        asked = 2 - change.get("replicas", 2)
+        # a removal that was complete when the cancellation came stays
+        assert len(removed) in ({0, asked} if interrupted else {asked})
+        assert all(gone(before[name]) for name in removed)
         changed.outcomes[f"up, {stage}: {ended['state']}"] += 1
         changed.push()
         stubs.run("up")  # goes on
