@@ -16,6 +16,8 @@ import pytest
 
 from tests import forking, tiny
 
+# helpers, too, say what was not equal
+pytest.register_assert_rewrite("tests.faults", "tests.integration", "tests.processes", "tests.unit")
 gc.disable()  # it would look through all that test modules import, again and again
 
 

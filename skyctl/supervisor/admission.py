@@ -227,17 +227,25 @@ async def refresh_all(
     All states change at once: between the first server seen paused and the last, the router would
     send everything to those not yet seen.
     """
+    numbers = [replica.begin_probe() for replica in replicas]
     probes = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
     answers = await asyncio.gather(*probes, return_exceptions=True)
     failed = {}
-    for replica, paused in zip(replicas, answers, strict=True):
+    for replica, number, paused in zip(replicas, numbers, answers, strict=True):
         if isinstance(paused, bool):
-            replica.observe(paused=paused)
+            replica.observe(paused=paused, probe=number)
         elif not isinstance(paused, ServerError):
             raise paused
         elif not isinstance(paused, DeadlineExceeded):
             failed[replica.name] = paused.message
     return failed
+
+
+def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
+    """Take over what another process wrote about several servers."""
+    rows = {row.name: row for row in state.servers()}
+    for replica in replicas:
+        replica.reload_row(rows.get(replica.name))
 
 
 def is_current(state: FleetState, replica: Replica) -> bool:

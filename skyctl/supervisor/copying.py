@@ -16,8 +16,9 @@ from skyctl.core.saving import keep_weights, source_of, unsavable
 from skyctl.errors import NotFoundError, PreflightError, ServerError, SkyctlError
 from skyctl.states import Phase
 from skyctl.store.journal import Job
+from skyctl.supervisor.admission import reload_rows
 from skyctl.supervisor.fleet import RunningFleet
-from skyctl.supervisor.replica import Replica, reload_rows
+from skyctl.supervisor.replica import Replica
 
 _LOG = logging.getLogger(__name__)
 _DUE = "copy_due"

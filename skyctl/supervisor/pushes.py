@@ -26,10 +26,10 @@ from skyctl.states import Phase, PushState, ReplicaState
 from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, JobEvent
 from skyctl.supervisor import admission
-from skyctl.supervisor.admission import committed, refresh_all
+from skyctl.supervisor.admission import committed, refresh_all, reload_rows
 from skyctl.supervisor.copying import Copying
 from skyctl.supervisor.fleet import RunningFleet
-from skyctl.supervisor.replica import Replica, reload_rows
+from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.rollout import sync_router
 from skyctl.supervisor.warming import Warming
 from skyctl.transfer.sender_pool import SenderPool

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from skyctl.store.base_weights import BaseFiles
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import clear_doubt
 from skyctl.store.paths import create_private_file
-from skyctl.store.state import FleetState, ServerRow
+from skyctl.store.state import ServerRow
 from skyctl.supervisor.kept import Context, KeptRunning
 from skyctl.units import format_seconds
 
@@ -68,6 +68,7 @@ class Replica(KeptRunning):
         super().__init__(spec.name, spec, context)
         self._placed: ServerSpec | None = None  # set if its node was chosen at its spawn
         self.observed_paused: bool | None = None
+        self._probes = self._observed = 0  # how many began; the latest whose answer counted
         self.lost = ""  # why it is unknown whether it still runs
         self.in_push = False  # a push that is under way keeps it from its users
         self.rehearsing = False  # its engine is busy with our questions
@@ -197,8 +198,18 @@ class Replica(KeptRunning):
             self._release()
         self._context.changed()
 
-    def observe(self, *, paused: bool) -> None:
-        """Record what a probe or a verb saw: whether the server is paused."""
+    def begin_probe(self) -> int:
+        """The number of a probe, for `observe`."""
+        self._probes += 1
+        return self._probes
+
+    def observe(self, *, paused: bool, probe: int | None = None) -> None:
+        """Record what a verb or a probe saw: whether the server is paused. A probe does not count
+        once a verb or a later probe did: it may have seen a pause that has ended since."""
+        probe = self.begin_probe() if probe is None else probe
+        if probe < self._observed:
+            return
+        self._observed = probe
         if paused != self.observed_paused:
             self.observed_paused = paused
             self._context.changed()
@@ -320,7 +331,7 @@ class Replica(KeptRunning):
             # checked first: a probe of a lost machine says nothing about the server
             lost = await process.lost() if failures.next_decides else ""
             probe = self._context.client, self.target, policy.timeout_s
-            tokens = asyncio.create_task(tokens_computed(*probe))
+            tokens, number = asyncio.create_task(tokens_computed(*probe)), self.begin_probe()
             try:
                 paused = await probe_alive(*probe)
             except ServerError as error:
@@ -336,7 +347,7 @@ class Replica(KeptRunning):
             elif self.lost and await self.wait_confirmed():
                 self.lost = ""
             self._note_failures(failures)
-            self.observe(paused=paused)
+            self.observe(paused=paused, probe=number)
         return self._death(process)
 
     async def _missed(
@@ -388,13 +399,6 @@ class Replica(KeptRunning):
             self._save(replace(self._record, descendants=process.descendants))
         else:
             self._save_again()
-
-
-def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
-    """Take over what another process wrote about several servers."""
-    rows = {row.name: row for row in state.servers()}
-    for replica in replicas:
-        replica.reload_row(rows.get(replica.name))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

@@ -95,7 +95,7 @@ from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorServi
 from skyctl.supervisor.operations import OperatedFleet
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
-from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
+from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.scaling import Scaling, resized
 from skyctl.supervisor.sleep_group import Member
 from skyctl.supervisor.weights import bring_to_weights
@@ -380,7 +380,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 timeout_s=plan.config.control_timeout_s,
                 device=plan.device,
             )
-            reload_rows(chosen, self.state)
+            admission.reload_rows(chosen, self.state)
             await self._see(request, chosen, outcomes)
         finally:
             self.verbs_under_way -= 1

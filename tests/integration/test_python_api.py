@@ -115,7 +115,7 @@ def test_the_dashboards_metrics_are_on_the_real_pages(real_fleet: FleetCli, tmp_
     assert [group["labels"]["role"] for group in groups] == ["server", "server", "router"]
     pages = {
         group["labels"]["role"]: httpx.get(
-            f"http://{group['targets'][0]}/metrics", headers=bearer(real_fleet.key)
+            f"http://{group['targets'][0]}/metrics", headers=bearer(real_fleet.key), timeout=60
         ).text
         for group in groups
     }

@@ -30,7 +30,8 @@ class Servers:
         self.urls: dict[str, str] = fleet.data("urls")["servers"]
         self.router: str = fleet.data("urls")["router"]
         self.token, self.key = fleet.control_token, fleet.key
-        answer = httpx.get(next(iter(self.urls.values())) + "/openapi.json", headers=self.bearer)
+        url = next(iter(self.urls.values()))
+        answer = httpx.get(f"{url}/openapi.json", headers=self.bearer, timeout=60)
         paths: dict[str, dict[str, Any]] = answer.raise_for_status().json()["paths"]
         self.routes = [
             (method.upper(), re.sub(r"\{\w+\}", "x", path))
@@ -107,7 +108,7 @@ def test_a_websocket_is_refused_before_it_opens(servers: Servers) -> None:
         "Sec-WebSocket-Version": "13",
         "Sec-WebSocket-Key": "c2t5Y3RsLXRlc3QtdGVzdA==",
     }
-    assert httpx.get(url + "/v1/realtime", headers=upgrade).status_code == 403
+    assert httpx.get(url + "/v1/realtime", headers=upgrade, timeout=60).status_code == 403
 
 
 def test_the_router_lets_nobody_through_to_a_server_without_the_key(servers: Servers) -> None:

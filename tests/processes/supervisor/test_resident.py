@@ -246,6 +246,29 @@ async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
         assert error.hint == "start it again: skyctl up"
 
 
+async def test_a_probe_that_answers_late_does_not_undo_what_was_seen_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saw a push's own pause, and would take the server out of the router until the next one."""
+    answered = asyncio.Event()
+
+    async def sees_pause(*_: object) -> bool:
+        await answered.wait()
+        return True
+
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        with monkeypatch.context() as patch:
+            patch.setattr(admission, "probe_alive", sees_pause)
+            servers = supervisor.replicas.values()
+            late = asyncio.create_task(admission.refresh_all(servers, supervisor.client, 5.0))
+            await asyncio.sleep(0)
+        await supervisor.resume(Resume())
+        answered.set()
+        await late
+        assert states(supervisor) == {"a": "ready"}
+
+
 async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         supervisor.change_to(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
