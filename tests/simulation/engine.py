@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from skyctl.engines.inside.guard import VLLM, _Freeze
@@ -30,6 +30,9 @@ from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import _NOBODY, Reply, body
 from tests.simulation.sender import Memory
 from tests.stub import rows
+
+if TYPE_CHECKING:
+    from tests.simulation.workers import Workers
 
 MEMORY = frozenset({"weights", "kv_cache"})
 GARBAGE = -1
@@ -158,6 +161,7 @@ class Engine:
         self._before = before
         self._scrubs = scrubs
         self.served_model = "sim"
+        self.workers: Workers | None = None  # skyctl's methods for GPUs
         self.users = True  # it may have requests to end, or to freeze
         self.ready_at = 0.0
         self._reset()
@@ -201,6 +205,8 @@ class Engine:
         self.cached: frozenset[int] = frozenset()  # values of which weights its KV blocks are
         self.busy_until = self._loop.now
         self.seen_serving = False
+        if self.workers is not None:
+            self.workers.reset()
 
     # --- what may be seen -----------------------------------------------------------------------
 
@@ -276,6 +282,8 @@ class Engine:
             try:
                 if sent.get("method") == "reload_weights":
                     self._reload(sent["kwargs"]["weights_path"], caller, reply)
+                    return
+                if self.workers is not None and self.workers.call(sent, caller, reply):
                     return
                 answer = self._carry_out(path, parameters, sent, caller)
             except Refused as error:
@@ -558,20 +566,24 @@ class Engine:
         if method == "skyctl_weight_digest":
             if self._dice.random() < self._frailty.digest_fails:
                 raise Refused("Worker failed with error 'CUDA error: out of memory'")
-            asked = sent.get("kwargs", {}).get("rows", ())
+            asked = sent.get("kwargs", {})
             return {"results": [self._answer(rank, asked) for rank in range(self.ranks)]}
         raise Refused(f"Worker failed with error 'Method {method!r} is not implemented.'")
 
-    def _answer(self, rank: int, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _answer(self, rank: int, asked: Mapping[str, Any]) -> dict[str, Any]:
         contents = {
             name: ("float32", self._checkpoints.bytes_of.get(value, b"?" * 64))
             for name, value in self.weights[rank].items()
         }
-        return {
+        answer = {
             "digest": self._digest(rank),
             "arrangement": "",
-            "rows": rows.answers(contents, asked),
+            "rows": rows.answers(contents, asked.get("rows", ())),
         }
+        if self.workers is not None and "numbered" in asked:
+            answer["numbers"] = self.workers.numbers(rank, asked["numbered"][rank])
+            answer["place"] = rank
+        return answer
 
     def _digest(self, rank: int) -> str:
         state = [sorted(self.weights[rank].items()), self.open or self.half_open]

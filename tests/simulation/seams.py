@@ -308,6 +308,20 @@ def replaced(seams: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
+def _modules(others: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, who imports one of these modules gets another."""
+    before = {name: sys.modules.pop(name, None) for name in others}
+    sys.modules.update(others)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
+
+
+@contextmanager
 def installed() -> Iterator[None]:
     """Inside the block, the product runs in whatever world was entered."""
     from tests.simulation import supervised, trainer
@@ -318,6 +332,7 @@ def installed() -> Iterator[None]:
     try:
         with (
             replaced({**SEAMS, **_LATER, **supervised.SEAMS, **trainer.SEAMS}),
+            _modules(trainer.MODULES),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited

@@ -12,7 +12,7 @@ from skyctl.launch.base import ChildProcess
 from tests.simulation import reinserted, seams
 from tests.simulation.network import PUSHING
 from tests.simulation.supervised import SimManaged
-from tests.simulation.world import KINDS, Schedule, World, play
+from tests.simulation.world import KINDS, Schedule, World, play, traits
 
 FIRST, SCHEDULES = 5_000, 100
 FOUND_BY = {
@@ -26,6 +26,7 @@ FOUND_BY = {
     "27 a server that sleeps is resumed": 78,
     "28 a forked child keeps its parent's locks": 36,
     "29 a record belongs to a place in the list": 22,
+    "37 what servers copied out of a trainer's memory is compared with nothing": 34,
 }
 
 
@@ -71,6 +72,21 @@ def test_without_faults_every_push_succeeds(kind: str, tmp_path: Path) -> None:
         ended = [play(Schedule(seed, kind, only=frozenset()), tmp_path) for seed in range(20)]
     assert [one.violations for one in ended] == [[]] * 20
     assert [one.succeeded for one in ended] == [one.pushes for one in ended]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_servers_copy_out_of_the_memory_of_a_trainer_without_faults(
+    kind: str, tmp_path: Path
+) -> None:
+    seeds = [seed for seed in range(50) if "gpu" in traits(seed)]
+    schedules = [Schedule(seed, kind, only=traits(seed)) for seed in seeds]
+    with seams.installed():
+        ended = [play(schedule, tmp_path, tracing=True) for schedule in schedules]
+    assert [one.violations for one in ended] == [[]] * len(seeds)
+    assert [one.succeeded for one in ended] == [one.pushes for one in ended]
+    assert sum(one.live for one in ended) > len(seeds)
+    copied = [any("copies of" in line for line in one.trace) for one in ended]
+    assert sum(copied) > len(seeds) / 2  # in others their ranks disagree at once
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,13 +29,13 @@ from skyctl.states import PauseMode
 from tests.simulation import checks
 from tests.simulation.disk import SHAPE, TENSORS, bytes_of
 from tests.simulation.kernel import Process, current
+from tests.simulation.workers import ITEM, WORD, number_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 LABEL = "push of rank"
 PATIENCE_S = 20.0
-_ITEM = 4
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Step:
     """A rank that gives it another label."""
 
 
+@dataclass(frozen=True)
 class Values:
     """A part of a tensor, in the memory of a rank."""
 
-    is_cuda = False
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    data: bytes
+    is_cuda: bool
 
 
 class Share:
     """What a rank has: its elements of each tensor, of the version `number`."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, *, on_gpu: bool) -> None:
+        self.on_gpu = on_gpu
         [length] = SHAPE
         share = -(-length // ranks)
         self.begin = min(rank * share, length)
@@ -70,15 +70,19 @@ class Share:
         self.number = 0
 
     def pairs(self) -> list[tuple[Block, Values]]:
-        begin, end = self.begin * _ITEM, (self.begin + self.size) * _ITEM
         return [
             (
                 Block(name, "float32", tuple(SHAPE), (self.begin,), (self.size,)),
-                Values(bytes_of(self.number, place)[begin:end]),
+                Values(self.part(place), self.on_gpu),
             )
             for place, name in enumerate(TENSORS)
             if self.size
         ]
+
+    def part(self, place: int) -> bytes:
+        """Its elements of the tensor with this number, as they are now."""
+        begin, end = self.begin * ITEM, (self.begin + self.size) * ITEM
+        return bytes_of(self.number, place)[begin:end]
 
 
 # --- between ranks --------------------------------------------------------------------------------
@@ -187,16 +191,18 @@ class _Holder:
 
     async def connected(self) -> Any:
         service: Any = await self._stack.enter_async_context(connect(self._ref))
-        begin = service.start_push
+        service.start_push = self._counted(service.start_push)
+        service.push_live = self._counted(service.push_live)
+        self.service = service
+        return service
 
-        async def start_push(request: Any) -> str:
+    def _counted(self, begin: Callable[[Any], Awaitable[str]]) -> Callable[[Any], Awaitable[str]]:
+        async def start(request: Any) -> str:
             self.job = await begin(request)
             self._world.pushes += 1
             return self.job
 
-        service.start_push = start_push
-        self.service = service
-        return service
+        return start
 
 
 def begin(world: World, ranks: int, steps: Sequence[Step], *, goes_on: bool) -> list[Process]:
@@ -213,8 +219,11 @@ async def _rank(
 ) -> None:
     holder: Any = _Holder(world)
     ranks = await meeting.join(rank)
-    share = Share(rank, ranks.world_size)
+    share = Share(rank, ranks.world_size, on_gpu=world.on_gpu)
     share.number = steps[0].number
+    process = current()
+    assert process is not None
+    world.exports.of[process.pid] = share.part
     options = TrainerOptions(share, patience_s=PATIENCE_S)
     live = await open_trainer(holder, ranks, options)
     for step in steps:
@@ -260,13 +269,80 @@ class _Window:
     def write(self, sent: Sequence[tuple[Block, int, Values]], *, scan: bool) -> str:
         with self._path.open("r+b") as file:
             for block, offset, values in sent:
-                file.seek(offset + block.start[0] * _ITEM)
+                file.seek(offset + block.start[0] * ITEM)
                 file.write(values.data)
         _here().checkpoints.touched(self._path)
         return ""
 
 
 _finish, _invalidate = TensorFile.finish, TensorFile.invalidate
+
+
+class RankMemory:
+    """`live.memory.RankMemory`, of a rank on a GPU. An export is its process and a tensor's
+    number."""
+
+    def __init__(self, transport: str) -> None:
+        self.key = ""
+        self._transport = transport
+        self._described: dict[str, Any] | None = None
+        self._read: Callable[[int], bytes] = lambda place: b""
+        self._sums: Sequence[Mapping[str, Any]] = ()
+
+    def describe(self, pairs: Sequence[tuple[Block, Values]]) -> dict[str, Any]:
+        process = current()
+        assert process is not None
+        self._read = _here().exports.of[process.pid]
+        described = {
+            "exports": [[process.pid, place] for place in range(len(pairs))],
+            "places": [[place, 0] for place in range(len(pairs))],
+            "pid": process.pid,
+            "transport": self._transport,
+        }
+        if described == self._described:
+            return {"same": True, "key": self.key, "group": ""}
+        self._described, self.key = described, ""
+        return {**described, "key": "", "group": ""}
+
+    def forget(self) -> None:
+        self._described, self.key = None, ""
+
+    def leave_group(self) -> None:
+        """By IPC there is none."""
+
+    def prepare(self, key: str, sums: Sequence[Mapping[str, Any]]) -> None:
+        self.key, self._sums = key, sums
+
+    def sum(self) -> dict[str, Any]:
+        partials = {}
+        for layout in self._sums:
+            partial = partials[layout["layout"]] = dict[str, int]()
+            for export, parameter, _, row, source, _, target, _ in layout["rows"]:
+                part = self._read(export)[source : source + row]
+                before = partial.get(str(parameter), 0)
+                partial[str(parameter)] = before + number_of(part, target // ITEM)
+        return {"partials": partials, "not_finite": ""}
+
+
+class Partial:
+    """`live.sums.Partial`, which is as it travels."""
+
+    from_wire = dict
+
+
+def added(parameters: Sequence[Any], partials: Sequence[dict[str, int]]) -> dict[str, int]:
+    """`live.sums.added`."""
+    return {
+        name: sum(partial.get(str(number), 0) for partial in partials) % WORD
+        for number, (name, _, _) in enumerate(parameters)
+    }
+
+
+MODULES = {
+    "skyctl.live.memory": SimpleNamespace(RankMemory=RankMemory),
+    "skyctl.live.sums": SimpleNamespace(Partial=Partial, added=added),
+}
+"""Instead of those that need torch."""
 
 
 def _finished(file: TensorFile) -> None:
@@ -286,7 +362,7 @@ def _here() -> World:
 
 
 class _Secrets:
-    """Names of directories, the same in each run of a schedule."""
+    """Names of directories and of weights, the same in each run of a schedule."""
 
     def token_hex(self, nbytes: int) -> str:
         checkpoints = _here().checkpoints
@@ -302,4 +378,6 @@ SEAMS: dict[str, Any] = {
     "skyctl.checkpoints.live.TensorFile.invalidate": _invalidated,
     "skyctl.checkpoints.staging._fits_in_memory": lambda *_: True,
     "skyctl.checkpoints.staging.secrets": _Secrets(),
+    "skyctl.push.source.secrets": _Secrets(),
+    "skyctl.push.sibling_way.secrets": _Secrets(),
 }

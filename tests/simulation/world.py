@@ -31,6 +31,7 @@ from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import Endless, VirtualLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.sender import Memory
+from tests.simulation.workers import Exports, Workers
 
 Fleet = Any  # one by its supervisor, or one by URL
 KINDS = ("attached", "supervised")
@@ -72,6 +73,13 @@ class Ended:
     """How many pushes out of a trainer's memory succeeded."""
 
 
+def traits(seed: int) -> frozenset[str]:
+    """Which of these a schedule has; seeds without them go as they went before there were any."""
+    if Random(f"gpu {seed}").random() < 0.25:
+        return frozenset({people.LIVE, people.GPU})
+    return frozenset({people.LIVE} if Random(f"live {seed}").random() < 0.25 else ())
+
+
 class World:
     """A machine with servers, a disk, a network, and people who type: an attached fleet.
 
@@ -94,6 +102,7 @@ class World:
         self.disk = Disk(self.kernel, dice)
         self.frailty = Frailty()
         self.memories: dict[int, Memory] = {}
+        self.exports = Exports()
         self.home = home
         self.checkpoints = Checkpoints(home)
         self.labels: dict[str, set[int]] = {"default": {0}}
@@ -106,6 +115,7 @@ class World:
         self.commands: list[Process] = []
         self.written_at: dict[Process | None, float] = {}  # who last wrote to any server, and when
         self.faults = self._choose_faults()
+        self.on_gpu = people.GPU in self.faults
         self.base = self.checkpoints.write("base", 0)
         self.engines = self._make_engines(dice.choice((1, 2, 2, 2, 3)), dice.choice((1, 1, 1, 2)))
         self.listed = list(self.engines)  # in the fleet file
@@ -119,8 +129,7 @@ class World:
         """Swarm testing: a random subset, so that faults do not hide each other."""
         share = self.dice.choice((0.1, 0.2, 0.35, 0.5))
         chosen = {fault for fault in self.faults_known if self.dice.random() < share}
-        if Random(f"live {self.schedule.seed}").random() < 0.25:  # others go as they went before
-            chosen.add(people.LIVE)
+        chosen |= traits(self.schedule.seed)
         if self.schedule.only is not None:
             chosen &= self.schedule.only
         return frozenset(chosen - self.schedule.without)
@@ -149,6 +158,8 @@ class World:
         ]
         for engine in engines:
             self.network.serve(engine.url, engine)
+            if self.on_gpu:
+                engine.workers = Workers(engine, self)
         return engines
 
     def _fleet_of(self, name: str) -> FleetRef:
