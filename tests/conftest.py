@@ -12,12 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import hypothesis
 import pytest
 
 from tests import forking, tiny
 
 # helpers, too, say what was not equal
 pytest.register_assert_rewrite("tests.faults", "tests.integration", "tests.processes", "tests.unit")
+hypothesis.settings.register_profile("any time", deadline=None)
+hypothesis.settings.load_profile("any time")
 gc.disable()  # it would look through all that test modules import, again and again
 
 

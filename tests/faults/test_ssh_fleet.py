@@ -54,8 +54,8 @@ def test_a_machine_that_does_not_answer_at_all_is_no_dead_server(lasting: SshFle
     (server,) = lasting.servers(B)
     lasting.cut(B)
     server.send_signal(signal.SIGSTOP)
-    row = lasting.until({"stubs-1": "unreachable"}, 60)["stubs-1"]
-    assert "No route to host" in row["reason"] and row["routed"] is False
+    row = lasting.until({"stubs-1": "unreachable"}, 60, routed=False)["stubs-1"]
+    assert "No route to host" in row["reason"]
     refused = lasting.json("restart", "stubs-1", expect=1)["error"]["message"]
     assert f"its server ends by itself after {GRACE_S} s" in refused
     lasting.mend(B)

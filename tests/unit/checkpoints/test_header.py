@@ -158,7 +158,7 @@ def refused_or_sound(raw: bytes, data_bytes: int) -> None:
         end += tensor.nbytes
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.text(max_size=4), ENTRIES | JSON, max_size=4), st.integers(0, 40))
 def test_no_structure_crashes_the_parser(header: Any, data_bytes: int) -> None:
     refused_or_sound(json.dumps(header).encode(), data_bytes)

@@ -331,7 +331,7 @@ def test_a_path_that_is_no_text_is_refused() -> None:
 
 
 @given(st.text(max_size=300))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_text_is_a_fleet_or_an_error(text: str) -> None:
     loads_or_refuses(text)
 
@@ -346,7 +346,7 @@ _PIECES = st.sampled_from(
 
 
 @given(st.lists(_PIECES, max_size=40).map("".join))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 def test_any_yaml_like_text_is_a_fleet_or_an_error(text: str) -> None:
     loads_or_refuses(text)
     loads_or_refuses(f"name: a\nmodel: x\n{text}")
@@ -363,7 +363,7 @@ _VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FleetConfig.model_fields)), _VALUES, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_value_under_a_known_key_is_a_fleet_or_an_error(values: dict[str, object]) -> None:
     import yaml
 

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyctl.errors import PreflightError
@@ -39,7 +39,6 @@ def carried_out(
     return dict(zip([name for name, _, _ in plan.parameters], filled, strict=True))
 
 
-@settings(deadline=None)
 @given(st.data(), tensors(), st.booleans(), st.integers(0, 5))
 def test_each_parameter_is_filled_byte_for_byte(
     data: st.DataObject, shared: Any, together: bool, zeros: int

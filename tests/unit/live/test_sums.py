@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyctl.live.plan import WorkerPlan, plan_live
@@ -60,7 +60,6 @@ def elements(octets: Any, dtype: Any) -> Any:
     return (drawn.view(torch.int16) % 97).to(torch.float32).mul_(1.0001).to(dtype)
 
 
-@settings(deadline=None)
 @given(st.data(), tensors(), st.booleans(), st.integers(0, 5), st.sampled_from([True, False]))
 def test_ranks_contribute_what_workers_report(
     data: st.DataObject, shared: Any, together: bool, zeros: int, masters: bool

@@ -114,7 +114,7 @@ def check_sound(plan: ChunkPlan, tensors: list[Tensor], alignment: int) -> None:
         assert end == chunk.size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TENSORS, st.integers(1, 500), st.sampled_from([1, 64]))
 @example([tensor("a.a", 65), tensor("b.a", 129), tensor("c.a", 0)], 257, 64)
 def test_fit_keeps_every_tensor_once_and_every_chunk_within_bounds(
@@ -128,7 +128,7 @@ def test_fit_keeps_every_tensor_once_and_every_chunk_within_bounds(
     assert plan.total_bytes == sum(t.nbytes for t in tensors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TENSORS, st.integers(1, 500))
 def test_overflow_cuts_where_vllms_packed_consumer_cuts(tensors: list[Tensor], size: int) -> None:
     plan = plan_chunks(tensors, size, packing="overflow", alignment=1)
@@ -146,7 +146,7 @@ def test_overflow_cuts_where_vllms_packed_consumer_cuts(tensors: list[Tensor], s
     ]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(TENSORS, st.randoms())
 def test_order_does_not_depend_on_the_order_given(tensors: list[Tensor], random: object) -> None:
     shuffled = list(tensors)
