@@ -187,6 +187,7 @@ class Checkpoints:
         self.staged = 0  # directories of weights from a trainer's memory
         self._moments = 0
         self._numbers: dict[str, int] = {}  # of files
+        self._copies: dict[tuple[int, int], int] = {}  # inode, time of its last change → number
         self._files: dict[int, tuple[int, int]] = {}  # inode → number of the file, its last change
 
     def path(self, name: str) -> str:
@@ -235,7 +236,10 @@ class Checkpoints:
 
     def identity(self, status: os.stat_result) -> FileIdentity:
         """What the kernel would answer here: real inodes and changes differ from run to run."""
-        number, changed = self._files.get(status.st_ino, (0, 0))
+        if status.st_ino not in self._files:  # a copy that the product has made
+            copy = self._copies.setdefault((status.st_ino, status.st_mtime_ns), len(self._copies))
+            return FileIdentity(2, copy, status.st_size, 0, 0)
+        number, changed = self._files[status.st_ino]
         return FileIdentity(1, number, status.st_size, status.st_mtime_ns, changed)
 
     def number(self, content: tuple[int, ...] | None) -> int | None:

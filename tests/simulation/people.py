@@ -186,7 +186,8 @@ def _live_step(world: World, ranks: int) -> trainer.Step:
     world.labels.setdefault(label, set()).add(number)
     odd = dice.randrange(1, ranks) if ranks > 1 and dice.random() < 0.05 else -1
     mode = dice.choice(("keep", "keep", "wait", "abort"))
-    return trainer.Step(dice.random() * 2.0, number, label, mode, odd)
+    keep = world.on_gpu and dice.random() < 0.3
+    return trainer.Step(dice.random() * 2.0, number, label, mode, odd, keep)
 
 
 async def _push_at_once(world: World, request: PushRequest, number: int) -> None:

@@ -48,6 +48,8 @@ class Step:
     mode: PauseMode
     odd: int = -1
     """A rank that gives it another label."""
+    keep: bool = False
+    """The fleet makes a copy of its own."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ async def _rank(
         share.number, holder.job = step.number, ""
         label = f"{step.label}-odd" if step.odd == rank else step.label
         try:
-            await live.push(label, pause_mode=step.mode)
+            await live.push(label, pause_mode=step.mode, keep=step.keep)
         except SkyctlError as error:
             world.tell(f"rank {rank}: {type(error).__name__}: {error.message}")
             await _check(world, holder, live, step)
@@ -252,7 +254,8 @@ async def _check(world: World, holder: _Holder, live: Trainer, step: Step) -> No
         if job.state == "succeeded":
             world.succeeded += 1
             urls = {target.name: target.url for target in world._targets(holder.service)}
-            on_record = world._on_record(holder.service)
+            # of a rank's GPU there are no files that could come to the same again
+            on_record = world._on_record(holder.service) and not world.on_gpu
             checks.push_succeeded(world, job, step.number, urls, on_record=on_record)
         checks.push_ended(world, job, world._pusher())
 
@@ -380,4 +383,6 @@ SEAMS: dict[str, Any] = {
     "skyctl.checkpoints.staging.secrets": _Secrets(),
     "skyctl.push.source.secrets": _Secrets(),
     "skyctl.push.sibling_way.secrets": _Secrets(),
+    "skyctl.core.saving.secrets": _Secrets(),
+    "skyctl.checkpoints.keeping.secrets": _Secrets(),
 }

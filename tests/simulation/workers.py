@@ -2,6 +2,7 @@
 
     layout    what a trainer's ranks have in memory: mapped, staged beside serving, loaded
     weights   what another server has: its workers fill buffers, which these copy
+    tensors   written into a file
 
 Who has mapped memory reads what it holds at that moment, and goes on for some seconds after the
 process that owns it has ended (`engines/inside/ended.py`).
@@ -13,11 +14,12 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from skyctl.engines.inside.ended import GRACE_S
 from skyctl.wire.layouts import LayoutReport, ParameterLayout, Part, Program, layout_digest
-from skyctl.wire.messages import WeightsOffer
+from skyctl.wire.messages import TensorPart, WeightsOffer
 from skyctl.wire.worker import WorkerMethod
 from tests.simulation.disk import SHAPE, TENSORS
 from tests.simulation.engine import GARBAGE, Engine, Refused, Weights
@@ -98,7 +100,7 @@ class Workers:
         if method == WorkerMethod.LAYOUT_LOAD:
             self._write(caller, reply, self._loaded())
         elif method == WorkerMethod.WEIGHTS_COPY:
-            self._write(caller, reply, self._copied(**arguments), last=arguments["last"])
+            self._write(caller, reply, self._copied(**arguments))
         elif method in self._METHODS:
             reply(200, body({"results": self._METHODS[method](self, **arguments)}))
         else:
@@ -136,10 +138,10 @@ class Workers:
         caller: Process | None,
         reply: Callable[[int, bytes], None],
         new: Callable[[], list[Weights]],
-        *,
-        last: bool = True,
     ) -> None:
-        """Copy into the parameters, for a while. `new`: by rank, what they hold then."""
+        """Copy into the parameters, for a while. `new`: by rank, what they hold then. It may be of
+        several versions: ranks that are told of another's death go on, and a sibling that is copied
+        from may get the next one."""
         engine, dice = self._engine, self._world.dice
         process = engine.process
         self._world._before(engine, "/start_weight_update", caller)
@@ -162,7 +164,7 @@ class Workers:
                 engine.damaged = False
                 if dice.random() < self._world.frailty.corrupts:
                     engine._corrupt(broken)
-                engine.completed, engine.loaded_at = last, self._world.loop.now
+                engine.loaded_at = self._world.loop.now
             except Refused as error:
                 engine.damaged = True
                 reply(500, body({"error": {"message": str(error), "code": 500}}))
@@ -346,6 +348,31 @@ class Workers:
         self._copying = None
         return self._none()
 
+    # --- into a file -----------------------------------------------------------------------------
+
+    def _parts(self, tensors: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+        [columns] = SHAPE
+        part = [
+            asdict(TensorPart(tensor["name"], "float32", [[0, 0, 1, columns]]))
+            for tensor in tensors
+        ]
+        return [part] * self._engine.ranks
+
+    def _write_tensors(
+        self, path: str, inode: int, tensors: Sequence[Mapping[str, Any]]
+    ) -> list[None]:
+        if not Path(path).exists() or Path(path).stat().st_ino != inode:
+            self._refuse("the file is another one")
+        if self._world.disk.full:
+            self._refuse("No space left on device")
+        weights, bytes_of = self._engine.weights[0], self._world.checkpoints.bytes_of
+        with Path(path).open("r+b") as file:
+            for tensor in tensors:
+                file.seek(tensor["offset"])
+                file.write(bytes_of.get(weights[tensor["name"]], b"?" * SHAPE[0] * ITEM))
+        self._world.checkpoints.touched(Path(path))
+        return self._none()
+
     _METHODS: Mapping[str, Callable[..., list[Any]]] = {
         WorkerMethod.LAYOUT: _layout,
         WorkerMethod.LAYOUT_MAP: _map,
@@ -356,6 +383,8 @@ class Workers:
         WorkerMethod.WEIGHTS_FILL: _fill,
         WorkerMethod.WEIGHTS_OPEN: _open,
         WorkerMethod.WEIGHTS_CLOSE: _close_weights,
+        WorkerMethod.TENSOR_PARTS: _parts,
+        WorkerMethod.WRITE_TENSORS: _write_tensors,
     }
 
 
