@@ -116,22 +116,24 @@ class Workers:
     def _later(self, least_s: float, most_s: float) -> float:
         return self._world.loop.now + self._world.dice.uniform(least_s, most_s)
 
-    def _when_ended(self, pids: Sequence[int], act: Callable[[], None]) -> None:
-        """Call `act` some seconds after the first of these has ended, once."""
-        loop, process = self._world.loop, self._engine.process
+    def _let_go_when_ended(self, pids: Sequence[int], held: _Mapped | _Copying) -> None:
+        """Let go of this some seconds after the first of these processes has ended."""
 
-        def forget() -> None:
-            if process is self._engine.process:
-                act()
+        def let_go() -> None:
+            if self._mapped is held:
+                self._mapped = None
+            if self._copying is held:
+                self._copying = None
+
+        def ended() -> None:
+            self._world.loop.call_later(GRACE_S, let_go, context=_NOBODY)
 
         for pid in pids:
-            ended = self._world.kernel.processes.get(pid)
-            if ended is None or ended.dead:
-                loop.call_later(GRACE_S, forget, context=_NOBODY)
+            process = self._world.kernel.processes.get(pid)
+            if process is None or process.dead:
+                ended()
             else:
-                ended.on_death.append(
-                    lambda: loop.call_later(GRACE_S, forget, context=_NOBODY) and None
-                )
+                process.on_death.append(ended)
 
     def _write(
         self,
@@ -213,12 +215,7 @@ class Workers:
         stages = dice.random() < 0.5 if staged is None else staged
         read = [Program.from_wire(program) for program in programs]
         mapped = self._mapped = _Mapped(key, read, [*exports], stages)
-
-        def release() -> None:
-            if self._mapped is mapped:
-                self._mapped = None
-
-        self._when_ended(pids, release)
+        self._let_go_when_ended(pids, mapped)
         return [stages] * self._engine.ranks
 
     def _stage(self) -> list[None]:
@@ -306,12 +303,7 @@ class Workers:
 
     def _begin(self, key: str, pid: int) -> _Copying:
         copying = self._copying = _Copying(key)
-
-        def release() -> None:
-            if self._copying is copying:
-                self._copying = None
-
-        self._when_ended([pid], release)
+        self._let_go_when_ended([pid], copying)
         return copying
 
     def _fill(self, key: str, chunk: int) -> list[None]:
