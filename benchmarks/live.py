@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.checkpoints import two_checkpoints
 from benchmarks.push import (
@@ -242,6 +243,7 @@ def trainer_main(options: argparse.Namespace) -> None:
     loaded = time.perf_counter()
     live = skyctl.Fleet.load("fleet.yaml").trainer(weights.model, transport=case.live).blocking()
     opened = time.perf_counter()
+    reached = _points_noted()
     print(f"loaded in {loaded - began:.1f} s, opened in {opened - loaded:.2f} s", file=sys.stderr)
     native = None
     for line in sys.stdin:
@@ -250,6 +252,7 @@ def trainer_main(options: argparse.Namespace) -> None:
         if world_size > 1:
             torch.distributed.barrier()
         torch.cuda.reset_peak_memory_stats()
+        reached.clear()
         began = time.perf_counter()
         told: dict[str, Any] = {}
         if verb == "push":
@@ -258,12 +261,27 @@ def trainer_main(options: argparse.Namespace) -> None:
             native = native or _native(case, weights, rank, checkpoints[0])
             native()
         told["wall_s"] = time.perf_counter() - began
+        times = [began, *reached.values()]
+        steps = zip(reached, times, times[1:], strict=False)
+        told["until_s"] = {point: end - before for point, before, end in steps}
         told["extra_bytes"] = torch.cuda.max_memory_allocated() - own
         told["own_bytes"] = shards
         told["plan"] = live.plan().to_json()
         if rank == 0:
             print("RESULT " + json.dumps(told), flush=True)
     live.close()
+
+
+def _points_noted() -> dict[str, float]:
+    """When this rank last came to each point of its push, filled as it does."""
+    reached: dict[str, float] = {}
+
+    def note(point: str) -> None:
+        reached[point] = time.perf_counter()
+
+    for module in ("trainer", "live"):
+        mock.patch(f"skyctl.api.{module}.reached", note).start()
+    return reached
 
 
 def _native(case: Case, weights: Weights, rank: int, first: Path) -> Any:
@@ -409,6 +427,7 @@ def measure(case: Case, fleet: Fleet, options: argparse.Namespace) -> None:
                 f"{told['extra_bytes'] / told['own_bytes']:.1%}; {stages}",
                 flush=True,
             )
+            print("  until", " ".join(f"{k} {v:.3f}" for k, v in told["until_s"].items()))
             for note in told["notes"]:
                 print(f"  {note}", flush=True)
             compare(urls, token, known[str(checkpoints[content])])
@@ -458,6 +477,10 @@ def record(
         "stages_s": {
             name: round(statistics.median(push["stages"].get(name, 0.0) for push in pushes), 4)
             for name in stages
+        },
+        "rank_0_until_s": {
+            point: round(statistics.median(push["until_s"][point] for push in pushes), 4)
+            for point in pushes[0]["until_s"]
         },
         "transport": pushes[-1]["plan"]["transport"] or pushes[-1]["transport"],
         "beside": f"live-{CASES[options.case].fleet}" if CASES[options.case].fleet else "",

@@ -88,8 +88,11 @@ def labelled_anew(world: World, engine: Engine) -> None:
 
 def push_ended(world: World, job: Job, pusher: Process | None) -> None:
     """What was thawed while the push loaded it is frozen again, unless that was after it had looked
-    for the last time: it looks again once it writes to no server any more."""
+    for the last time: it looks again once it writes to no server any more. What a push leaves whose
+    process has died is left to recovery."""
     assert job.finished_at is not None
+    if pusher is not None and pusher.dead:
+        return
     ended = job.finished_at - EPOCH  # its command may notice much later
     for engine in world.engines:
         looked = engine.looked_at >= world.last_write_of(pusher, ended)
