@@ -579,7 +579,7 @@ class Supervisor(OperatedFleet, SupervisorService):
                 detail = f"{replica.state}; will be {request.verb}d when it is ready"
         elif isinstance(request, Wake) and not request.tags and replica.row.sleep_level:
             replica.update_row(sleep_level=0, weights_awake=False)
-            replica.intent_changed = True
+            replica.intent_changed = replica.asleep = True  # one that is adopted sleeps on
             if not replica.phase.ended:
                 detail = f"{replica.state}; will be awake when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)

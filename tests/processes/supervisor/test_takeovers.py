@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from skyctl.core.requests import Down
+from skyctl.core.requests import Down, Sleep, Wake
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.host import port_holder
@@ -103,6 +103,35 @@ async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_wai
         assert not stopped.is_set()
         stopped.set()
         assert await ended(later) == ""
+        await later.down(Down(0.0))
+
+
+async def test_what_is_to_wake_while_it_is_adopted_does_so_before_it_is_routed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe, answers = replica.probe_ready, asyncio.Event()
+
+    async def late(*arguments: Any) -> bool | None:
+        await answers.wait()
+        return await probe(*arguments)
+
+    async with supervising(tmp_path) as supervisor, httpx.AsyncClient() as client:
+        server = stub_server("a", faults={"/tokenize": {"kind": "hang"}})  # one that can sleep
+        plan = fleet_plan([server])
+        await bring_up(supervisor, plan)
+        [outcome] = await supervisor.sleep(Sleep(level=1))
+        assert outcome.ok
+        await abandon(supervisor)
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        monkeypatch.setattr(replica, "probe_ready", late)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: states(later) == {"a": "starting"})
+        [outcome] = await later.wake(Wake())
+        assert outcome.detail == "starting; will be awake when it is ready"
+        answers.set()
+        assert await ended(later) == ""
+        asleep = await client.get(f"{server.url}/is_sleeping")
+        assert (states(later), asleep.json()["is_sleeping"]) == ({"a": "ready"}, False)
         await later.down(Down(0.0))
 
 
