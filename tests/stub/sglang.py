@@ -774,7 +774,7 @@ class SGLangStub:
         sizes = {
             "tp_size": size,
             "pp_size": self.engine.pp_size,
-            "dp_size": self.engine.dp_size,
+            "dp_size": 1,  # of attention
         }
         ranks = [
             {

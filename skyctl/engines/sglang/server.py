@@ -277,12 +277,16 @@ class SGLangServer(SGLangAdapters):
         """
         path, body = "/weights_checker", {"action": "checksum"}
         ranks = (await self._object("POST", path, json=body, timeout_s=timeout_s)).get("ranks")
-        return self._understood(path, lambda: self._by_rank(ranks) if ranks else None)
+        everywhere, within = await self.ranks()
+        copies = everywhere // within
+        return self._understood(path, lambda: self._by_rank(ranks, copies) if ranks else None)
 
-    def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+    def _by_rank(self, ranks: Sequence[Mapping[str, Any]], copies: int) -> dict[str, str] | None:
         places, checksums = [_place(rank) for rank in ranks], dict[str, str]()
-        for kind in ("tp", "pp", "dp"):
-            if {at[f"{kind}_rank"] for at in places} != set(range(places[0][f"{kind}_size"])):
+        # `dp_size` there is that of attention, 1 where whole copies of the model are parallel
+        sizes = {"tp": places[0]["tp_size"], "pp": places[0]["pp_size"], "dp": copies}
+        for kind, size in sizes.items():
+            if {at[f"{kind}_rank"] for at in places} != set(range(size)):
                 return None
         for rank, at in zip(ranks, places, strict=True):
             for name, checksum in rank["checksums"].items():

@@ -437,15 +437,21 @@ async def test_checksums_in_which_a_rank_is_missing_prove_nothing(missing: str, 
     }
     info = [at] * roles if roles else at  # since 0.5.21 one for each model of the rank
     ranks: list[dict[str, Any]] = [{"checksums": {"w": "1"}, "parallelism_info": info}]
-    answer = MockTransport(lambda request: Response(200, json={"ranks": ranks}))
+    facts = {"ranks": ranks, "dp_size": 1}
+    answer = MockTransport(lambda _: Response(200, json=facts))
     client = ControlClient(transport=ThroughHttpx(answer))
-    server = SGLangServer(client, ServerTarget("s-0", "http://stub-0", engine="sglang"))
-    assert await server.weight_checksums() == {"tp0.pp0.w": "1"}
+
+    def server() -> SGLangServer:
+        return SGLangServer(client, ServerTarget("s-0", "http://stub-0", engine="sglang"))
+
+    assert await server().weight_checksums() == {"tp0.pp0.w": "1"}
     if missing == "all":
         ranks.clear()
+    elif missing == "dp":
+        facts["dp_size"] = 2  # of the server; a rank gives that of attention
     else:
         at[f"{missing}_size"] = 2
-    assert await server.weight_checksums() is None
+    assert await server().weight_checksums() is None
 
 
 async def test_a_push_that_could_verify_the_first_stage_alone_is_refused_before_it_touches_it(
