@@ -72,6 +72,7 @@ class Exporter:
             if problem := self._problem(tensor):
                 raise ValueError(f"tensor {position} {problem}")
         firsts, places = places_of(given)
+        self._fields = {k: v for k, v in self._fields.items() if not v[0].expired()}
         return [self._export(t.untyped_storage(), t.dtype) for t in firsts], places
 
     def _problem(self, tensor: torch.Tensor) -> str:
@@ -86,7 +87,6 @@ class Exporter:
         if seen is None or seen[0].expired() or seen[0].cdata != storage._cdata:
             # the memory at this address may be another allocation by now
             seen = self._fields[key] = (StorageWeakRef(storage), storage._share_cuda_())
-            self._fields = {k: v for k, v in self._fields.items() if not v[0].expired()}
         _, handle, size, offset, counter, counter_at, event, syncs = seen[1]
         device = str(torch.cuda.get_device_properties(storage.device).uuid)
         place = str(dtype).removeprefix("torch."), device, _text(handle), int(size), int(offset)
