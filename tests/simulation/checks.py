@@ -23,7 +23,7 @@ _ELSEWHERE = "type: skyctl recover --fleet"
 def thawed_by_stranger(engine: Engine) -> bool:
     """Whether a program that knows nothing of skyctl let it serve, past no guard."""
     stranger = engine.thawed_by is not None and engine.thawed_by.label == STRANGER
-    return stranger and not engine.guarded
+    return stranger and not engine.protected
 
 
 def serves(world: World, engine: Engine) -> str:
@@ -55,16 +55,19 @@ def push_succeeded(
     """As it says so, every server it names holds what its version means, and all hold the same: to
     the last bit, and as after the push before it of the same files."""
     assert job.result is not None
-    version = job.result["version"]
+    assert job.finished_at is not None
+    version, ended = job.result["version"], job.finished_at - EPOCH
     if number not in world.labels.get(version, {number}):
         return
     contents = set()
     for row in job.result["servers"]:
         engine = world.engine_at(urls[row["server"]])
         assert engine is not None
+        # the command may notice the end of its push much later, amid the next
+        later = engine.loaded_at > ended or engine.loading_by is not None
         if engine.unseen:
             world.excused += 1
-        elif engine.answered:
+        elif engine.answered and not later:
             world.violate("success: a push succeeded, and a server answered amid it")
         if not engine.serving or engine.label != version:
             continue

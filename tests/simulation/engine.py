@@ -21,7 +21,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from skyctl.engines.inside.guard import VLLM, _Freeze
+from skyctl.engines.inside.guard import HOLDER_HEADER, VLLM, _Freeze
 from skyctl.engines.vllm.server import METRICS
 from skyctl.http.transport import Request
 from tests.simulation.disk import Checkpoints
@@ -149,6 +149,7 @@ class Engine:
         guarded: bool = False,
     ) -> None:
         self.guarded = guarded
+        self.named = False  # by the last pause: its guard knows who froze it
         self.name, self.url, self.model, self.ranks = name, url, model, ranks
         self.process: Process | None = None
         self.held: Callable[[], bool] = lambda: False
@@ -165,6 +166,12 @@ class Engine:
         self.users = True  # it may have requests to end, or to freeze
         self.ready_at = 0.0
         self._reset()
+
+    @property
+    def protected(self) -> bool:
+        """Whether its guard refuses strangers while it is frozen: a fleet that could not write its
+        own name freezes without one."""
+        return self.guarded and self.named
 
     def start(self, process: Process, ready_in_s: float = 0.0) -> None:
         """A fresh process: base weights, running."""
@@ -253,6 +260,8 @@ class Engine:
             if not passing.passes:
                 self._watch(self, f"refuses {path} of {caller}")
                 return
+            if path == "/pause":
+                self.named = HOLDER_HEADER in request.headers
         self._act(request, caller, answer, reply)
 
     def _act(

@@ -237,7 +237,7 @@ class World:
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
             return
-        if caller is not None and caller.label == people.STRANGER and not engine.guarded:
+        if caller is not None and caller.label == people.STRANGER and not engine.protected:
             return  # nothing of ours stands in its way
         if any(flock.process is owner for flock in self.kernel.flocks.values()):
             who = plain(caller.label) if caller else "?"
