@@ -135,8 +135,8 @@ class Summer:
             self._exports = ()
 
     def _sum(self) -> Partial:
-        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-        broken = torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        both = torch.zeros((2, self._count), dtype=torch.int64, device=self._device)
+        sums, broken = both
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the trainer's other streams may still write
         if self._by_kernel:
@@ -144,7 +144,7 @@ class Summer:
         edges: list[tuple[int, int, int]] = []
         for copy in self._odd:
             edges += self._sum_odd(copy, sums, broken)
-        totals, infinite = sums.tolist(), broken.tolist()
+        totals, infinite = both.tolist()
         return Partial(
             {number: total for number, total in enumerate(totals) if total},
             edges,
@@ -193,9 +193,10 @@ class Summer:
                             copy.target_pitch // _WORD,
                             copy.parameter,
                             exponents,
+                            0,
                         )
                     )
-        table = torch.tensor(entries, dtype=torch.int64).view(-1, 8)
+        table = torch.tensor(entries, dtype=torch.int64).view(-1, 9)
         return table.to(self._device)
 
     def _batched(self, copies: Iterable[Copy]) -> Iterator[tuple[list[Copy], torch.Tensor, int]]:

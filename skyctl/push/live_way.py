@@ -35,7 +35,7 @@ from skyctl.wire.layouts import LayoutReport
 from skyctl.wire.worker import WorkerMethod
 
 _CLOSE_TIMEOUT_S = 5.0
-_BYTES_PER_S = 350e9
+_BYTES_PER_S = 380e9
 """Over NVLink; how long staging is waited for before it is asked about."""
 _POLL_S = 0.004
 

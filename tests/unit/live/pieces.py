@@ -19,6 +19,7 @@ PARAMETERS = [
     ("late", "bfloat16", (64, 8)),
     ("odd", "bfloat16", (30, 7)),
     ("ends", "bfloat16", (10,)),
+    ("wide", "bfloat16", (2, 5000)),
 ]
 """Name, dtype and shape."""
 
@@ -28,6 +29,7 @@ COPIES = [
     (1, 2, 1, 1024, 18002, 1024, 0, 1024),  # does not begin where a word does
     (0, 3, 30, 6, 2, 14, 4, 14),  # every run is cut within words
     (0, 4, 1, 6, 200, 6, 10, 6),  # less than a word
+    (1, 5, 2, 8800, 8, 9600, 160, 10_000),  # runs that the kernel sums by rows of lanes
 ]
 """Rows of a plan."""
 

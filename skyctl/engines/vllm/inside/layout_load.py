@@ -22,6 +22,8 @@ from skyctl.engines.vllm.inside.completeness import half_open
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
 from skyctl.engines.vllm.inside.layout_memory import (
     Beside,
+    Pair,
+    PreparedCopies,
     copy_pairs,
     require_free,
     sender_slots,
@@ -60,7 +62,8 @@ class LayoutLoader(WorkerPart):
         self._description: tuple[Any, str, tuple[ParameterLayout, ...]] | None = None
         self._program: Program | None = None
         self._copies: dict[int, list[Copy]] = {}
-        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._pairs: dict[int, list[Pair]] = {}
+        self._prepared: PreparedCopies | None = None
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._buffers: list[torch.Tensor] = []
         self._slots: list[torch.Tensor] = []
@@ -181,6 +184,7 @@ class LayoutLoader(WorkerPart):
                 self._beside = Beside(targets, self._device)
                 targets = self._beside.parameters
             self._pair(targets)
+            self._prepared = PreparedCopies([*chain(*self._pairs.values())], self._device)
             self.key = key
             return bool(self._layers) or self._beside is not None
         except BaseException:
@@ -192,8 +196,8 @@ class LayoutLoader(WorkerPart):
         layers process is processed. The model serves meanwhile.
         """
         self._require_proven()
-        if self._beside is not None:
-            self._beside.fill(chain.from_iterable(self._pairs.values()))
+        if self._beside is not None and self._prepared is not None:
+            self._beside.fill(self._prepared)
         self._products = []
         for chunk in range(len(self._slots)) if self._layers else ():
             self.process(chunk, True)
@@ -241,6 +245,8 @@ class LayoutLoader(WorkerPart):
             raise RuntimeError("the model's parameters are not where they were")
         if self._beside is not None:
             self._beside.move()
+        elif self._prepared is not None:
+            self._prepared.enqueue()
         else:  # the last chunks may hold nothing of this worker's
             for chunk in self._pairs if chunks is None else chunks:
                 copy_pairs(self._pairs.get(chunk, ()))
@@ -283,6 +289,7 @@ class LayoutLoader(WorkerPart):
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []
+        self._prepared = None
         self.key, self._mapped, self._beside, self._dtypes = "", {}, None, []
 
     def running_names(self, names: Iterable[str]) -> list[str]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from skyctl.wire.exports import Export
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source of a copy."""
 
 _ALIGNMENT = 256
 SPARE_BYTES = 1 << 30
@@ -27,6 +31,30 @@ def suits_staging(
     size = sum(octets.numel() for octets in parameters.values())
     away = any(Export.from_wire(row).device != own for row in exports)
     return away and torch.cuda.mem_get_info(device)[0] >= size + SPARE_BYTES
+
+
+class PreparedCopies:
+    """Copies that are made again and again, from where a trainer's weights lie to where they are
+    copied. Keeps the tensors alive.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], device: torch.device) -> None:
+        self._pairs = self._others = pairs
+        self._table: torch.Tensor | None = None
+        if device.type == "cuda" and find_spec("triton") is not None:
+            from skyctl.wire.triton_copies import copy_pieces, in_words, pieces_of
+
+            self._others = [pair for pair in pairs if not in_words(*pair)]
+            self._table = pieces_of(pair for pair in pairs if in_words(*pair)).to(device)
+            copy_pieces(self._table[:0])  # compiled before a push begins
+
+    def enqueue(self) -> None:
+        """Enqueue them all on the current stream."""
+        if self._table is not None:
+            from skyctl.wire.triton_copies import copy_pieces
+
+            copy_pieces(self._table)
+        copy_pairs(self._others)
 
 
 class Beside:
@@ -54,15 +82,15 @@ class Beside:
         self._device = device
         self._arrived: Any = None
 
-    def fill(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def fill(self, copies: PreparedCopies) -> None:
         """Begin to copy into it, on a stream of its own."""
         if self._device.type != "cuda":
-            copy_pairs(pairs)
+            copies.enqueue()
             return
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            copy_pairs(pairs)
+            copies.enqueue()
             self._arrived = stream.record_event()
 
     @property
@@ -90,7 +118,7 @@ def require_free(size: int, device: torch.device) -> None:
         )
 
 
-def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy_pairs(pairs: Iterable[Pair]) -> None:
     """Enqueue copies: destination, source."""
     for target, source in pairs:
         target.copy_(source, non_blocking=True)

@@ -1,0 +1,84 @@
+"""The kernels, by Triton's interpreter: it needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_COMPARE = """
+from skyctl.wire import triton_digest
+from skyctl.wire.device_digest import digest_on_device
+from skyctl.wire.messages import LANES
+from skyctl.wire.finite import EXPONENTS
+from tests.unit.engines.digest_cases import broken_in_places, for_the_kernel
+
+triton_digest._RUN_WORDS = 2 * LANES
+tensors = [*for_the_kernel(), *broken_in_places()]
+numbers, broken = triton_digest.sum_words(tensors).tolist()
+assert numbers == digest_on_device(tensors)
+seen = [tensor.dtype in EXPONENTS for tensor in tensors]
+finite = [bool(tensor.isfinite().all()) for tensor in tensors]
+assert broken == [int(looked and not good) for looked, good in zip(seen, finite)]
+"""
+_COMPARE_PIECES = """
+import itertools
+
+from skyctl.live import sums
+from tests.unit.live.pieces import COPIES, PARAMETERS, exports
+
+cases = itertools.product((64, 4096), ("bfloat16", "float32"), (False, True))
+for sums._RUN_WORDS, dtype, broken in cases:
+    sums._BATCH_BYTES = sums._RUN_WORDS * 64
+    weights = exports(dtype, broken=broken)
+    plain = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=False).sum(weights)
+    kernel = sums.Summer(PARAMETERS, COPIES, weights, by_kernel=True).sum(weights)
+    for partial in (plain, kernel):
+        partial.edges.sort()
+    assert kernel == plain, (kernel, plain)
+    assert bool(plain.not_finite) == broken
+"""
+_COMPARE_COPIES = """
+import torch
+
+from skyctl.wire import triton_copies
+
+triton_copies._PIECE_WORDS, triton_copies._PROGRAMS = 600, 3
+memory = torch.arange(40_000, dtype=torch.int16)
+begins = [(0, 4000), (4000, 4), (8000, 20_000)]
+sources = [memory[begin:][:count] for begin, count in begins]
+targets = [torch.zeros_like(source) for source in sources]
+pairs = list(zip(targets, sources))
+assert all(triton_copies.in_words(*pair) for pair in pairs)
+odd = (memory[1:9], memory[:8]), (memory[:3], memory[:3]), (memory[:8:2], memory[:4])
+for target, source in (*odd, (memory[:8].float(), memory[:8])):
+    assert not triton_copies.in_words(target, source)
+triton_copies.copy_pieces(triton_copies.pieces_of([]))
+assert not any(target.any() for target in targets[1:])
+triton_copies.copy_pieces(triton_copies.pieces_of(pairs))
+assert all(torch.equal(*pair) for pair in pairs)
+"""
+
+
+@pytest.mark.parametrize(
+    "compare",
+    [_COMPARE, _COMPARE_PIECES, _COMPARE_COPIES],
+    ids=["whole", "pieces", "copies"],
+)
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_do_what_plain_code_does(compare: str) -> None:
+    # the variable is read when triton is imported: a process of its own
+    done = subprocess.run(
+        [sys.executable, "-c", compare],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
