@@ -45,6 +45,7 @@ for sums._RUN_WORDS, dtype, broken in cases:
 _COMPARE_COPIES = """
 import torch
 
+from skyctl.engines.vllm.inside import layout_memory
 from skyctl.wire import triton_copies
 
 triton_copies._PIECE_WORDS, triton_copies._PROGRAMS = 600, 3
@@ -59,8 +60,12 @@ for target, source in (*odd, (memory[:8].float(), memory[:8])):
     assert not triton_copies.in_words(target, source)
 triton_copies.copy_pieces(triton_copies.pieces_of([]))
 assert not any(target.any() for target in targets[1:])
-triton_copies.copy_pieces(triton_copies.pieces_of(pairs))
-assert all(torch.equal(*pair) for pair in pairs)
+cast = (torch.zeros(4), memory[:4])
+layout_memory._on_another = lambda *_: [True, False]
+prepared = layout_memory.PreparedCopies({0: [*pairs[:2], cast], 1: pairs[2:]}, [], None)
+assert prepared._others == [cast, pairs[2]]
+prepared.enqueue()
+assert all(torch.equal(*pair) for pair in pairs) and cast[0].tolist() == [0, 1, 2, 3]
 """
 
 

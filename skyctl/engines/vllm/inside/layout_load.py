@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -184,7 +183,7 @@ class LayoutLoader(WorkerPart):
                 self._beside = Beside(targets, self._device)
                 targets = self._beside.parameters
             self._pair(targets)
-            self._prepared = PreparedCopies([*chain(*self._pairs.values())], self._device)
+            self._prepared = PreparedCopies(self._pairs, exports, self._device)
             self.key = key
             return bool(self._layers) or self._beside is not None
         except BaseException:

@@ -6,6 +6,7 @@ import base64
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,26 +28,43 @@ def suits_staging(
     """Whether a trainer's weights are better copied beside these parameters first: it is on another
     GPU, and there is room.
     """
-    own = str(torch.cuda.get_device_properties(device).uuid)
     size = sum(octets.numel() for octets in parameters.values())
-    away = any(Export.from_wire(row).device != own for row in exports)
+    away = any(_on_another(exports, device))
     return away and torch.cuda.mem_get_info(device)[0] >= size + SPARE_BYTES
 
 
 class PreparedCopies:
     """Copies that are made again and again, from where a trainer's weights lie to where they are
     copied. Keeps the tensors alive.
+
+    One kernel makes those from another GPU: between two of its copies the copy engine leaves the
+    link idle.
+
+    Args:
+        pairs: by the number of the export that they are copied out of.
     """
 
-    def __init__(self, pairs: Sequence[Pair], device: torch.device) -> None:
-        self._pairs = self._others = pairs
+    def __init__(
+        self,
+        pairs: Mapping[int, Sequence[Pair]],
+        exports: Sequence[Sequence[Any]],
+        device: torch.device,
+    ) -> None:
+        self._pairs = pairs
         self._table: torch.Tensor | None = None
-        if device.type == "cuda" and find_spec("triton") is not None:
-            from skyctl.wire.triton_copies import copy_pieces, in_words, pieces_of
+        self._others: list[Pair] = []
+        away = _on_another(exports, device)
+        if not any(away) or find_spec("triton") is None:
+            self._others += chain.from_iterable(pairs.values())
+            return
+        from skyctl.wire.triton_copies import copy_pieces, in_words, pieces_of
 
-            self._others = [pair for pair in pairs if not in_words(*pair)]
-            self._table = pieces_of(pair for pair in pairs if in_words(*pair)).to(device)
-            copy_pieces(self._table[:0])  # compiled before a push begins
+        linked: list[Pair] = []
+        for number, group in pairs.items():
+            for pair in group:
+                (linked if away[number] and in_words(*pair) else self._others).append(pair)
+        self._table = pieces_of(linked).to(device)
+        copy_pieces(self._table[:0])  # compiled before a push begins
 
     def enqueue(self) -> None:
         """Enqueue them all on the current stream."""
@@ -103,6 +121,14 @@ class Beside:
         if self._arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived)
         copy_pairs(self._pairs)
+
+
+def _on_another(exports: Sequence[Sequence[Any]], device: torch.device) -> list[bool]:
+    """Which of these exports lie on another GPU than this one."""
+    if device.type != "cuda":
+        return [False] * len(exports)
+    own = str(torch.cuda.get_device_properties(device).uuid)
+    return [Export.from_wire(row).device != own for row in exports]
 
 
 def require_free(size: int, device: torch.device) -> None:
