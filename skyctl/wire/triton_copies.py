@@ -19,7 +19,7 @@ _PIECE_WORDS = 1 << 16
 _WORD = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["pieces"])  # type: ignore[untyped-decorator]
 def _copy_pieces(  # type: ignore[no-untyped-def]
     table, pieces, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
 ):

@@ -1,4 +1,4 @@
-"""The kernels, by Triton's interpreter: it needs no GPU."""
+"""The kernels, by Triton's interpreter and compiler: these need no GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 _COMPARE = """
 from skyctl.wire import triton_digest
 from skyctl.wire.device_digest import digest_on_device
@@ -67,6 +70,25 @@ assert prepared._others == [cast, pairs[2]]
 prepared.enqueue()
 assert all(torch.equal(*pair) for pair in pairs) and cast[0].tolist() == [0, 1, 2, 3]
 """
+_COMPILE = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from skyctl.wire.messages import LANES
+from skyctl.wire.triton_copies import _copy_pieces
+from skyctl.wire.triton_digest import _sum_pieces
+
+pointers = dict.fromkeys(("table", "sums", "broken"), "*i64")
+numbers = {"base": "i64", "pieces": "i32", "GOLDEN": "i64", "MIX": "i64"}
+for kernel, constants in (
+    (_copy_pieces, {"BLOCK": 4096, "PROGRAMS": 32}),
+    (_sum_pieces, {"LANES": LANES, "COLUMNS": 9}),
+):
+    types = {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, constants)
+    assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
 
 
 @pytest.mark.parametrize(
@@ -74,13 +96,21 @@ assert all(torch.equal(*pair) for pair in pairs) and cast[0].tolist() == [0, 1, 
     [_COMPARE, _COMPARE_PIECES, _COMPARE_COPIES],
     ids=["whole", "pieces", "copies"],
 )
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_kernels_do_what_plain_code_does(compare: str) -> None:
-    # the variable is read when triton is imported: a process of its own
+    run(compare, TRITON_INTERPRET="1")  # read when triton is imported: a process of its own
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    run(_COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+
+
+def run(program: str, **env: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", compare],
+        [sys.executable, "-c", program],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, **env},
         capture_output=True,
         text=True,
         timeout=300,
