@@ -242,15 +242,16 @@ class Replica(KeptRunning):
             shards = self.launched.shards if self.launched else ""
             self._context.state.expected.launched(self.name, shards)
         self._to(Phase.ADMITTING)
-        admitted = False
-        while not admitted:
+        while True:
             if reason := await self._unless_dead(self.process, self._context.admit(self)):
                 return reason
-            admitted = self._context.admitted(self)
-        if not self._row.quarantine:
-            self._release()
-        if reason := await self._unless_dead(self.process, self.wait_confirmed()):
-            return reason
+            if self._context.admitted(self):
+                if not self._row.quarantine:
+                    self._release()
+                if reason := await self._unless_dead(self.process, self.wait_confirmed()):
+                    return reason
+                if not self.intent_changed:  # by a verb while its machine confirmed it
+                    break
         self._worth_restarting = True
         self._event("ready", FleetEvent.REPLICA_READY)
         self._to(Phase.UP, self.lost)
@@ -373,8 +374,7 @@ class Replica(KeptRunning):
             # two ways to it are gone: no request would get there either
             self.lost = process.connection_lost()
         elif not busy and isinstance(error, DeadlineExceeded) and process.connection_lost():
-            # so they are where packets are dropped; or it is slow, and a new connection is
-            # just being made
+            # so they are where packets are dropped; or it is slow, while a new one is being made
             self.lost = await process.lost() or self.lost
         self._note_failures(failures, f"; waits until {wait} is replaced" if wait else "")
         return ""

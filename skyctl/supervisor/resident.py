@@ -363,6 +363,9 @@ class Supervisor(OperatedFleet, SupervisorService):
         plan = self.require_plan()
         everyone = self.named(request.servers)
         chosen = [replica for replica in everyone if replica.phase is Phase.UP]
+        if isinstance(request, Wake):  # what starts has lost no weights; what is adopted may have
+            adopted = (r.row for r in everyone if r.phase is not Phase.UP and r.adopted)
+            verbs.refuse_discarded(adopted, request.tags, plan.device)
         absent = {r.name: self._meant_for(request, r) for r in everyone if r.phase is not Phase.UP}
         if isinstance(request, Sleep):
             await self.pushes.warming.stop()  # a rehearsal must not read weights that are asleep

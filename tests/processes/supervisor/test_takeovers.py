@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 
 from skyctl.core.requests import Down, Sleep, Wake
 from skyctl.engines.vllm.router import RouterClient
-from skyctl.errors import SkyctlError
+from skyctl.errors import ConflictError, SkyctlError
 from skyctl.launch.local.host import port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.states import Phase, PushStage
@@ -106,33 +108,80 @@ async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_wai
         await later.down(Down(0.0))
 
 
-async def test_what_is_to_wake_while_it_is_adopted_does_so_before_it_is_routed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def adopting_a_sleeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, level: int, device: str
+) -> AsyncIterator[tuple[Supervisor, asyncio.Event]]:
+    """A supervisor that adopts server `a`, which sleeps: it answers no probe before the event."""
     probe, answers = replica.probe_ready, asyncio.Event()
 
     async def late(*arguments: Any) -> bool | None:
         await answers.wait()
         return await probe(*arguments)
 
-    async with supervising(tmp_path) as supervisor, httpx.AsyncClient() as client:
+    async with supervising(tmp_path) as supervisor:
         server = stub_server("a", faults={"/tokenize": {"kind": "hang"}})  # one that can sleep
-        plan = fleet_plan([server])
+        plan = replace(fleet_plan([server]), device=device)
         await bring_up(supervisor, plan)
-        [outcome] = await supervisor.sleep(Sleep(level=1))
+        [outcome] = await supervisor.sleep(Sleep(level=level))
         assert outcome.ok
         await abandon(supervisor)
         later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
         monkeypatch.setattr(replica, "probe_ready", late)
         await later.adopt(Adopt(plan))
         await eventually(lambda: states(later) == {"a": "starting"})
-        [outcome] = await later.wake(Wake())
+        yield later, answers
+        await later.down(Down(0.0))
+
+
+async def sleeps(supervisor: Supervisor) -> bool:
+    async with httpx.AsyncClient() as client:
+        answer = await client.get(f"{supervisor.replicas['a'].target.url}/is_sleeping")
+    return bool(answer.json()["is_sleeping"])
+
+
+async def test_what_is_to_wake_while_it_is_adopted_does_so_before_it_is_routed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopting = adopting_a_sleeper(tmp_path, monkeypatch, level=1, device="cpu")
+    async with adopting as (supervisor, answers):
+        [outcome] = await supervisor.wake(Wake())
         assert outcome.detail == "starting; will be awake when it is ready"
         answers.set()
-        assert await ended(later) == ""
-        asleep = await client.get(f"{server.url}/is_sleeping")
-        assert (states(later), asleep.json()["is_sleeping"]) == ({"a": "ready"}, False)
-        await later.down(Down(0.0))
+        assert await ended(supervisor) == ""
+        assert (states(supervisor), await sleeps(supervisor)) == ({"a": "ready"}, False)
+
+
+async def test_what_is_to_wake_at_the_end_of_its_admission_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopting = adopting_a_sleeper(tmp_path, monkeypatch, level=1, device="cpu")
+    async with adopting as (supervisor, answers):
+        server, confirmations = supervisor.replicas["a"], list[bool]()
+
+        async def wait_confirmed() -> bool:
+            if not confirmations:
+                await supervisor.wake(Wake())
+            confirmations.append(True)
+            return True
+
+        monkeypatch.setattr(server, "wait_confirmed", wait_confirmed)
+        answers.set()
+        assert await ended(supervisor) == ""
+        await eventually(lambda: server.phase is Phase.UP)
+        assert (states(supervisor), await sleeps(supervisor)) == ({"a": "ready"}, False)
+
+
+async def test_what_has_discarded_its_weights_is_not_woken_while_it_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adopting = adopting_a_sleeper(tmp_path, monkeypatch, level=2, device="cuda")
+    async with adopting as (supervisor, answers):
+        with pytest.raises(ConflictError, match="a level-2 sleep discarded the weights"):
+            await supervisor.wake(Wake())
+        answers.set()
+        assert await ended(supervisor) == ""
+        assert (states(supervisor), await sleeps(supervisor)) == ({"a": "asleep"}, True)
 
 
 @pytest.mark.parametrize("admitted", [True, False])
