@@ -223,7 +223,7 @@ class LiveDelivery(Delivery):
 
     async def _wait_arrived(self, server: PushedServer, began: float) -> None:
         least_s = self._live.total_bytes / server.before.world_size / _BYTES_PER_S
-        wait_s = max(began + least_s - time.monotonic(), 0.0)  # a worker copies as it enqueues
+        wait_s = max(began + least_s - time.monotonic(), 0.0)
         while True:
             await asyncio.sleep(wait_s)
             if all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED)):

@@ -120,7 +120,7 @@ def test_each_of_several_tensors_gets_its_own_number() -> None:
 def test_kernels_start_on_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton starts them on the current one, which reads no memory of another."""
     pytest.importorskip("triton")
-    from skyctl.wire import triton_digest
+    from skyctl.wire import triton_copies, triton_digest
 
     current: list[torch.Tensor] = []
     started_on: list[torch.Tensor | None] = []
@@ -137,6 +137,9 @@ def test_kernels_start_on_the_gpu_of_the_tensors(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(triton_digest, "_sum_pieces", Kernel())
+    monkeypatch.setattr(triton_copies, "_copy_pieces", Kernel())
     sums, table = torch.zeros((2, 1), dtype=torch.int64), torch.zeros((1, 9), dtype=torch.int64)
     triton_digest.sum_pieces(0, table, *sums)
+    triton_copies.copy_pieces(table)
     assert started_on[0] is not None and started_on[0].data_ptr() == sums.data_ptr()
+    assert started_on[1] is table

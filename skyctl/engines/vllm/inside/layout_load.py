@@ -285,6 +285,8 @@ class LayoutLoader(WorkerPart):
 
     def close(self) -> None:
         """Release the sender's or the trainer's memory, and buffers."""
+        if self._beside is not None:
+            self._beside.wait()
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []

@@ -64,7 +64,7 @@ class PreparedCopies:
             for pair in group:
                 (linked if away[number] and in_words(*pair) else self._others).append(pair)
         self._table = pieces_of(linked).to(device)
-        copy_pieces(self._table[:0])  # compiled before a push begins
+        copy_pieces(self._table[:0])  # compiled before a freeze
 
     def enqueue(self) -> None:
         """Enqueue them all on the current stream."""
@@ -107,6 +107,8 @@ class Beside:
             return
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._arrived is not None:  # of a push that was given up
+            stream.wait_event(self._arrived)
         with torch.cuda.stream(stream):
             copies.enqueue()
             self._arrived = stream.record_event()
@@ -115,6 +117,13 @@ class Beside:
     def is_filled(self) -> bool:
         """Whether all that `fill` copies is there."""
         return self._arrived is None or bool(self._arrived.query())
+
+    def wait(self) -> None:
+        """Return once nothing is copied into it any more: then its memory may be freed, and that of
+        the sources.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
     def move(self) -> None:
         """Enqueue copies of all that arrives in it into the parameters."""
