@@ -8,6 +8,7 @@ those that would, and to a server without a keeper they are not sent.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -288,6 +289,9 @@ class SGLangServer(SGLangAdapters):
         for kind, size in sizes.items():
             if {at[f"{kind}_rank"] for at in places} != set(range(size)):
                 return None
+        ranks_seen = {tuple(at[f"{kind}_rank"] for kind in sizes) for at in places}
+        if places[0]["dp_size"] == 1 and len(ranks_seen) < math.prod(sizes.values()):
+            return None
         for rank, at in zip(ranks, places, strict=True):
             for name, checksum in rank["checksums"].items():
                 place = f"tp{at['tp_rank']}.pp{at['pp_rank']}.{name}"
