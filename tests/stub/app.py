@@ -438,6 +438,7 @@ class StubServer:
                 "digest": engine.digest,
                 "draft_digest": engine.draft_digest,
                 "trainer": self.peers.key,
+                "places_taken": self.peers.taken,
                 "paused": engine.paused,
                 "asleep": sorted(engine.asleep),
                 "update_open": engine.update_open,

@@ -61,6 +61,8 @@ class StubPeers:
         self._engine = engine
         self.key = ""
         """What a trainer's group is known by; "" without one."""
+        self.taken = 0
+        """How often it has taken a place."""
         self._arrivals: Arrivals | None = None
         self._program: Program | None = None
         self._tensors: dict[str, Any] = {}
@@ -92,6 +94,7 @@ class StubPeers:
         meeting, cpu = Meeting.from_wire(group), torch.device("cpu")
         steps = steps_of(program.copies, given["exports"][0])
         self.key = key
+        self.taken += 1
         self._arrivals = Arrivals(meeting, place, cpu, steps, lambda: self.release(key))
         return True
 
