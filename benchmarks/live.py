@@ -277,6 +277,7 @@ def _points_noted() -> dict[str, float]:
     reached: dict[str, float] = {}
 
     def note(point: str) -> None:
+        reached.pop(point, None)  # in a second attempt
         reached[point] = time.perf_counter()
 
     for module in ("trainer", "live"):
@@ -479,7 +480,7 @@ def record(
             for name in stages
         },
         "rank_0_until_s": {
-            point: round(statistics.median(push["until_s"][point] for push in pushes), 4)
+            point: round(statistics.median(push["until_s"].get(point, 0.0) for push in pushes), 4)
             for point in pushes[0]["until_s"]
         },
         "transport": pushes[-1]["plan"]["transport"] or pushes[-1]["transport"],

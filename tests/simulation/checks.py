@@ -64,7 +64,7 @@ def push_succeeded(
         engine = world.engine_at(urls[row["server"]])
         assert engine is not None
         # the command may notice the end of its push much later, amid the next
-        later = engine.loaded_at > ended or engine.loading_by is not None
+        later = engine.begun_at > ended
         if engine.unseen:
             world.excused += 1
         elif engine.answered and not later:
@@ -92,11 +92,11 @@ def labelled_anew(world: World, engine: Engine) -> None:
 def push_ended(world: World, job: Job, pusher: Process | None) -> None:
     """What was thawed while the push loaded it is frozen again, unless that was after it had looked
     for the last time: it looks again once it writes to no server any more. What a push leaves whose
-    process has died is left to recovery."""
+    process has died amid it is left to recovery."""
     assert job.finished_at is not None
-    if pusher is not None and pusher.dead:
-        return
     ended = job.finished_at - EPOCH  # its command may notice much later
+    if pusher is not None and pusher.died_at <= ended:
+        return
     for engine in world.engines:
         looked = engine.looked_at >= world.last_write_of(pusher, ended)
         late = engine.thawed_at > ended or looked or not world.network_well

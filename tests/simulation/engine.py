@@ -196,6 +196,7 @@ class Engine:
         self.frozen_for_push = False
         self.thawed_by: Process | None = None
         self.loading_by: Process | None = None  # from the start of its session to the label
+        self.begun_at = 0.0  # the session before or now
         self.answered = False  # in that time
         self.looked_at = 0.0  # by its loader, whether it is paused and has generated
         self.seen_at = 0.0  # by any of ours but a push, of which the fleet's recovery knows nothing

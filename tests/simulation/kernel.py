@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -30,6 +31,7 @@ class Process:
         self.parent = parent
         self.identity = ProcessIdentity(pid, kernel.loop.now, BOOT)
         self.dead = False
+        self.died_at = math.inf
         self.stopped = False
         self.parked: list[Any] = []  # what it will do when it is continued
         self.code: int | None = None
@@ -122,7 +124,7 @@ class Kernel:
         """Gone at once: no `finally` runs, what it had open is closed."""
         if process.dead:
             return
-        process.dead = True
+        process.dead, process.died_at = True, self.loop.now
         self.tell(f"{process} {why}")
         process.parked.clear()
         for descriptor in process.descriptors:

@@ -226,6 +226,7 @@ class World:
             self.written_at[caller] = self.loop.now
         if path == "/start_weight_update":
             engine.loading_by, engine.answered, engine.unseen = caller, False, False
+            engine.begun_at = self.loop.now
         elif path == "/finish_weight_update" and engine.open:
             engine.loaded_at = self.loop.now
             if not engine.next_chunk:
