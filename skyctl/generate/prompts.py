@@ -8,7 +8,7 @@ import itertools
 import json
 import operator
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -228,6 +228,19 @@ class Piece:
 VERSION_COMMENT = ": weight-version "
 """Begins a line of a stream before the first token of another version
 (`engines/inside/versions.py`)."""
+
+
+async def event_lines(chunks: AsyncIterable[str]) -> AsyncIterator[str]:
+    """The lines of an event stream. httpx splits as `str.splitlines` does, also at characters that
+    JSON has as they are, such as U+0085 and U+2028.
+    """
+    unfinished = ""
+    async for chunk in chunks:
+        *lines, unfinished = (unfinished + chunk).split("\n")
+        for line in lines:
+            yield line.removesuffix("\r")
+    if unfinished:
+        yield unfinished
 
 
 async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:

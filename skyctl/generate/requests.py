@@ -23,7 +23,14 @@ import httpx
 
 from skyctl.engines.base import NO_TOKEN_IDS, REFUSED_WHILE_PAUSED
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
-from skyctl.generate.prompts import Cut, GenerationRequest, Paused, Progress, read_pieces
+from skyctl.generate.prompts import (
+    Cut,
+    GenerationRequest,
+    Paused,
+    Progress,
+    event_lines,
+    read_pieces,
+)
 from skyctl.generate.prompts import GenerationResult as GenerationResult
 from skyctl.http.client import error_text
 from skyctl.http.trust import verification
@@ -293,7 +300,7 @@ class GenerationClient:
         if progress.without_ids:
             del body["return_token_ids"]
         async with self._answer(self._endpoint.url, path, body, request.session_id) as response:
-            async for piece in read_pieces(response.aiter_lines()):
+            async for piece in read_pieces(event_lines(response.aiter_text())):
                 progress.add(piece)
                 if on_text is not None and piece.text:
                     on_text(piece.text)

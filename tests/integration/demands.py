@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from skyctl.generate.prompts import event_lines
 from tests.integration.fleet_cli import FleetCli, bearer, greedy_body
 from tests.integration.reference import model_of
 
@@ -119,7 +120,7 @@ class Demands:
         async with client.stream("POST", url, json=body, headers=headers) as got:
             if (status := got.status_code) != 200:
                 return Answer(answer.prompt, answer.demand, status)
-            async for line in got.aiter_lines():
+            async for line in event_lines(got.aiter_text()):
                 if line.startswith(": weight-versions "):
                     named = json.loads(line.removeprefix(": weight-versions "))
                     spans = [(span["version"], span["tokens"]) for span in named["spans"]]

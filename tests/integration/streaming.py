@@ -32,9 +32,12 @@ class StreamingCompletion:
                 "POST", self._url, json=self._body, headers=self._headers, timeout=timeout
             ) as answer:
                 answer.raise_for_status()
-                for line in answer.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        self._take(json.loads(line[len("data: ") :])["choices"][0])
+                rest = b""
+                for part in answer.iter_bytes():  # lines of httpx end at characters that text has
+                    *lines, rest = (rest + part).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"data: {"):
+                            self._take(json.loads(line[len(b"data: ") :])["choices"][0])
         except BaseException as error:
             self.error = error
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError
-from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.prompts import GenerationRequest, event_lines
 from skyctl.generate.requests import (
     Endpoint,
     GenerationClient,
@@ -38,7 +38,7 @@ def event(
 
 
 def stream(*events: dict[str, Any], done: bool = True) -> httpx.Response:
-    lines = "".join(f"data: {json.dumps(e)}\n\n" for e in events)
+    lines = "".join(f"data: {json.dumps(e, ensure_ascii=False)}\n\n" for e in events)
     return httpx.Response(200, text=lines + ("data: [DONE]\n\n" if done else ""))
 
 
@@ -96,6 +96,25 @@ async def test_an_undisturbed_request_is_sent_once_with_key_and_session() -> Non
         "stream": True,
         "return_token_ids": True,
     }
+
+
+async def test_text_may_hold_any_character_that_ends_a_line_elsewhere() -> None:
+    text = "a\u0085b\u2028c\u2029d"
+    script = Script(stream({"choices": [{"text": text, "finish_reason": "stop"}]}))
+    result = await run(script)
+    assert (result.text, result.error, len(script.requests)) == (text, "", 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+async def test_lines_of_a_stream_end_at_line_feeds_wherever_it_is_cut(size: int) -> None:
+    sent = "data: a\r\n\r\ndata: \u2028b\n\n: c"
+
+    async def chunks() -> AsyncIterator[str]:
+        for begin in range(0, len(sent), size):
+            yield sent[begin : begin + size]
+
+    lines = [line async for line in event_lines(chunks())]
+    assert lines == ["data: a", "", "data: \u2028b", "", ": c"]
 
 
 async def test_an_aborted_request_goes_on_from_its_tokens_for_the_rest() -> None:
