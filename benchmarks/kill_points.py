@@ -52,7 +52,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "lives": tuple(
         point
         for point in (*kill_points.SUPERVISOR, *kill_points.COMMAND)
-        if not point.startswith(("adopt", "recover", "sync"))
+        if not point.startswith(("adopt", "canary", "recover", "sync"))
     ),
 }
 PUSHED = ("attached", "supervised")  # on stubs, from files

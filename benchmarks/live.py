@@ -287,6 +287,8 @@ def _points_noted() -> dict[str, float]:
 
 def _native(case: Case, weights: Weights, rank: int, first: Path) -> Any:
     """One push by vLLM's own sender; FSDP's shards are gathered tensor by tensor."""
+    import torch
+
     from benchmarks.native_sender import (
         EngineSender,
         metadata,
@@ -295,11 +297,11 @@ def _native(case: Case, weights: Weights, rank: int, first: Path) -> Any:
     )
 
     parameters = dict(weights.model.named_parameters())
-    names = [name for name, _, _ in metadata(first)]  # vLLM wants the order that it was told
+    dtypes = {name: dtype for name, dtype, _ in metadata(first)}  # vLLM wants this order and these
 
     def memory() -> Any:
-        for name in names:
-            plain = parameters[name].detach()
+        for name, dtype in dtypes.items():
+            plain = parameters[name].detach().to(getattr(torch, dtype))
             yield name, plain.full_tensor() if hasattr(plain, "full_tensor") else plain
 
     url, token = os.environ["BENCHMARK_URL"], os.environ["BENCHMARK_TOKEN"]

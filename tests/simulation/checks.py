@@ -149,10 +149,11 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
             f"{engine.name}: serving {engine.serving} paused {engine.paused} "
             f"asleep {sorted(engine.asleep)} label {engine.label} holds {number}; {row}"
         )
+        elsewhere = _ELSEWHERE in findings.get(row.name, "")  # recovery leaves it alone until then
         if found := serves(world, engine):
             if not thawed_by_stranger(engine):
                 world.violate(found)
-            elif engine.busy_until > world.loop.now:
+            elif elsewhere or engine.busy_until > world.loop.now:
                 world.excused += 1  # nobody can pause an engine that does not answer
             elif engine.thawed_at < world.recovery_looked_at[engine.url]:
                 world.violate(f"{found}: another program thawed it, and recovery has seen that")
@@ -165,10 +166,9 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
                 world.violate("quarantined: files are said to be overwritten, and are not")
             # of a server that is not ours, it may serve what it was restarted with
             continue
-        others = _ELSEWHERE in findings.get(row.name, "")  # recovery leaves it alone until then
-        if row.name in doubts and not down and not others:  # a new process is in no doubt
+        if row.name in doubts and not down and not elsewhere:  # a new process is in no doubt
             world.violate("records: in doubt and not quarantined")
-        if not engine.serving:
+        if elsewhere or not engine.serving:
             continue
         if row.weight_version not in (None, engine.label):
             world.violate("records: a server's version is not what it serves")

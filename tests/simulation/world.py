@@ -458,6 +458,9 @@ class World:
         if "edited-list" in self.faults:
             self.edit_list(self.dice.sample(self.engines, len(self.engines)))
         self._restart_servers()
+        for process in self.commands:
+            if not self.kernel.locks(process):  # nobody ends it: in the end somebody types `fg`
+                self.kernel.resume(process)
         self._until_quiet("commands")
         self.loop.run_until(self.loop.now + _QUIET_S)
         self._until_quiet("guardians")
