@@ -16,17 +16,17 @@ from tests.simulation.world import KINDS, Schedule, World, play, traits
 
 FIRST, SCHEDULES = 5_000, 100
 FOUND_BY = {
-    "01 a recovery and a new push exclude each other one way only": 160_000_030,
-    "02 a verb is carried out during a push": 49,
-    "16 the end of a push cannot be recorded": 18,
-    "19 a failed write ends a healthy server": 11,
-    "20 an update begins in a server that runs": 27,
-    "21 a server that was thawed while it was loaded is left so": 160_000_060,
-    "22 a second attempt builds on what the first left": 76,
-    "27 a server that sleeps is resumed": 78,
-    "28 a forked child keeps its parent's locks": 36,
-    "29 a record belongs to a place in the list": 22,
-    "37 what servers copied out of a trainer's memory is compared with nothing": 34,
+    "01 a recovery and a new push exclude each other one way only": 160_000_031,
+    "02 a verb is carried out during a push": 158,
+    "16 the end of a push cannot be recorded": 46,
+    "19 a failed write ends a healthy server": 17,
+    "20 an update begins in a server that runs": 291,
+    "21 a server that was thawed while it was loaded is left so": 160_000_066,
+    "22 a second attempt builds on what the first left": 145,
+    "27 a server that sleeps is resumed": 106,
+    "28 a forked child keeps its parent's locks": 381,
+    "29 a record belongs to a place in the list": 25,
+    "37 what servers copied out of a trainer's memory is compared with nothing": 70,
 }
 
 
@@ -92,8 +92,8 @@ def test_servers_copy_out_of_the_memory_of_a_trainer_without_faults(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seed_goes_the_same_way_each_time(kind: str, tmp_path: Path) -> None:
     with seams.installed():
-        first = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
-        again = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
+        first = [play(Schedule(seed, kind), tmp_path).digest for seed in range(10)]
+        again = [play(Schedule(seed, kind), tmp_path).digest for seed in range(10)]
     assert again == first
 
 
