@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -166,12 +167,17 @@ def bring_up(
     from skyctl.service.bring_up import begin_up, undo
     from skyctl.service.switching import asleep_for
 
-    mine, fresh = True, True
+    mine, fresh, request_id = True, True, uuid.uuid4().hex
 
     async def work() -> tuple[FleetStatus, str]:
         nonlocal mine, fresh
         begun = await begin_up(
-            ref, router=router, parallel=parallel, undo=undo_failed, note=output.note
+            ref,
+            router=router,
+            parallel=parallel,
+            undo=undo_failed,
+            note=output.note,
+            request_id=request_id,
         )
         for warning in begun.plan.warnings:
             output.warn(warning)
@@ -188,7 +194,7 @@ def bring_up(
     async def stop() -> None:
         # printed once the loop runs, which takes the next Ctrl-C without a traceback
         output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
-        await undo(ref.paths)
+        await undo(ref.paths, request_id)
         if not fresh:
             output.note("what was changed before that stays so; go on with it: skyctl up")
         elif others := asleep_for(ref):
@@ -206,7 +212,7 @@ def bring_up(
         raise
     except SkyctlError as error:
         if rollback and mine and "status" in error.details:
-            in_loop(undo(ref.paths))
+            in_loop(undo(ref.paths, request_id))
             error.hint = "everything this call started was stopped again (--rollback)"
         if fresh:
             error.hint = "; ".join(filter(None, (error.hint, asleep_for(ref))))

@@ -48,7 +48,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.sleep_groups import SleepGroup
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
-from skyctl.supervisor.interface import Reconcile, SupervisorClient
+from skyctl.supervisor.interface import Reconcile, SupervisorClient, Undo
 from skyctl.supervisor.reconcile import Preview, preview_of_rows
 
 FOLLOW_POLL_S = 0.5
@@ -101,10 +101,11 @@ async def begin_up(
     parallel: int = 1,
     undo: bool = True,
     note: Callable[[str], None] = lambda line: None,
+    request_id: str = "",
 ) -> Begun:
     """Check the plan, start the supervisor unless it runs, and hand it the plan. So many servers
     are restarted at a time (`parallel`); those that do not come back get their old settings again
-    (`undo`). `note` receives what takes a while.
+    (`undo`). `note` receives what takes a while; `undo` takes the `request_id`.
 
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
@@ -118,15 +119,16 @@ async def begin_up(
     # outside the lock that the next `up` waits for
     await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir, note)
     await _take_gpus(ref, router, note)
+    given = (router, parallel, undo, request_id)
     try:
-        return await _hand_over(ref, router, parallel, undo)
+        return await _hand_over(ref, *given)
     except (ConflictError, FleetDownError) as error:
         # a `down` began, or ended, between the check and the request
         if not goes_down(error):
             raise
         await after_down(ref)
         await _take_gpus(ref, router, note)
-        return await _hand_over(ref, router, parallel, undo)
+        return await _hand_over(ref, *given)
 
 
 async def _take_gpus(ref: FleetRef, router: bool, note: Callable[[str], None]) -> None:
@@ -151,7 +153,9 @@ async def sleeps_first(ref: FleetRef) -> str:
     return await would_sleep(ref.name, group) if group is not None else ""
 
 
-async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> Begun:
+async def _hand_over(
+    ref: FleetRef, router: bool, parallel: int, undo: bool, request_id: str
+) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
     with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
         plan = usable(*await _planned(ref, router), ref.source)
@@ -160,7 +164,9 @@ async def _hand_over(ref: FleetRef, router: bool, parallel: int, undo: bool) -> 
         fresh = await daemon.ensure_running(ref.paths)
         reached("up.supervised")
         async with SupervisorClient.on_this_machine(ref.paths) as client:
-            begun = await client.reconcile(Reconcile(plan, parallel=parallel, undo=undo))
+            begun = await client.reconcile(
+                Reconcile(plan, parallel=parallel, undo=undo, request_id=request_id)
+            )
             reached("up.sent")
     return Begun(begun.operation, plan, fresh, begun.joined)
 
@@ -288,8 +294,8 @@ async def _ended_by_down(fleet: FleetService, since: float) -> SkyctlError | Non
     return None
 
 
-async def undo(paths: FleetPaths) -> None:
-    """Stop the operation in progress and what it started."""
+async def undo(paths: FleetPaths, request_id: str) -> None:
+    """Stop the operation that `begin_up` began, or was about to begin, and what that started."""
     async with SupervisorClient.on_this_machine(paths) as client:
         with suppress(FleetDownError):
-            await client.undo()
+            await client.undo(Undo(request_id))

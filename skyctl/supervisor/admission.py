@@ -30,6 +30,7 @@ from skyctl.push.verify import CannotDigest, arrangement_of, weights_digest
 from skyctl.store.base_weights import BaseWeights, base_weights, learn_base, record_base
 from skyctl.store.expected import ExpectedDigest, Learned, by_files
 from skyctl.store.fleet_weights import FleetWeights
+from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
@@ -251,8 +252,8 @@ def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
 def is_current(state: FleetState, replica: Replica) -> bool:
     """Whether the server has the weights every routed server must have."""
     weights, row = state.weights_of(replica.name), replica.row
-    if weights.version is None:
-        return True
+    if weights.version is None:  # it has those that it was started with, unless a push reached it
+        return row.weight_version is None and replica.name not in in_doubt(state)
     # a label alone proves little: "latest" may have meant other bytes
     return (row.weight_version, row.checkpoint_digest) == (
         weights.version,

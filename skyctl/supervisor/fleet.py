@@ -70,6 +70,7 @@ class RunningFleet(RecordedFleet):
         self.router: RouterChild | None = None
         self.tinker: TinkerChild | None = None
         self.held_out: set[str] = set()  # kept out of the router while something is done to them
+        self.freezing: set[str] = set()  # likewise, while a verb freezes them
         self.verbs_under_way = 0
         self.draining = False
         self.operation: Operation | None = None
@@ -151,7 +152,7 @@ class RunningFleet(RecordedFleet):
             return {}
         # a server being admitted is shown as updating but is not frozen: until its push begins it
         # answers with the weights it was started from
-        out = self.held_out | self._returning()
+        out = self.held_out | self.freezing | self._returning()
         states = {
             name: replica.state
             for name, replica in self.replicas.items()

@@ -5,7 +5,6 @@ run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Final
 
 from skyctl.core.handlers import handlers
@@ -24,12 +23,21 @@ _UNDO_S = 120.0
 class Reconcile:
     """Bring the fleet to the plan; `kind` is the operation's name. So many servers are restarted at
     a time (`parallel`); those that do not come back get their old settings again (`undo`).
+    `request_id` is what `Undo` names.
     """
 
     plan: FleetPlan
     kind: OperationKind = OperationKind.UP
     parallel: int = 1
     undo: bool = True
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Undo what this request began, if nothing else was begun since."""
+
+    request_id: str
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Begun:
 RECONCILE: Final[Verb[Reconcile, Begun]] = Verb("reconcile", Reconcile)
 PREVIEW: Final[Verb[Reconcile, Preview]] = Verb("preview", Reconcile)
 ADOPT: Final[Verb[Adopt, int]] = Verb("adopt", Adopt)
-UNDO: Final[Verb[None, None]] = Verb("undo", NoneType, lambda request: _UNDO_S)
+UNDO: Final[Verb[Undo, None]] = Verb("undo", Undo, lambda request: _UNDO_S)
 
 
 class SupervisorService(FleetService):
@@ -71,11 +79,11 @@ class SupervisorService(FleetService):
         """Begin to adopt what runs without a supervisor; returns the operation's number."""
         return await self._ask(ADOPT, request, int)
 
-    async def undo(self) -> None:
-        """Stop the operation in progress and what it started; the whole fleet if that leaves
-        nothing.
+    async def undo(self, request: Undo) -> None:
+        """Stop the operation of a request and what it started; the whole fleet if that leaves
+        nothing. A request that has not come yet is refused.
         """
-        return await self._ask(UNDO, None, type(None))
+        return await self._ask(UNDO, request, type(None))
 
 
 def own_handlers(fleet: SupervisorService) -> Handlers:

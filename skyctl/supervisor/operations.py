@@ -56,6 +56,7 @@ class OperatedFleet(RunningFleet, ABC):
         self._ended_operations: deque[Operation] = deque(maxlen=_REMEMBERED)
         self._operation_task: asyncio.Task[None] | None = None
         self._stopped_by = ""
+        self.begun_by: str | None = None  # the request that began the last operation
         self._cancelling: asyncio.Task[None] | None = None
         self._adapter_tasks: dict[asyncio.Task[AdapterChange], Job] = {}
         self._ended_adapter_jobs: deque[Job] = deque(maxlen=_REMEMBERED)
@@ -165,7 +166,7 @@ class OperatedFleet(RunningFleet, ABC):
     def _begin(self, kind: OperationKind, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation, self.failed_logs = [], {}
         self.progress, self.before, self.replaced = None, None, {}
-        self._stopped_by = ""
+        self._stopped_by, self.begun_by = "", None
         self.operation = Operation(next(self._numbers), kind, detail, time.time())
         self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
         return self.operation.id

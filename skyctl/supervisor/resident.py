@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -91,7 +92,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rolling, rollout
 from skyctl.supervisor.canary import Canaries, push_ended, refuse, refuse_push
 from skyctl.supervisor.fleet import report
-from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
+from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService, Undo
 from skyctl.supervisor.operations import OperatedFleet
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Preview, preview
@@ -103,6 +104,7 @@ from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # one for what the first finds, one for what shows after it
 _SETTLE_POLL_S = 0.05
+_UNDONE = 20  # requests that were undone before they came
 
 
 class Supervisor(OperatedFleet, SupervisorService):
@@ -120,6 +122,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         self.canaries = Canaries(self, self._begin_push, self.begin_recovery)
         self.scaler = Scaling(self, self._take, self.pushes.warming)
         self.member = Member(self)
+        self._undone: deque[str] = deque(maxlen=_UNDONE)
 
     # --- verbs ----------------------------------------------------------------------------------
 
@@ -131,10 +134,15 @@ class Supervisor(OperatedFleet, SupervisorService):
         return status if ended is None else replace(status, operation=ended)
 
     async def reconcile(self, request: Reconcile) -> Begun:
-        """Raises ConflictError if something else is being done."""
-        return self.change_to(
+        """Raises ConflictError if something else is being done, or the request was undone."""
+        if request.request_id in self._undone:
+            raise ConflictError(f"{request.kind} was interrupted before it began")
+        begun = self.change_to(
             request.plan, request.kind, parallel=request.parallel, undo=request.undo
         )
+        if begun.operation and not begun.joined:
+            self.begun_by = request.request_id
+        return begun
 
     def change_to(
         self,
@@ -313,8 +321,13 @@ class Supervisor(OperatedFleet, SupervisorService):
                 client=self.client,
             )
 
-    async def undo(self) -> None:
-        await self.undo_by(INTERRUPTED)
+    async def undo(self, request: Undo) -> None:
+        if request.request_id == self.begun_by:
+            await self.undo_by(INTERRUPTED)
+            return
+        self._undone.append(request.request_id)  # which may be under way
+        if not self.replicas and self.under_way is None:
+            await self.down(Down(0.0))
 
     async def undo_by(self, reason: str) -> None:
         stopped = await self._stop_operation(reason)
@@ -371,7 +384,7 @@ class Supervisor(OperatedFleet, SupervisorService):
             await self.pushes.warming.stop()  # a rehearsal must not read weights that are asleep
         if isinstance(request, Pause | Sleep) and len(chosen) < len(self.replicas):
             # out of the router before it freezes, so that no request waits behind it
-            self.held_out |= {replica.name for replica in chosen}
+            self.freezing |= {replica.name for replica in chosen}
             await rollout.sync_router(self)
         self.verbs_under_way += 1
         try:
@@ -387,7 +400,7 @@ class Supervisor(OperatedFleet, SupervisorService):
             await self._see(request, chosen, outcomes)
         finally:
             self.verbs_under_way -= 1
-            self.held_out -= {replica.name for replica in chosen}
+            self.freezing -= {replica.name for replica in chosen}
             if self.router is not None and self.router.workers != set(self.desired().values()):
                 await rollout.sync_router(self)
         by_name = {outcome.server: outcome for outcome in outcomes}
@@ -638,6 +651,8 @@ class Supervisor(OperatedFleet, SupervisorService):
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights_of(replica.name)
+            if weights.version is None:
+                raise ServerError("it took the weights of a canary that has ended meanwhile")
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await bring_to_weights(replica, self)
         # a server that slept may have adapters that the fleet has no more

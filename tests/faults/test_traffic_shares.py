@@ -24,13 +24,14 @@ from skyctl.errors import ConflictError, NotFoundError, SkyctlError, StateUnwrit
 from skyctl.fleetfile.sections import RouterSection
 from skyctl.push.request import PushRequest
 from skyctl.store.fleet_weights import CanaryStage
-from skyctl.supervisor import admission, canary, healing
+from skyctl.supervisor import admission, canary, healing, weights
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.supervising import (
     asking,
     bring_up,
     ended,
+    pid_of,
     pushable,
     routed,
     set_faults,
@@ -137,6 +138,27 @@ async def test_a_fleet_that_was_never_pushed_to_gets_its_start_back(tmp_path: Pa
         await started(supervisor, tmp_path)
         assert await versions(supervisor) == {"a": "step-2", "b": "default"}
         await rolled_back(supervisor)
+        await at_one_version(supervisor, "default")
+
+
+async def test_a_server_that_takes_a_canarys_weights_while_it_ends_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushes, go_on, pushed = asyncio.Event(), asyncio.Event(), weights._pushed
+
+    async def later(*arguments: Any) -> Any:
+        pushes.set()
+        await go_on.wait()
+        return await pushed(*arguments)
+
+    async with fleet_of(tmp_path, replicas=2, pushed=False) as supervisor:
+        await started(supervisor, tmp_path)
+        monkeypatch.setattr(weights, "_pushed", later)
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await asyncio.wait_for(pushes.wait(), 20)
+        await rolled_back(supervisor)
+        go_on.set()
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
         await at_one_version(supervisor, "default")
 
 

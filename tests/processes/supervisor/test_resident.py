@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from skyctl.core.requests import CancelJob, Down, Pause, Restart, Resume, StatusQuery
-from skyctl.core.status import BY_CANCEL
+from skyctl.core.status import BY_CANCEL, INTERRUPTED
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError
@@ -26,7 +26,7 @@ from skyctl.service.ended import operation_error
 from skyctl.states import Phase
 from skyctl.supervisor import admission, rollout
 from skyctl.supervisor.fleet import report
-from skyctl.supervisor.interface import Begun
+from skyctl.supervisor.interface import Begun, Reconcile, Undo
 from tests.processes.supervisor.supervising import (
     bring_up,
     ended,
@@ -201,9 +201,44 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         await eventually(
             lambda: "b" in supervisor.replicas and states(supervisor)["b"] != "stopped"
         )
-        await supervisor.undo()
+        await supervisor.undo_by(INTERRUPTED)
         assert states(supervisor) == {"a": "ready"}
         assert not supervisor.finished.is_set()
+
+
+async def test_a_verb_routes_no_server_that_something_else_keeps_out(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await rollout.leave_router(supervisor, supervisor.replicas["a"])
+        await supervisor.pause(Pause(mode="keep", servers=("a",)))
+        await supervisor.resume(Resume())
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+        assert routed(supervisor) == {"b"}
+
+
+async def test_undo_of_a_request_that_began_nothing_touches_nothing(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        ready, fails = stub_server("a"), command_server("b", "raise MemoryError('GPU')")
+        await supervisor.reconcile(Reconcile(fleet_plan([ready, fails]), request_id="first"))
+        assert "b" in await ended(supervisor)
+        await supervisor.undo(Undo("second"))
+        assert states(supervisor)["a"] == "ready"
+        with pytest.raises(ConflictError, match="interrupted before it began"):
+            await supervisor.reconcile(Reconcile(fleet_plan([ready]), request_id="second"))
+        await supervisor.restart(Restart(("a",)))
+        await supervisor.undo(Undo("first"))
+        assert await ended(supervisor) == ""
+        assert states(supervisor)["a"] == "ready"
+
+
+async def test_undo_of_the_last_request_removes_what_it_started(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        ready, fails = stub_server("a"), command_server("b", "raise MemoryError('GPU')")
+        await bring_up(supervisor, fleet_plan([ready]))
+        await supervisor.reconcile(Reconcile(fleet_plan([ready, fails]), request_id="more"))
+        assert "b" in await ended(supervisor)
+        await supervisor.undo(Undo("more"))
+        assert states(supervisor) == {"a": "ready"}
 
 
 async def test_a_cancel_that_comes_after_the_end_undoes_nothing(tmp_path: Path) -> None:
@@ -273,7 +308,7 @@ async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         supervisor.change_to(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
         await eventually(lambda: "a" in supervisor.replicas)
-        await supervisor.undo()
+        await supervisor.undo_by(INTERRUPTED)
         assert supervisor.finished.is_set() and supervisor.replicas == {}
 
 

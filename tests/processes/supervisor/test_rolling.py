@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.plan import ServerSpec
+from skyctl.core.status import INTERRUPTED
 from skyctl.supervisor.reconcile import Changes
 from skyctl.supervisor.steps import Order, Step, order_of
 from tests.processes.supervisor.supervising import (
@@ -139,6 +140,6 @@ async def test_an_interrupted_change_gives_the_server_in_between_its_old_setting
         slow = [replace(command_server(s.name, hung), port=s.port) for s in servers]
         supervisor.change_to(fleet_plan(slow, router))
         await eventually(lambda: states(supervisor)["a"] == "starting")
-        await supervisor.undo()
+        await supervisor.undo_by(INTERRUPTED)
         assert states(supervisor) == {"a": "ready", "b": "ready"}
         assert supervisor.change_to(good).operation == 0
