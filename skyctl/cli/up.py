@@ -191,20 +191,11 @@ def bring_up(
         seconds = status.operation.ended_at - status.operation.began_at
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"
 
-    async def stop() -> None:
-        # printed once the loop runs, which takes the next Ctrl-C without a traceback
-        output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
-        await undo(ref.paths, request_id)
-        if not fresh:
-            output.note("what was changed before that stays so; go on with it: skyctl up")
-        elif others := asleep_for(ref):
-            output.note(others)
-
     try:
         return in_loop(work())
     except KeyboardInterrupt:
         if mine:
-            in_loop(stop())
+            in_loop(_stop(ref, request_id, fresh))
         else:
             output.warn("it goes on, another `up` began it: skyctl jobs; skyctl jobs cancel ID")
         raise
@@ -217,6 +208,19 @@ def bring_up(
         if fresh:
             error.hint = "; ".join(filter(None, (error.hint, asleep_for(ref))))
         raise
+
+
+async def _stop(ref: FleetRef, request_id: str, fresh: bool) -> None:
+    from skyctl.service.bring_up import undo
+    from skyctl.service.switching import asleep_for
+
+    # printed once the loop runs, which takes the next Ctrl-C without a traceback
+    output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
+    await undo(ref.paths, request_id)
+    if not fresh:
+        output.note("what was changed before that stays so; go on with it: skyctl up")
+    elif others := asleep_for(ref):
+        output.note(others)
 
 
 def _note_entrance(ref: FleetRef) -> None:

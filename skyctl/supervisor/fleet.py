@@ -163,8 +163,7 @@ class RunningFleet(RecordedFleet):
             by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
         names = set().union(*map(routable, by_role.values()))
         if self.verbs_under_way:
-            # servers that freeze or thaw before the others are no reason to restart a router of
-            # prefill/decode pairs, which cuts requests
+            # no reason to restart a router of prefill/decode pairs, which cuts requests
             names |= {n for n, s in states.items() if s.queues and self.replicas[n].spec.role}
         return {name: self.replicas[name].spec.url for name in sorted(names)}
 
