@@ -141,6 +141,7 @@ async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> N
     await _heal_adopted(running, pushes)
     running.taken_over = True
     await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
+    await _heal_adopted(running, pushes)  # what a push beside it has left
     await rollout.settle_fronts(running)
     rollout.raise_for_failures(running)
 

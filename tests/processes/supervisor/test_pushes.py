@@ -22,7 +22,7 @@ from skyctl.errors import ConflictError, PushError
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.push.request import PushRequest, ServerPush
 from skyctl.store.fleet_weights import FleetWeights
-from skyctl.store.in_doubt import InDoubt, put_in_doubt
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
 from skyctl.supervisor import admission, healing, replica
 from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt
@@ -30,7 +30,14 @@ from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.weights import push_alone
 from tests.processes.supervisor.played import FakeCheckpoint, FakePush, push_ended
-from tests.processes.supervisor.supervising import bring_up, pid_of, routed, states, supervising
+from tests.processes.supervisor.supervising import (
+    bring_up,
+    ended,
+    pid_of,
+    routed,
+    states,
+    supervising,
+)
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -130,6 +137,21 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         await push_ended(supervisor)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
+
+
+async def test_what_a_push_beside_an_adoption_left_is_repaired_when_that_ends(
+    tmp_path: Path,
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        never = command_server("b", "import time; time.sleep(600)")
+        health = {"interval_s": 0.1, "timeout_s": 1, "startup_timeout_s": 4}
+        await supervisor.adopt(Adopt(fleet_plan([stub_server("a"), never], health=health)))
+        await eventually(lambda: supervisor.taken_over and states(supervisor)["a"] == "ready")
+        left = InDoubt("a", "push-1", "pause", half_updated=False, thaw=True)
+        put_in_doubt(supervisor.state, {"a": left})
+        assert "not ready" in await ended(supervisor)
+        assert in_doubt(supervisor.state) == {}
+        assert states(supervisor)["a"] == "ready"
 
 
 async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
