@@ -272,7 +272,7 @@ class Scaling:
         if running.replicas.get(replica.name) is not replica or not _serves(replica):
             await self._stay()
             return
-        if replica.name not in running.held_out:  # a push or a verb has brought it back meanwhile
+        if replica.name not in running.held_out:  # a push has brought it back meanwhile
             leaving.samples = 0
             running.held_out.add(replica.name)
             await rollout.sync_router(running)
