@@ -18,6 +18,7 @@ STEP_BYTES = 128 << 20
 its share of this, and takes up to twice that."""
 _LONG_BYTES = 1 << 20
 _ALIGNMENT = 16
+_CUT_BYTES = 64
 
 
 @dataclass
@@ -84,7 +85,8 @@ def batches(copies: Iterable[Copy], senders: int, step_bytes: int = STEP_BYTES) 
     """The copies of one rank into one worker, in the steps in which they travel. `senders`: the
     ranks that send to this worker.
     """
-    step_bytes //= senders
+    # a run is cut at multiples of this, never inside an element, which could not be cast
+    step_bytes = max(step_bytes // senders // _CUT_BYTES, 1) * _CUT_BYTES
     batch = Batch()
     for whole in copies:
         for copy in cut_copy(whole, step_bytes):
