@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from skyctl.wire.peers import join
 
 if TYPE_CHECKING:
     from skyctl.wire.group_store import GroupStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -112,6 +115,8 @@ class Sender:
                     self._send(peers, ranks, group["workers"], exports)
             except Exception as error:
                 sending.problem = f"{error}" or repr(error)
+                if not now.closed:  # of a push that fails, workers only report that the group ended
+                    _log.warning("rank %d has not sent its weights: %s", rank, sending.problem)
                 now.close()  # what a member has failed in is of no use to any
 
         thread = threading.Thread(target=run, name="skyctl-sending", daemon=True)

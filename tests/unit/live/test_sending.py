@@ -73,6 +73,18 @@ def test_a_group_that_was_left_while_it_formed_is_closed(monkeypatch: pytest.Mon
     assert group.closed
 
 
+def test_a_rank_says_itself_why_it_has_not_sent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers, whose push fails, only learn that the group has ended."""
+    monkeypatch.setattr(sending, "join", lambda *_: Group(breaks=True))
+    sender = Sender()
+    sender.send(3, wire("group"), [], None)
+    with pytest.raises(RuntimeError, match="a member has failed"):
+        sender.wait(30)
+    assert caplog.messages == ["rank 3 has not sent its weights: a member has failed"]
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_one_push_could_not_send_is_not_reported_by_the_next(
     waits: bool, monkeypatch: pytest.MonkeyPatch
