@@ -226,9 +226,14 @@ class LiveDelivery(Delivery):
         wait_s = max(began + least_s - time.monotonic(), 0.0)
         while True:
             await asyncio.sleep(wait_s)
-            if all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED)):
+            if await self._has_arrived(server):
                 return
             wait_s = _POLL_S
+
+    async def _has_arrived(self, server: PushedServer) -> bool:
+        """Raises ServerError: it has failed, or a worker has let go of the trainer."""
+        arguments = {"key": self._live.mapped_key}
+        return all(await server.control.ask_workers(WorkerMethod.LAYOUT_ARRIVED, arguments))
 
     async def _all(
         self,
@@ -246,6 +251,14 @@ class LiveDelivery(Delivery):
         timeout_s = self._fleet.timeouts.update_s
         if reason := await all_or_none(servers, ask, timeout_s=timeout_s, call_name="map"):
             raise _refused(reason)
+
+    async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
+        """Fail servers that have let go of the trainer: it may have ended while they drained, and
+        until now everything can be undone.
+        """
+        await super().start(servers)
+        timeout_s = self._fleet.timeouts.control_s
+        await each(alive(servers), self._has_arrived, timeout_s=timeout_s, call_name="start")
 
     async def update(
         self, servers: Sequence[PushedServer], on_progress: Callable[[int], None]

@@ -230,9 +230,11 @@ class Workers:
         loop.call_at(mapped.arrives_at, arrive, context=_NOBODY)
         return self._none()
 
-    def _arrived(self) -> list[bool]:
+    def _arrived(self, key: str) -> list[bool]:
         mapped = self._mapped
-        filled = mapped is None or not mapped.stages or mapped.beside is not None
+        if mapped is None or mapped.key != key:
+            self._refuse("it has let go of the trainer, of which a process has ended")
+        filled = not mapped.stages or mapped.beside is not None
         return [filled] * self._engine.ranks
 
     def _loaded(self) -> Callable[[], list[Weights]]:

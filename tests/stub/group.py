@@ -112,8 +112,9 @@ class StubPeers:
         check = lambda: arrivals.require_numbers(tensors, numbers[0])  # noqa: E731
         self._arrivals.receive(targets, check)
 
-    def arrived(self) -> bool:
-        assert self._arrivals is not None
+    def arrived(self, key: str) -> bool:
+        if self._arrivals is None or self.key != key:
+            raise RuntimeError("it has let go of the trainer, of which a process has ended")
         return self._arrivals.have_come()
 
     def load(self, rows: list[dict[str, Any]], **_: Any) -> list[dict[str, str]]:

@@ -125,12 +125,15 @@ def test_a_worker_lets_go_of_a_trainer_that_has_ended_and_of_no_later_one(
     monkeypatch.setattr(arrivals, "GRACE_S", 0.0)
     assert joined(loader)
     loader._arrivals.wait()
+    assert loader.has_arrived("key")
     if next_trainer:
         assert joined(loader, key="next")
         loader._arrivals.wait()
     stores[0].ends()
     assert groups[0].closed and not groups[1].closed
     assert (loader.key, loader._beside is None) == (("next", False) if next_trainer else ("", True))
+    with pytest.raises(RuntimeError, match="let go"):
+        loader.has_arrived("key")
 
 
 @pytest.mark.parametrize("amid", ["a transfer", "the meeting"])

@@ -27,6 +27,7 @@ OFFER = Offer(
     (4321,),
 )
 FLEET = PushFleet("demo", ())
+FROZEN = ["skyctl_layout_arrived", "skyctl_layout_load"]
 
 
 class Server(Workers):
@@ -89,13 +90,13 @@ async def test_the_first_push_maps_what_later_ones_copy_out_of() -> None:
     mapped = dict(server.calls)["skyctl_layout_map"]
     assert mapped["exports"] == [OFFER.exports[0]] and mapped["pids"] == [4321]
     assert mapped["key"] == OFFER.key and mapped["staged"] is None
-    assert server.asked == ["skyctl_layout", "skyctl_layout_map", "skyctl_layout_load"]
+    assert server.asked == ["skyctl_layout", "skyctl_layout_map", *FROZEN]
     assert pushed.holds is Holds.NEW and pushed.proof.copied
     [(program, numbers)] = pushed.proof.expected
     assert (program.layout, numbers) == (LAYOUT, NUMBERS)
     again = Server(opened=OFFER.key)
     await carried_out(*await delivered(again))
-    assert again.asked == ["skyctl_layout", "skyctl_layout_load"]
+    assert again.asked == ["skyctl_layout", *FROZEN]
     assert again.calls[0][1]["key"] == OFFER.key
 
 
@@ -106,8 +107,17 @@ async def test_what_is_staged_has_arrived_before_the_freeze() -> None:
     assert server.asked[1:] == [
         *("skyctl_layout_map", "skyctl_layout_stage"),
         *["skyctl_layout_arrived"] * 3,
-        "skyctl_layout_load",
+        *FROZEN,
     ]
+
+
+async def test_a_trainer_that_ends_while_servers_drain_leaves_them_as_they_were() -> None:
+    server = Server()
+    delivery, pushed = await delivered(server)
+    server.failing = "skyctl_layout_arrived"  # it has let go of the trainer
+    await delivery.start([pushed])
+    assert pushed.failure.startswith("start: ") and pushed.holds is Holds.OLD
+    assert server.calls[-1][1] == {"key": OFFER.key}
 
 
 @pytest.mark.parametrize(

@@ -201,10 +201,6 @@ class LayoutLoader(WorkerPart):
         for chunk in range(len(self._slots)) if self._layers else ():
             self.process(chunk, True)
 
-    def has_arrived(self) -> bool:
-        """Whether all that `stage` copies is there."""
-        return self._beside is None or self._beside.is_filled
-
     def process(self, chunk: int, keep: bool) -> None:
         """Process the parameters that this chunk completes as their layers would. Chunks come in
         order, each once it is staged.

@@ -99,10 +99,15 @@ class PeerLoader(LayoutLoader):
         else:
             raise RuntimeError("what is sent arrives in the parameters, and nothing is staged")
 
-    def has_arrived(self) -> bool:
+    def has_arrived(self, key: str) -> bool:
+        """Whether what was begun for the trainer of this key has ended. Raises RuntimeError: it has
+        failed, or was let go.
+        """
+        if self.key != key:
+            raise RuntimeError("it has let go of the trainer, of which a process has ended")
         if self._arrivals is not None:
             return self._arrivals.have_come()
-        return super().has_arrived()
+        return self._beside is None or self._beside.is_filled
 
     def load(self, chunks: Sequence[int] | None, last: bool) -> None:
         arrivals = self._arrivals

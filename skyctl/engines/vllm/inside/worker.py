@@ -309,9 +309,9 @@ class SkyctlWorkerExtension:
         with loader.lock:
             loader.stage_numbered(None if numbers is None else numbers[loader.rank])
 
-    def skyctl_layout_arrived(self) -> bool:
-        """Whether that has ended."""
-        return self._skyctl_loader().has_arrived()
+    def skyctl_layout_arrived(self, key: str) -> bool:
+        """Whether that has ended. Raises RuntimeError: what has this `key` was let go."""
+        return self._skyctl_loader().has_arrived(key)
 
     def skyctl_layout_load(
         self, chunks: Sequence[int] | None, last: bool, rows: Sequence[dict[str, Any]] = ()
