@@ -196,6 +196,37 @@ def test_a_file_is_laid_out_once_and_written_again_at_each_step(tmp_path: Path) 
         assert len(digests) == 3, "a version that was overwritten is not taken for what it was"
 
 
+class OnGpu(torch.Tensor):
+    """As one of another device."""
+
+    device = torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("by", ["a window", "a state dict"])
+async def test_what_a_step_still_computes_on_another_stream_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    memory, waits = {name: torch.zeros(2) for name in "ab"}, []
+
+    def synchronize(device: Any) -> None:
+        waits.append(device)
+        for tensor in memory.values():
+            tensor.fill_(1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    model = {name: tensor.as_subclass(OnGpu) for name, tensor in memory.items()}
+    if by == "a window":
+        with lay_out(tmp_path, [Target(name, "float32", (2,)) for name in model], CONFIG) as file:
+            fill(Window(file.path), model, file.places)
+            file.finish()
+    else:
+        await written(model, tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert [read[name].tolist() for name in model] == [[1.0, 1.0]] * 2
+    assert waits == [OnGpu.device]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_named_as_they_would_be_sent(tmp_path: Path, value: float) -> None:
     model = {"a": torch.ones(3), "b": torch.tensor([1.0, value])}
