@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from skyctl.engines.inside.ended import when_ended
 from skyctl.engines.vllm.inside.arrivals import (
     Arrivals,
     Targets,
@@ -40,6 +41,7 @@ class PeerLoader(LayoutLoader):
         self._arrivals: Arrivals | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._arriving: Targets = {}
+        self._keys: dict[frozenset[int], str] = {}
 
     @property
     def _packs(self) -> bool:
@@ -134,6 +136,16 @@ class PeerLoader(LayoutLoader):
     def received(self, questions: Sequence[RowQuestion]) -> list[dict[str, str]]:
         """The asked rows of what is about to be loaded, in hexadecimal digits."""
         return [rows_of(self._tensors[question.name], question) for question in questions]
+
+    def release_when_ended(self, pids: Sequence[int], key: str) -> None:
+        """Release what has this key once one of the trainer's processes has ended, or what they
+        have had mapped since: trainers whose tensors move are mapped at each push.
+        """
+        trainer = frozenset(pids)
+        watched = trainer in self._keys
+        self._keys[trainer] = key
+        if not watched:
+            when_ended(pids, lambda: self.release(self._keys.pop(trainer)))
 
     def release(self, key: str) -> None:
         """Let go of a trainer that has ended, from another thread: of its memory, or of the group

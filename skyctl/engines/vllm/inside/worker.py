@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.inside.ended import when_ended
 from skyctl.engines.vllm.inside.answers import keep_answer, kept_answers
 from skyctl.engines.vllm.inside.draft import draft_model, load_draft
 from skyctl.engines.vllm.inside.experts import (
@@ -298,7 +297,7 @@ class SkyctlWorkerExtension:
                 stages = loader.map(program, exports[rank], key, staged)
             else:
                 stages = loader.join(program, exports[rank], key, staged, group, place + rank)
-        when_ended(pids, lambda: loader.release(key))
+        loader.release_when_ended(pids, key)
         return stages
 
     def skyctl_layout_stage(self, numbers: Sequence[Mapping[str, int]] | None = None) -> None:
