@@ -7,10 +7,15 @@ names them. skyctl's own requests never go through a proxy.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
+import signal
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio.subprocess import Process
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from skyctl.startup import inherited_environment
 
@@ -35,6 +40,23 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
         return environment | dict.fromkeys(proxies, "")
     listed = ",".join(dict.fromkeys([*entries, *LOOPBACK]))
     return environment | {_LIST: listed, _LIST.upper(): listed}
+
+
+async def started(starting: Coroutine[Any, Any, Process], *, session: bool = False) -> Process:
+    """What `asyncio.create_subprocess_exec` or `…_shell` starts; with `session`, it leads one.
+
+    A cancellation ends it once it has started. asyncio itself would wait for ever for one whose
+    pipes it has not connected yet, and leave what a shell has started.
+    """
+    task = asyncio.ensure_future(starting)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled() and task.exception() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(task.result().pid, signal.SIGKILL) if session else task.result().kill()
+        raise
 
 
 def output_of(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from skyctl.children import started
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.values import refuse_password, refuse_route
@@ -76,13 +77,16 @@ async def _addresses(dns: str) -> Sequence[Located]:
 
 async def _printed(command: str, directory: Path) -> Sequence[Located]:
     """The servers that a command prints. Raises ValueError if it prints anything else, or fails."""
-    process = await asyncio.create_subprocess_shell(
-        command,
-        cwd=directory,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
+    process = await started(
+        asyncio.create_subprocess_shell(
+            command,
+            cwd=directory,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        ),
+        session=True,
     )
     assert process.stdout is not None and process.stderr is not None
     try:

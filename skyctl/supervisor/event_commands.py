@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from skyctl.children import child_environment
+from skyctl.children import child_environment, started
 from skyctl.states import FleetEvent
 from skyctl.store.state import Event
 
@@ -66,14 +66,17 @@ class EventCommands:
         if plan is None or not (command := plan.config.on_event.command(kind)):
             return ""
         try:
-            process = await asyncio.create_subprocess_shell(
-                command,
-                cwd=plan.base_dir,
-                env=child_environment({}),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
+            process = await started(
+                asyncio.create_subprocess_shell(
+                    command,
+                    cwd=plan.base_dir,
+                    env=child_environment({}),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                ),
+                session=True,
             )
         except OSError as error:
             return f"cannot be started: {error.strerror}"

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyctl import __version__
+from skyctl.children import started
 from skyctl.launch.base import Node
 from skyctl.launch.remote.session import command_on, connection_environment
 from skyctl.store.owned import own_stdin
@@ -29,12 +30,14 @@ async def connect(node: Node, settings: Mapping[str, Any], seen: str) -> asyncio
     Raises:
         OSError, EOFError, TimeoutError: it cannot be started there; the text says why.
     """
-    client = await asyncio.create_subprocess_exec(
-        *command_on(node, [node.python, "-P", "-m", RELAY]),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=connection_environment(),
-        limit=CHUNK,
+    client = await started(
+        asyncio.create_subprocess_exec(
+            *command_on(node, [node.python, "-P", "-m", RELAY]),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=connection_environment(),
+            limit=CHUNK,
+        )
     )
     own_stdin(client)
     assert client.stdin is not None and client.stdout is not None

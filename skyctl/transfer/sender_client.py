@@ -13,7 +13,7 @@ from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
-from skyctl.children import child_environment
+from skyctl.children import child_environment, started
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import A_GPU, Node
 from skyctl.store.owned import own_stdin
@@ -134,14 +134,17 @@ class SenderProcess:
             env = ["env", *([] if node.target == A_GPU else ["-u", "CUDA_VISIBLE_DEVICES"])]
             argv = command_on(node, [*env, *_ENVIRONMENT_THERE, *settings, node.python, *_RUN])
             environment = connection_environment()
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_LINE_LIMIT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C goes to the parent, which decides what it means
+        process = await started(
+            asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=_LINE_LIMIT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C goes to the parent, which decides what it means
+            ),
+            session=True,
         )
         own_stdin(process)
         return cls(process, node)

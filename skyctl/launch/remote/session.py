@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl import __version__
+from skyctl.children import started
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import A_GPU, Node, RayCluster
 from skyctl.store.owned import own_stdin
@@ -62,13 +63,15 @@ class Session:
         node = self._node
         client, *arguments = command_on(node, [node.python, "-P", "-m", _MODULE])
         try:
-            self._client = await asyncio.create_subprocess_exec(
-                *(client, *arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=connection_environment(),
-                limit=_LONGEST_LINE,
+            self._client = await started(
+                asyncio.create_subprocess_exec(
+                    *(client, *arguments),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=connection_environment(),
+                    limit=_LONGEST_LINE,
+                )
             )
         except OSError as error:
             raise HostUnreachable(
