@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.engines.base import Refusal
 from skyctl.engines.dialect import GroupJoin
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import NotFoundError, PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet
@@ -116,7 +116,10 @@ class DiskDelivery(Delivery):
 
     def _check_unchanged(self) -> None:
         """Servers read by name: the files must be the ones that were checked, before and after."""
-        now = read_checkpoint(str(self._checkpoint.path))
+        try:
+            now = read_checkpoint(str(self._checkpoint.path))
+        except NotFoundError as error:
+            raise PreflightError(f"{self._checkpoint.path} vanished during the push") from error
         if now.identity_digest != self._checkpoint.identity_digest:
             raise PreflightError(f"{self._checkpoint.path} changed during the push")
 

@@ -128,20 +128,27 @@ class ShardFiles:
     def __init__(self, shards: Sequence[Shard], *, elsewhere: bool = False) -> None:
         self._shards = list(shards)
         self._descriptors: list[int] = []
-        for shard in shards:
-            try:
-                self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise CheckpointChanged(f"{shard.path} cannot be opened: {error}") from error
-            raw = read_raw_header(self._descriptors[-1], Path(shard.path))
-            if digest_header(raw) != shard.header_digest:
-                raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
-            number = len(self._descriptors) - 1
-            if elsewhere:
-                now = FileIdentity.of_status(os.fstat(self._descriptors[number]))
-                own = replace(now, size=shard.identity.size)
-                self._shards[number] = replace(shard, identity=own)
-            self.check(number)
+        try:
+            for shard in shards:
+                self._open(shard, elsewhere)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, shard: Shard, elsewhere: bool) -> None:
+        number = len(self._descriptors)
+        try:
+            self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise CheckpointChanged(f"{shard.path} cannot be opened: {error}") from error
+        raw = read_raw_header(self._descriptors[number], Path(shard.path))
+        if digest_header(raw) != shard.header_digest:
+            raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
+        if elsewhere:
+            now = FileIdentity.of_status(os.fstat(self._descriptors[number]))
+            own = replace(now, size=shard.identity.size)
+            self._shards[number] = replace(shard, identity=own)
+        self.check(number)
 
     @property
     def descriptors(self) -> Sequence[int]:

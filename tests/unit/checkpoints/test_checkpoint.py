@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, absolute, locate, read_checkpoint
@@ -215,6 +217,15 @@ def test_identity_changes_with_bytes_that_are_written_in_place_at_the_same_time(
     with pytest.raises(CheckpointChanged, match="changed during the push"):
         files.check(0)
     files.close()
+
+
+def test_files_that_are_refused_are_closed(tmp_path: Path) -> None:
+    first = read_checkpoint(str(write_checkpoint(tmp_path / "c"))).shards
+    gone = replace(first[0], path=str(tmp_path / "gone"))
+    before = psutil.Process().num_fds()
+    with pytest.raises(CheckpointChanged, match="cannot be opened"):
+        ShardFiles([*first, gone])
+    assert psutil.Process().num_fds() == before
 
 
 def test_identity_changes_when_a_file_is_touched_and_layout_does_not(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
-from skyctl.push import delivery
+from skyctl.push import delivery, senderless_delivery
 from skyctl.push.check import check
 from skyctl.push.request import PushRequest, RecordedState
 from skyctl.push.verify import weights_digest
@@ -341,6 +341,19 @@ async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
     assert [engine.weight_version for engine in stubs.engines] == [result.version] * 2
     assert stubs.engines[0].digest == stubs.engines[1].digest != "base"
     assert not any(engine.paused for engine in stubs.engines)
+
+
+async def test_a_directory_that_vanishes_while_servers_read_it_fails_the_push_of_all(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rotate(point: str) -> None:
+        if point == "push.update.sent" and stubs.new.exists():
+            stubs.new.rename(stubs.new.with_name("rotated"))
+
+    monkeypatch.setattr(senderless_delivery, "reached", rotate)
+    error = await failing_push(stubs, transport="disk")
+    assert "vanished during the push" in error.message
+    assert states(error) == ["quarantined", "quarantined"]
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
