@@ -68,6 +68,7 @@ class FleetSide:
         self._chosen: list[list[Block]] = []
         self._ranks: list[list[Block]] = []
         self._memories: list[Body] = []
+        self._replanned = False
         self._offered: Offered | None = None
         self.refused = ""
         """Why servers cannot get at the ranks' memory."""
@@ -119,6 +120,7 @@ class FleetSide:
         refuse_unlike(ranks, targets)
         if targets != self._targets:
             self._drop_files()
+        self._replanned = self._replanned or ranks != self._ranks
         self._ranks, self._targets, self._chosen = ranks, targets, senders(ranks)
         shares = shares_of(self._chosen)
         total = sum(share.nbytes for share in shares)
@@ -135,9 +137,10 @@ class FleetSide:
         """What servers copy out of the ranks' memory, from how each rank describes its own; None
         where they cannot, and `outline` says why. Call `plan` first if blocks have changed.
         """
-        if self._offered is not None and all("same" in memory for memory in memories):
+        unmoved = all("same" in memory for memory in memories)
+        if self._offered is not None and unmoved and not self._replanned:
             return self._offered
-        self.refused = ""
+        self.refused, self._replanned = "", False
         last, self._offered = self._offered, None
         before = self._memories or [{}] * len(memories)
         self._memories = [

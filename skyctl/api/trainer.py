@@ -62,7 +62,7 @@ class Trainer:
         self._windows: dict[str, Window] = {}
         self._memory: RankMemory | None = None
         self._elsewhere = False
-        self._addresses: list[tuple[int, int]] | None = None
+        self._addresses: list[Any] | None = None
         self._round = 0
         self._outline: Outline | None = None
 

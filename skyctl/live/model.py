@@ -112,35 +112,40 @@ def dtype_name(dtype: object) -> str | None:
     return name
 
 
-def addresses(weights: Weights) -> list[tuple[int, int]] | None:
-    """Which tensors these weights are, and where they lie: while that is the same, nothing has
-    moved. None for what must be called to know: a function, or another object's `state_dict`.
+def addresses(weights: Weights) -> list[Any] | None:
+    """Which tensors these weights are, under which names, and how and where they lie: while that is
+    the same, nothing has moved. None for what must be called to know: a function, or another
+    object's `state_dict`.
     """
     if hasattr(weights, "_parameters"):
-        tensors = _tensors_within(weights)
+        named = _tensors_within(weights)
     elif isinstance(weights, Mapping):
-        tensors = list(weights.values())
+        named = list(weights.items())
     else:
         return None
-    local = ((tensor, getattr(tensor, "_local_tensor", tensor)) for tensor in tensors)
-    return [(id(tensor), part.data_ptr()) for tensor, part in local if hasattr(part, "data_ptr")]
+    local = ((name, tensor, getattr(tensor, "_local_tensor", tensor)) for name, tensor in named)
+    return [
+        (name, id(tensor), part.data_ptr(), part.dtype, part.shape, part.stride())
+        for name, tensor, part in local
+        if hasattr(part, "data_ptr")
+    ]
 
 
-def _tensors_within(module: Any) -> list[Any]:
-    """The parameters and buffers of a module. Of thousands of modules, `modules()` takes longer
-    than their tensors are summed in: its generators are as deep as the modules are nested.
+def _tensors_within(module: Any) -> list[tuple[str, Any]]:
+    """The named parameters and buffers of a module. Of thousands of modules, `modules()` takes
+    longer than their tensors are summed in: its generators are as deep as the modules are nested.
     """
-    tensors: list[Any] = []
+    tensors: list[tuple[str, Any]] = []
     seen: set[int] = set()
-    remaining = [module]
+    remaining = [("", module)]
     while remaining:
-        module = remaining.pop()
+        prefix, module = remaining.pop()
         if module is None or id(module) in seen:
             continue
         seen.add(id(module))
-        tensors += module._parameters.values()
-        tensors += module._buffers.values()
-        remaining += module._modules.values()
+        for named in (module._parameters, module._buffers):
+            tensors += [(prefix + name, tensor) for name, tensor in named.items()]
+        remaining += [(f"{prefix}{name}.", inner) for name, inner in module._modules.items()]
     return tensors
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from skyctl.wire import exports  # noqa: E402
 from skyctl.wire.device_digest import digest_on_device  # noqa: E402
 
 SHAPES = {name: tuple(tensor.shape) for name, tensor in state_dict(50).items()}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Copying:
@@ -137,6 +139,43 @@ async def test_weights_are_read_again_only_when_one_has_moved(
         weights["lm_head.weight"] = before + 1
         await push(live, 2)
     assert copying.numbers[1] == expected([weights]) and len(copying.offers) == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda weights: weights, lambda weights: SimpleNamespace(state_dict=lambda: weights)],
+    ids=["mapping", "object"],
+)
+async def test_the_same_memory_under_other_names_is_offered_anew(
+    tmp_path: Path, copying: Copying, given: Any
+) -> None:
+    weights = state_dict(50)
+    swap = {HEAD: EMBEDDING, EMBEDDING: HEAD}
+    async with opened(tmp_path, [given(weights)]) as live:
+        await push(live, 1)
+        renamed = {swap.get(name, name): tensor for name, tensor in weights.items()}
+        weights.clear()
+        weights.update(renamed)
+        await push(live, 2)
+    assert copying.numbers[1] == expected([renamed]) != copying.numbers[0]
+    assert len(copying.offers) == 2
+
+
+async def test_the_same_memory_in_other_places_of_its_tensors_is_offered_anew(
+    tmp_path: Path, copying: Copying
+) -> None:
+    parts = halves()
+    places = [0, 1]
+
+    def slices(name: str, shape: tuple[int, ...]) -> Iterator[Any]:
+        for part, place in zip(parts, places, strict=True):
+            yield (place * len(part[name]), *[0] * (len(shape) - 1)), part[name]
+
+    async with opened(tmp_path, [slices]) as live:
+        await push(live, 1)
+        places.reverse()
+        await push(live, 2)
+    assert copying.numbers == [expected(parts), expected(parts[::-1])]
 
 
 @pytest.mark.parametrize("forgets", [1, 2])

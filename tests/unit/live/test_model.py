@@ -294,13 +294,33 @@ def test_a_module_has_moved_once_a_tensor_of_any_module_within_it_has() -> None:
     model.register_module("itself", model)
     before = addresses(model)
     tensors = [*model.parameters(), *model.buffers()]
-    assert before is not None and set(before) == {(id(t), t.data_ptr()) for t in tensors}
+    assert before is not None and {row[1:3] for row in before} == {
+        (id(t), t.data_ptr()) for t in tensors
+    }
     assert addresses(model) == before
     inner[0].running_mean = torch.ones(2)
     moved = addresses(model)
     assert moved != before
     inner[1] = torch.nn.Linear(2, 2)
     assert addresses(model) != moved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model._modules.update(b=model._modules.pop("a")),
+        lambda model: setattr(model.a.weight, "data", model.a.weight.data.t()),
+        lambda model: setattr(model.a.weight, "data", model.a.weight.data.flatten()),
+    ],
+    ids=["name", "stride", "shape"],
+)
+def test_tensors_have_moved_once_their_names_or_forms_are_others(change: Any) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2, bias=False)})
+    pointer = model.a.weight.data_ptr()
+    before = addresses(model)
+    change(model)
+    after = addresses(model)
+    assert after is not None and after[0][2] == pointer and after != before
 
 
 def test_an_object_with_a_state_dict_that_is_not_a_module_is_read_anew_for_each_push() -> None:
