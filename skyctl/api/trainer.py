@@ -235,7 +235,8 @@ class Trainer:
         answer = await self._exchange("gather", subject, {}, look_up)
         self._targets = [Target.from_wire(row) for row in answer["targets"]]
         self._elsewhere = bool(answer["elsewhere"]) or self._ranks.apart
-        body = await self._body(lambda: self._described([], live=True))
+        pairs: list[Pair] = []  # what is described lives until it is summed
+        body = await self._body(lambda: self._described(pairs, live=True))
         answer = await self._exchange("write", subject, body, plan)
         self._outline = Outline.from_json(answer["plan"])
         if "key" in answer:
@@ -282,8 +283,9 @@ class Trainer:
         its memory. Fills `pairs`, unless these are where they were when they were offered.
         """
         now = addresses(self._options.weights) if live else None
-        if now is not None and now == self._addresses and self._memory is not None:
-            return {"blocks": None, "memory": self._memory.unchanged()}
+        memory = self._memory
+        if memory is not None and now is not None and now == self._addresses and not memory.freed:
+            return {"blocks": None, "memory": memory.unchanged()}
         pairs += self._read()
         blocks = [block for block, _ in pairs]
         body: Body = {"blocks": None}

@@ -121,6 +121,11 @@ class RankMemory:
             return {}
         return {"same": True, "key": self.key, "group": self._sender.group}
 
+    @property
+    def freed(self) -> bool:
+        """Whether some of what was described is gone."""
+        return any(reference.expired() for reference, _, _ in self._storages)
+
     def forget(self) -> None:
         """What was described did not arrive."""
         self._described, self.key, self._storages = None, "", []

@@ -178,6 +178,34 @@ async def test_the_same_memory_in_other_places_of_its_tensors_is_offered_anew(
     assert copying.numbers == [expected(parts), expected(parts[::-1])]
 
 
+class Converting(torch.nn.Module):
+    """Its state dict is made of other tensors than it has, anew each time."""
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(1))
+        self.weights = weights
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {name: tensor.clone() for name, tensor in self.weights.items()}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda weights: lambda name, shape: [([0] * len(shape), weights[name].clone())], Converting],
+    ids=["function", "module"],
+)
+async def test_tensors_that_only_the_push_keeps_alive_are_read_for_each(
+    tmp_path: Path, copying: Copying, given: Any
+) -> None:
+    weights = state_dict(50)
+    async with opened(tmp_path, [given(weights)]) as live:
+        await push(live, 1)
+        weights["lm_head.weight"] += 1
+        await push(live, 2)
+    assert copying.numbers[1] == expected([weights]) != copying.numbers[0]
+
+
 @pytest.mark.parametrize("forgets", [1, 2])
 async def test_what_the_fleet_has_forgotten_is_offered_again(
     tmp_path: Path, copying: Copying, forgets: int
