@@ -7,7 +7,7 @@ rank 0         gather, plan ◄──┘ answer ─┘                          
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from skyctl.api.live import FleetSide, label_of, no_file, refuse_not_finite
+from skyctl.checkpoints.live import in_thread
 from skyctl.errors import PreflightError, UsageError
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target
@@ -24,7 +25,7 @@ from skyctl.live.model import Pair, addresses, dtype_name, read_pairs
 from skyctl.live.offer import IPC, Offered
 from skyctl.live.options import TrainerOptions, transport_of
 from skyctl.live.outline import Outline
-from skyctl.live.ranks import Body, Ranks, Step, failure_body
+from skyctl.live.ranks import Body, Decide, Ranks, Step, failure_body
 from skyctl.push.request import PushRequest, PushResult, usual_mode
 from skyctl.push.trial_file import trial_content
 from skyctl.states import LIVE, PauseMode
@@ -156,11 +157,7 @@ class Trainer:
         raise PreflightError("the fleet's servers change as fast as they are offered weights")
 
     async def _attempt(
-        self,
-        request: PushRequest,
-        send: Callable[[list[Body]], Awaitable[list[Body]]],
-        *,
-        scan: bool,
+        self, request: PushRequest, send: Decide, *, scan: bool
     ) -> dict[str, Any] | None:
         """One round; None if servers had changed, and it must be repeated."""
         self._round += 1
@@ -168,21 +165,25 @@ class Trainer:
         subject = f"push {version}"
         pairs: list[Pair] = []
 
-        def send_own() -> Body:
-            if "key" in answer:
-                return self._summed(answer)
-            self._sent = [(int(number), int(offset)) for number, offset in answer["sent"]]
-            return self._write(answer["path"], pairs or self._read(), scan=scan)
+        def read_own() -> Body:
+            body = {"version": version, **self._described(pairs, live=live)}
+            reached("rank.read")
+            return body
 
-        given = await self._body(lambda: {"version": version, **self._described(pairs, live=live)})
-        reached("rank.read")
-        answer = await self._exchange("gather", subject, given, partial(self._place, request))
+        def send_own() -> Body:
+            reached("rank.placed")
+            if "key" in answer:
+                body = self._summed(answer)
+            else:
+                self._sent = [(int(number), int(offset)) for number, offset in answer["sent"]]
+                body = self._write(answer["path"], pairs or self._read(), scan=scan)
+            reached("rank.written")
+            return body
+
+        answer = await self._exchange("gather", subject, read_own, partial(self._place, request))
         if "plan" in answer:
             self._outline = Outline.from_json(answer["plan"])
-        reached("rank.placed")
-        written = await self._body(send_own)
-        reached("rank.written")
-        made = await self._exchange("write", subject, written, send)
+        made = await self._exchange("write", subject, send_own, send)
         reached("rank.answered")
         result: dict[str, Any] | None = made["result"]
         if self._memory is not None and "group" in answer:
@@ -232,12 +233,12 @@ class Trainer:
         async def plan(bodies: list[Body]) -> list[Body]:
             return (await self._offered(bodies))[0]
 
-        answer = await self._exchange("gather", subject, {}, look_up)
+        answer = await self._exchange("gather", subject, dict, look_up)
         self._targets = [Target.from_wire(row) for row in answer["targets"]]
         self._elsewhere = bool(answer["elsewhere"]) or self._ranks.apart
         pairs: list[Pair] = []  # what is described lives until it is summed
-        body = await self._body(lambda: self._described(pairs, live=True))
-        answer = await self._exchange("write", subject, body, plan)
+        describe = partial(self._described, pairs, live=True)
+        answer = await self._exchange("write", subject, describe, plan)
         self._outline = Outline.from_json(answer["plan"])
         if "key" in answer:
             await asyncio.to_thread(self._summed, answer)
@@ -249,15 +250,12 @@ class Trainer:
         return self._side
 
     async def _exchange(
-        self,
-        name: str,
-        subject: str,
-        body: Body,
-        decide: Callable[[list[Body]], Awaitable[list[Body]]],
+        self, name: str, subject: str, make: Callable[[], Body], decide: Decide
     ) -> Body:
+        """Rank 0's answer to what `make` returns, in a thread; it fails every rank if it fails."""
         step = Step(self._round, name, subject, self._options.patience_s)
         try:
-            return await self._ranks.exchange(step, body, decide)
+            return await self._ranks.exchange(step, await self._body(step, make), decide)
         except BaseException:
             # rank 0 may know others: it is given all of them next time
             self._blocks = self._addresses = None
@@ -267,12 +265,14 @@ class Trainer:
                 self._side.group.drop()
             raise
 
-    async def _body(self, make: Callable[[], Body]) -> Body:
-        """What `make` returns, in a thread; or what went wrong in it, which fails every rank."""
+    async def _body(self, step: Step, make: Callable[[], Body]) -> Body:
         try:
-            return await asyncio.to_thread(make)
+            return await in_thread(make)
         except Exception as error:
             return failure_body(error)
+        except BaseException as error:
+            self._ranks.fail(step, error)
+            raise
 
     def _read(self) -> list[Pair]:
         options = self._options
@@ -323,15 +323,6 @@ class Trainer:
         rows = [(pairs[number][0], offset, pairs[number][1]) for number, offset in self._sent]
         return {"path": path, "not_finite": window.write(rows, scan=scan)}
 
-    def _plan(self, bodies: list[Body]) -> Outline:
-        """The plan for what the ranks have reported. On rank 0 only."""
-        return self._fleet_side.plan(
-            [
-                None if body["blocks"] is None else [Block.from_wire(row) for row in body["blocks"]]
-                for body in bodies
-            ]
-        )
-
     async def _place(self, request: PushRequest, bodies: list[Body]) -> list[Body]:
         """Which file is written, and by whom where if that has changed. On rank 0 only."""
         first, *versions = (body["version"] for body in bodies)
@@ -363,8 +354,11 @@ class Trainer:
         0 only.
         """
         side = self._fleet_side
-        changed = any(body["blocks"] is not None for body in bodies)
-        outline = self._plan(bodies) if changed else self.plan()
+        given = [body["blocks"] for body in bodies]
+        if all(rows is None for rows in given):
+            outline = self.plan()
+        else:
+            outline = side.plan([rows and [*map(Block.from_wire, rows)] for rows in given])
         offered = None
         if all("memory" in body for body in bodies):
             offered = await side.offer([body["memory"] for body in bodies])

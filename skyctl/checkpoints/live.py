@@ -9,15 +9,17 @@ import asyncio
 import json
 import os
 import struct
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import read_base
 from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError, SkyctlError
+
+T = TypeVar("T")
 
 NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
 """A state dict, or an iterator (plain or async) of (name, torch.Tensor)."""
@@ -78,13 +80,13 @@ async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
             yield name, tensor
 
 
-async def in_thread(call: Any, *arguments: Any) -> None:
+async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking call without blocking the loop; a cancellation waits until it ends."""
     running = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        # the file it writes is about to be closed
+        # what it writes is about to be closed, or written by others
         await asyncio.wait([running])
         raise
 

@@ -118,6 +118,10 @@ class Ranks(ABC):
         """
 
     @abstractmethod
+    def fail(self, step: Step, error: BaseException) -> None:
+        """End the round of this step on every rank: beside its exchanges, this one has failed."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Leave; the other ranks' exchanges fail. A second call does nothing."""
 
@@ -158,7 +162,7 @@ class Hub(Ranks):
             if lost and isinstance(error, PreflightError):
                 # what servers say of a rank that has ended does not name it
                 error = RankFailed(f"{lost}: {step.subject} is given up ({error.message})")
-            self._fail(step, error)
+            self.fail(step, error)
             raise error
         for rank, channel in self._channels.items():
             channel.send({"round": step.round, "step": step.name, "body": answers[rank]})
@@ -193,8 +197,8 @@ class Hub(Ranks):
                 raise _error(given["error"], f"rank {rank}: ")
         return bodies
 
-    def _fail(self, step: Step, error: BaseException) -> None:
-        """End the round for every rank, those that come later included."""
+    def fail(self, step: Step, error: BaseException) -> None:
+        """The ranks that come later learn of it, too."""
         if not isinstance(error, SkyctlError):
             error = RankFailed(f"rank 0 failed in {step.subject}: {error!r}")
         self._failures = {step.round: error}
@@ -291,18 +295,20 @@ class Link(Ranks):
                         f"rank 0 ({self._channel.peer_name}) has ended, or closed its trainer: "
                         f"{step.subject} is given up"
                     )
-                if answer["round"] != step.round:
+                if answer["round"] < step.round:
                     continue  # late, of a round that has failed here
+                if answer["round"] > step.round:
+                    raise RankFailed(f"rank 0 has abandoned {step.subject}")
                 if "error" in answer:
                     raise _error(answer["error"])
                 if answer["step"] == step.name:
                     return dict(answer["body"])
         except TimeoutError:
             error = RankFailed(_late([0], step))
-            self._give_up(step, error)
+            self.fail(step, error)
             raise error from None
-        except asyncio.CancelledError:
-            self._give_up(step, RankFailed(f"it was cancelled in {step.subject}"))
+        except asyncio.CancelledError as error:
+            self.fail(step, error)
             raise
 
     async def _read(self, reader: StreamReader) -> None:
@@ -311,8 +317,10 @@ class Link(Ranks):
                 self._answers.put_nowait(await _receive(reader))
         self._answers.put_nowait(None)
 
-    def _give_up(self, step: Step, error: SkyctlError) -> None:
+    def fail(self, step: Step, error: BaseException) -> None:
         """Whatever the round's next exchange is, this rank fails it."""
+        if not isinstance(error, SkyctlError):
+            error = RankFailed(f"it was cancelled in {step.subject}")
         for name in STEPS:
             body = {"error": _described(error)}
             self._channel.send({"round": step.round, "step": name, "body": body})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
-from skyctl.api.trainer import open_trainer
+from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.live.options import TrainerOptions
 from skyctl.live.ranks import Hub, RankFailed
@@ -191,6 +192,39 @@ async def test_a_rank_that_is_gone_is_named_and_nothing_is_touched(
         for error in await everywhere([trainer.push("step-1") for trainer in live[:2]]):
             assert error.message.startswith("rank 2 (pid"), error.message
     assert untouched(servers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("during", ["_read", "_write"])
+async def test_a_rank_cancelled_beside_an_exchange_fails_the_push_for_all_and_the_next_is_whole(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, during: str, rank: int
+) -> None:
+    servers = stubs(base)
+    weights, halves, loop = state_dict(50), [0, 1], asyncio.get_running_loop()
+    work = getattr(Trainer, during)
+
+    async def cancel() -> None:
+        pushing[rank].cancel()
+
+    def cancelled(self: Trainer, *given: Any, **options: Any) -> Any:
+        if self.rank == rank:
+            asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+        return work(self, *given, **options)
+
+    async with attached(tmp_path, servers) as fleet, fleet:
+        await fleet.sync_weights(weights, transport="disk")
+        expected = {server.engine.digest for server in servers}
+        parts = [lambda *of, rank=rank: rows_of(weights, halves[rank], 2)(*of) for rank in (0, 1)]
+        async with trainers(fleet, parts, patience_s=20) as live:
+            halves.reverse()
+            with monkeypatch.context() as patch:
+                patch.setattr(Trainer, during, cancelled)
+                pushing = [asyncio.ensure_future(trainer.push("step-1")) for trainer in live]
+                ended = await asyncio.gather(*pushing, return_exceptions=True)
+            assert isinstance(ended[rank], asyncio.CancelledError)
+            assert re.match(f"rank {rank}.*cancelled", str(ended[1 - rank]), re.IGNORECASE), ended
+            await asyncio.gather(*(trainer.push("step-2") for trainer in live))
+            assert {server.engine.digest for server in servers} == expected
 
 
 async def test_a_push_that_fails_midway_says_so_on_every_rank(tmp_path: Path, base: Path) -> None:

@@ -135,6 +135,16 @@ async def test_a_rank_that_is_cancelled_fails_the_round_for_the_others() -> None
             await all_of(group[:1], step(1))[0]
 
 
+async def test_a_rank_whose_round_rank_0_has_abandoned_does_not_wait_on() -> None:
+    async with ranks(2) as group:
+        late = asyncio.ensure_future(all_of(group[1:], step(1))[0])
+        next_round = asyncio.ensure_future(all_of(group[:1], step(2))[0])
+        with pytest.raises(RankFailed, match="rank 0 has abandoned push 1"):
+            await late
+        assert await all_of(group[1:], step(2))[0] == {"total": 3, "rank": 1}
+        assert await next_round == {"total": 3, "rank": 0}
+
+
 async def test_nobody_listens() -> None:
     with pytest.raises(RankFailed, match="rank 3 does not reach rank 0"):
         await Link.connect(Address("skyctl-live-none"), 3, [""] * 4)
