@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from skyctl.api.live_job import push_to_its_end
 from skyctl.api.updates import swept
 from skyctl.checkpoints.live import TensorFile, running_model
 from skyctl.checkpoints.staging import StagedEntry, staged_entry
@@ -238,15 +239,13 @@ class FleetSide:
         """Push what was offered, all of whose parameters have these numbers. None: servers have
         changed since, and it must be offered again.
 
-        Raises as `Fleet.sync_weights`.
+        Raises as `Fleet.sync_weights`, but has ended then.
         """
         assert self._offered is not None
         group, succeeded = self.group, False
         push = PushLive(request, self._offered.key, numbers, group.wire, forms=not group.stands)
         try:
-            job = await self._fleet.push_live(push)
-            reached("rank.started")
-            result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
+            result = push_result(await push_to_its_end(self._fleet, push, on_event, timeout_s))
             group.stands = succeeded = True
             away = self._offered.machine and not self._shared
             if request.keep:

@@ -121,6 +121,7 @@ class Trainer:
             RankFailed: a rank died, or did not come; nothing was paused.
             ConflictError: another push is in progress.
             PushError: it failed midway; `details["servers"]` says how each server was left.
+            DeadlineExceeded: it is late. By a file it goes on, else it was cancelled and has ended.
         """
         reached("rank.begun")
         mode = pause_mode or usual_mode(leaves_router=trial is not None or rolling > 0)
@@ -183,7 +184,7 @@ class Trainer:
         answer = await self._exchange("gather", subject, read_own, partial(self._place, request))
         if "plan" in answer:
             self._outline = Outline.from_json(answer["plan"])
-        made = await self._exchange("write", subject, send_own, send)
+        made = await self._exchange("write", subject, send_own, send, lends="key" in answer)
         reached("rank.answered")
         result: dict[str, Any] | None = made["result"]
         if self._memory is not None and "group" in answer:
@@ -250,10 +251,16 @@ class Trainer:
         return self._side
 
     async def _exchange(
-        self, name: str, subject: str, make: Callable[[], Body], decide: Decide
+        self,
+        name: str,
+        subject: str,
+        make: Callable[[], Body],
+        decide: Decide,
+        *,
+        lends: bool = False,
     ) -> Body:
         """Rank 0's answer to what `make` returns, in a thread; it fails every rank if it fails."""
-        step = Step(self._round, name, subject, self._options.patience_s)
+        step = Step(self._round, name, subject, self._options.patience_s, lends)
         try:
             return await self._ranks.exchange(step, await self._body(step, make), decide)
         except BaseException:

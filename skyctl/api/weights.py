@@ -111,7 +111,8 @@ class WeightsFleet(SessionHolder):
             ConflictError: another push is in progress.
             TrialFailed: the new weights were not accepted; `details["trial"]` has the answers.
             PushError: it failed midway; `details["servers"]` says how each server was left.
-            DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
+            DeadlineExceeded: it has not ended after `timeout_s`; it goes on, or, where servers
+                copied from a GPU, was cancelled and has ended.
         """
         request = PushRequest(
             checkpoint="",

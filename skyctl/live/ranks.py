@@ -56,6 +56,8 @@ class Step:
     """What the round is for, as errors name it."""
     patience_s: float = PATIENCE_S
     """How long rank 0 waits in it for others, and they for rank 0 to begin it."""
+    lends: bool = False
+    """Servers may read this rank's memory until rank 0 answers: it waits, even if cancelled."""
 
 
 class _Channel:
@@ -200,7 +202,9 @@ class Hub(Ranks):
     def fail(self, step: Step, error: BaseException) -> None:
         """The ranks that come later learn of it, too."""
         if not isinstance(error, SkyctlError):
-            error = RankFailed(f"rank 0 failed in {step.subject}: {error!r}")
+            notes = getattr(error, "__notes__", ())
+            reason = "; ".join([repr(error), *notes])
+            error = RankFailed(f"rank 0 failed in {step.subject}: {reason}")
         self._failures = {step.round: error}
         self._bodies = {key: body for key, body in self._bodies.items() if key[0] > step.round}
         for channel in self._channels.values():
@@ -285,6 +289,18 @@ class Link(Ranks):
 
     async def exchange(self, step: Step, body: Body, decide: Decide) -> Body:
         self._channel.send({"round": step.round, "step": step.name, "body": body})
+        answering = asyncio.ensure_future(self._answer(step))
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError as error:
+            self.fail(step, error)
+            if step.lends:
+                await asyncio.wait([answering])
+            raise
+        finally:
+            answering.cancel()
+
+    async def _answer(self, step: Step) -> Body:
         try:
             while True:
                 async with asyncio.timeout(step.patience_s):
@@ -307,9 +323,6 @@ class Link(Ranks):
             error = RankFailed(_late([0], step))
             self.fail(step, error)
             raise error from None
-        except asyncio.CancelledError as error:
-            self.fail(step, error)
-            raise
 
     async def _read(self, reader: StreamReader) -> None:
         with suppress(OSError, EOFError, ValueError):

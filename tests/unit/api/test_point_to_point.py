@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from skyctl.errors import PreflightError
+from skyctl.errors import DeadlineExceeded, PreflightError
 from skyctl.live.ranks import RankFailed
+from skyctl.push.live_way import LiveDelivery
 from skyctl.wire import batches
 from tests.stub.app import StubServer
 from tests.unit.api.fleets import attached, everywhere, state_dict, stubs, trainers
@@ -132,6 +134,45 @@ async def test_a_rank_that_leaves_ends_the_push_for_all_and_the_next_forms_a_gro
         await live[1].close()
         with pytest.raises(RankFailed, match="rank 1"):
             await live[0].push("step-3")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_is_cancelled_waits_while_servers_take_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
+    update = LiveDelivery.update
+    waited: list[bool] = []
+
+    async def cancelling_update(*given: Any) -> None:
+        pushing[rank].cancel()
+        await update(*given)
+        waited.append(not pushing[rank].done())
+
+    async with opened(tmp_path, parts, servers) as live:
+        with monkeypatch.context() as patch:
+            patch.setattr(LiveDelivery, "update", cancelling_update)
+            pushing = [asyncio.ensure_future(trainer.push("step-1")) for trainer in live]
+            ended = await asyncio.gather(*pushing, return_exceptions=True)
+        assert waited == [True] and isinstance(ended[rank], asyncio.CancelledError), ended
+        assert all(holds(server, parts) for server in servers)
+        if rank == 0:
+            assert "the fleet has step-1" in ended[1].message
+        parts[1]["model.norm.weight"] += 1
+        await push(live, 2)
+        assert all(holds(server, parts) for server in servers)
+
+
+async def test_a_push_that_is_late_has_ended_when_every_rank_learns_of_it(tmp_path: Path) -> None:
+    servers, parts = stubs(write_checkpoint(tmp_path / "base"), COUNT), halves(50)
+    async with opened(tmp_path, parts, servers) as live:
+        errors = await everywhere([trainer.push("step-1", timeout_s=0) for trainer in live])
+        for error in errors:
+            assert isinstance(error, DeadlineExceeded)
+            assert re.match("push-1 has not ended after 0 s; it was cancelled: .", error.message)
+        assert (await live[0]._side._fleet.job("push-1")).ended
+        await push(live, 2)
+        assert all(holds(server, parts) for server in servers)
 
 
 async def test_gloo_that_was_asked_for_is_not_replaced_by_a_file(tmp_path: Path) -> None:
