@@ -314,9 +314,11 @@ class FleetSide:
 
     async def close(self) -> None:
         """Servers let go of the ranks' memory; others may be trainers. Never raises."""
-        await self._withdraw()
-        self._drop_files()
-        self._stack.close()
+        try:
+            await self._withdraw()
+        finally:
+            self._drop_files()
+            self._stack.close()
 
     async def _withdraw(self) -> None:
         """Servers let go of the ranks' memory, or leave the group. Never raises."""

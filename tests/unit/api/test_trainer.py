@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
+from skyctl.api.live import FleetSide
 from skyctl.api.trainer import Trainer, open_trainer
 from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.live.options import TrainerOptions
@@ -180,6 +181,21 @@ async def test_a_second_trainer_is_refused_until_the_first_is_closed(
         async with fleet.trainer(state_dict(50)) as again:
             assert (again.rank, again.world_size) == (0, 1)
             assert (await again.push("step-1")).version == "step-1"
+
+
+async def test_a_trainer_whose_close_is_cancelled_leaves_the_fleet_to_others(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled(_: FleetSide) -> None:
+        raise asyncio.CancelledError
+
+    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+        live = await fleet.trainer(state_dict(50))
+        with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+            patch.setattr(FleetSide, "_withdraw", cancelled)
+            await live.close()
+        async with fleet.trainer(state_dict(50)):
+            pass
 
 
 async def test_a_rank_that_is_gone_is_named_and_nothing_is_touched(
