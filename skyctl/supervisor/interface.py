@@ -21,16 +21,18 @@ _UNDO_S = 120.0
 
 @dataclass(frozen=True)
 class Reconcile:
-    """Bring the fleet to the plan; `kind` is the operation's name. So many servers are restarted at
-    a time (`parallel`); those that do not come back get their old settings again (`undo`).
-    `request_id` is what `Undo` names.
-    """
+    """Bring the fleet to a plan."""
 
     plan: FleetPlan
+    """What is to run."""
     kind: OperationKind = OperationKind.UP
+    """The operation's name."""
     parallel: int = 1
+    """So many servers are restarted at a time."""
     undo: bool = True
+    """Those that do not come back get their old settings again."""
     request_id: str = ""
+    """What `Undo` names."""
 
 
 @dataclass(frozen=True)
