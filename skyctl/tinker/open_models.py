@@ -236,7 +236,8 @@ class OpenModels:
         steps = 0
         for _, unit in groupby(since, key=_unit_of):
             rows = list(unit)
-            done, kind = rows[0]["state"] != "failed", rows[0]["kind"]
+            # whose result is gone has no other sign of a failure than its category
+            done, kind = not rows[0]["category"], rows[0]["kind"]
             if kind == OPTIM_STEP:
                 steps += 1
             if done and kind == FORWARD_BACKWARD:

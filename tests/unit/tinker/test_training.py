@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("google.protobuf")
 from skyctl.errors import StateUnwritable
 from skyctl.tinker import files, open_models, records, requests
+from skyctl.tinker.housekeeping import Housekeeping, Keep
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.open_models import Run
 from skyctl.tinker.training import Training
@@ -111,6 +112,23 @@ async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
     assert worker.calls[-1] == "zero_gradients" and "optim_step" not in worker.calls
     task.cancel()
+
+
+async def test_what_failed_is_not_repeated_once_its_result_is_gone(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    worker.refused.add("forward_backward")
+    scheduler = training_of(ledger, tmp_path, worker)
+    kinds = (requests.CREATE, requests.FORWARD_BACKWARD, requests.OPTIM_STEP)
+    await add(ledger, scheduler, "m", *kinds, requests.OPTIM_STEP)
+    for _ in kinds:
+        await scheduler._carry_out("m")
+    await ledger.write("UPDATE requests SET done_at = 0 WHERE state = 'failed'")
+    await Housekeeping(ledger, scheduler, None, Keep()).remove_old()  # type: ignore[arg-type]
+    worker.life, worker.calls = 2, []  # it died, and is rebuilt
+    await scheduler._carry_out("m")
+    assert worker.calls == ["create", "zero_gradients", "optim_step"]
 
 
 async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_done_once(
