@@ -143,8 +143,8 @@ class OpenModels:
         self.turns: list[str] = []
 
     def next_turn(self) -> tuple[str | None, float]:
-        """The model whose turn it is: the one that has waited longest since its last turn. If
-        there is none, the seconds until one may be.
+        """The model whose turn it is: the one that has waited longest since its last turn, and
+        whose place costs no other its passes. If there is none, the seconds until one may be.
         """
         now, full_bytes = time.monotonic(), self._limits.join_tokens * LEAST_TOKEN_BYTES
         due = {
@@ -156,7 +156,15 @@ class OpenModels:
         if not ready:
             return None, min(due.values(), default=math.inf) - now
         order = {name: place for place, name in enumerate(self.turns)}
-        return min(ready, key=lambda name: order.get(name, -1)), 0.0
+        life = self._worker.life
+        begun = {name for name, run in self.runs.items() if run.computing and run.copy.life == life}
+
+        def precedence(model: str) -> tuple[bool, int]:
+            # two that dropped each other's passes at each turn would never end theirs
+            drops = bool(begun) and not begun.isdisjoint(self._displaced_by(model)[0])
+            return drops, order.get(model, -1)
+
+        return min(ready, key=precedence), 0.0
 
     async def ready(self, model: str, run: Run) -> None:
         """Bring the worker to the model's state after the last recorded request.
@@ -259,14 +267,27 @@ class OpenModels:
             raise Refused(f"a step cannot be repeated: {answer['errors']}", "server")
 
     async def _make_room(self, model: str) -> None:
-        """Before a model comes to the device, park the adapters with the oldest turns in host
-        memory; drop whole models, and what is over the memory's limit.
+        """Before a model comes to the device, park or drop others."""
+        copies = {name: run.copy for name, run in self.runs.items()}
+        life, (dropped, parked) = self._worker.life, self._displaced_by(model)
+        for name in dropped:
+            copies[name].life = copies[name].tried = 0
+            await self._ask(None, "close", name)
+        for name in parked:
+            await self._ask(None, "park", name)
+            copies[name].parked = True
+        copies[model].tried = life
+
+    def _displaced_by(self, model: str) -> tuple[list[str], list[str]]:
+        """Whom a model's coming to the device costs their place: those to drop, which are whole
+        models and what is over the memory's limit, and the adapters with the oldest turns, to park
+        in host memory.
         """
         life, copies = self._worker.life, {name: run.copy for name, run in self.runs.items()}
         names = [name for name in self.turns if copies[name].tried == life and name != model]
         on_device = [name for name in names if not copies[name].parked]
         parking = set(on_device[: max(0, len(on_device) + 1 - self._limits.open_models)])
-        host_bytes = 0
+        dropped, parked, host_bytes = [], [], 0
         for name in reversed(names):  # those with the latest turns stay
             other = copies[name]
             if other.parked or name in parking:
@@ -274,12 +295,10 @@ class OpenModels:
             if (other.whole and (copies[model].whole or name in parking)) or (
                 host_bytes > self._limits.parked_bytes and (other.parked or name in parking)
             ):
-                other.life = other.tried = 0
-                await self._ask(None, "close", name)
+                dropped.append(name)
             elif name in parking:
-                await self._ask(None, "park", name)
-                other.parked = True
-        copies[model].tried = life
+                parked.append(name)
+        return dropped, parked
 
     async def _ask(
         self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any

@@ -18,7 +18,7 @@ from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.open_models import Run
 from skyctl.tinker.training import Training
 from skyctl.tinker.training_process import WorkerDied
-from tests.unit.tinker.recording_worker import Notes, training_of
+from tests.unit.tinker.recording_worker import Notes, Sliced, training_of
 
 
 @pytest.fixture
@@ -354,21 +354,9 @@ async def test_a_burst_is_computed_at_once_when_a_step_follows(
 
 
 async def test_a_pass_that_takes_long_gives_way_to_other_models(
-    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, tmp_path: Path
 ) -> None:
-    worker, slices = Notes(), 5
-
-    async def call(header: dict[str, Any], body: bytes = b"", **named: Any) -> Any:
-        nonlocal slices
-        answer, content = await Notes.call(worker, header, body, **named)
-        if header["do"] in ("forward_backward", "go_on") and header["model"] == "long":
-            slices -= 1
-            if slices:
-                return {"units": [], "errors": [], "more": True}, b""
-            return {"units": [[0]], "errors": [[""]], "more": False}, b""
-        return answer, content
-
-    monkeypatch.setattr(worker, "call", call)
+    worker = Sliced(5)
     scheduler = training_of(ledger, tmp_path, worker)
     await add(ledger, scheduler, "long", requests.CREATE, requests.FORWARD_BACKWARD)
     await add(ledger, scheduler, "short", requests.CREATE, *[requests.OPTIM_STEP] * 2)
@@ -378,6 +366,23 @@ async def test_a_pass_that_takes_long_gives_way_to_other_models(
     task.cancel()
     assert worker.turns[:6] == ["long", "short"] * 3
     assert worker.calls.count("forward_backward") == 1 and worker.calls.count("go_on") == 4
+
+
+@pytest.mark.parametrize(("rank", "limits"), [(0, {}), (8, {"open_models": 1, "parked_bytes": 0})])
+async def test_models_that_have_no_room_together_do_not_drop_what_the_other_has_half_computed(
+    ledger: Ledger, tmp_path: Path, rank: int, limits: dict[str, int]
+) -> None:
+    worker = Sliced(3)
+    scheduler = training_of(ledger, tmp_path, worker, **limits)
+    for model in "ab":
+        await add(ledger, scheduler, model, requests.CREATE, requests.FORWARD_BACKWARD, rank=rank)
+    turns = []
+    for _ in range(8):
+        model, _ = scheduler._models.next_turn()
+        assert model is not None
+        turns.append(model)
+        await scheduler._carry_out(model)
+    assert turns == [*"ab", *"aaa", *"bbb"] and scheduler._models.next_turn()[0] is None
 
 
 async def test_a_gap_is_given_up_while_another_model_is_busy(
