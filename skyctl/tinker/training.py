@@ -282,7 +282,10 @@ class Training:
             return failed_with(f"there is no checkpoint {extra['path']} (any more)", "user")
         await self._models.load(model, checkpoint, optimizer=extra["optimizer"])
         outcome = answered({"path": extra["path"], "model_id": model, "type": "load_weights"})
-        # its own copy: the checkpoint may be deleted
+        # its own copies: the checkpoint may be deleted, even meanwhile
+        outcome.rows = [
+            ("UPDATE models SET config = ? WHERE id = ?", (checkpoint["config"], model))
+        ]
         outcome.snapshot = await self._snapshot(model, run)
         return outcome
 
@@ -350,12 +353,6 @@ class Training:
                 )
                 connection.execute(
                     "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ?", (model, seq)
-                )
-            if kind == LOAD and not failed:
-                connection.execute(
-                    "UPDATE models SET config = (SELECT config FROM checkpoints WHERE path = ?) "
-                    "WHERE id = ?",
-                    (json.loads(last["extra"])["path"], model),
                 )
 
         await self._ledger.insist(commit)  # the worker has done it, and must not do it again

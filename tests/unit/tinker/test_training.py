@@ -131,6 +131,26 @@ async def test_what_failed_is_not_repeated_once_its_result_is_gone(
     assert worker.calls == ["create", "zero_gradients", "optim_step"]
 
 
+async def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_loaded(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Notes()
+    scheduler = training_of(ledger, tmp_path, worker)
+    await add(ledger, scheduler, "m", requests.LOAD)
+    extra, config = {"path": "tinker://gone"}, '{"lora": {"rank": 4}}'
+    for statement in requests.add_checkpoint("m", requests.SAVE, "/c", config, 1, extra):
+        await ledger.write(statement[0], *statement[1])
+
+    async def delete(header: dict[str, Any], *body: bytes, **options: Any) -> Any:
+        await ledger.write("DELETE FROM checkpoints")
+        return await Notes.call(worker, header, *body, **options)
+
+    monkeypatch.setattr(worker, "call", delete)
+    await scheduler._carry_out("m")
+    assert await until_ended(ledger, "m") == ["done"]
+    assert (await scheduler._models.row("m"))["config"] == config
+
+
 async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_done_once(
     ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
