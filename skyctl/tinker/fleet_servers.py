@@ -69,14 +69,17 @@ class FleetServers:
         self, body: Mapping[str, Any], weights: str | None, session: str
     ) -> dict[str, Any]:
         """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
+        name = body["model"]
+        adapter = self._loaded.get(name)
 
         async def ask() -> dict[str, Any]:
             try:
                 return await self.client.ask(COMPLETIONS, body, session_id=session)
             except ServerError as error:
-                if error.status != 404 or body["model"] not in self._loaded:
+                if error.status != 404 or adapter is None:
                     raise
-                del self._loaded[body["model"]]
+                if self._loaded.get(name) is adapter:  # else another request had it loaded again
+                    del self._loaded[name]
                 raise AdapterGone(error.message) from error
 
         return await self._awake(lambda: self.weights.answer(weights, ask))

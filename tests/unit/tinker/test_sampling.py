@@ -182,7 +182,11 @@ async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None
     class Client:
         async def ask(self, path: str, body: dict[str, Any], session_id: str) -> dict[str, Any]:
             assert session_id == "s:sample:0:7"  # a sticky router's key
-            if body["model"] not in fleet.loaded:
+            missing = body["model"] not in fleet.loaded
+            await asyncio.sleep(0)  # others are under way
+            if "late" in body:
+                await late.wait()
+            if missing:
                 raise ServerError("the model does not exist", status=404)
             return {"model": body["model"]}
 
@@ -190,17 +194,22 @@ async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None
         async def answer(self, weights: None, ask: Any) -> Any:
             return await ask()
 
-    fleet = Fleet()
+    fleet, late = Fleet(), asyncio.Event()
     servers = FleetServers(fleet, Client(), "served", 64, 2, Weights())  # type: ignore[arg-type]
 
-    async def sample() -> Any:
+    async def sample(**body: Any) -> Any:
         async with servers.using("tinker-a", "/a"):
-            return await servers.complete({"model": "tinker-a"}, None, "s:sample:0:7")
+            return await servers.complete({"model": "tinker-a", **body}, None, "s:sample:0:7")
 
     assert await sample() == {"model": "tinker-a"}
     fleet.loaded.remove("tinker-a")  # skyctl adapters unload
+    last = asyncio.create_task(sample(late=True))
     results = await asyncio.gather(sample(), sample(), return_exceptions=True)
-    assert any(isinstance(result, AdapterGone) for result in results)
+    assert [type(result) for result in results] == [AdapterGone] * 2
+    assert await sample() == {"model": "tinker-a"} and fleet.loaded == ["tinker-a"]
+    late.set()
+    with pytest.raises(AdapterGone):
+        await last
     assert await sample() == {"model": "tinker-a"} and fleet.loaded == ["tinker-a"]
     await servers.unload("tinker-a")
     assert fleet.loaded == []
