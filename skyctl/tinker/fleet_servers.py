@@ -114,14 +114,15 @@ class FleetServers:
         """See `Servers`. An adapter in use stays until its place is needed: unloading it would end
         running requests. So does an idle one while others change: nobody waits for them here.
         """
-        if name not in self._loaded:
-            return
-        if self._loaded[name].users or self._changing.locked():
+        adapter = self._loaded.get(name)
+        if adapter is not None and not adapter.users and not self._changing.locked():
+            async with self._changing:  # one that waited for it may come first
+                if self._loaded.get(name) is adapter and not adapter.users:
+                    del self._loaded[name]
+                    await self._unload(name)
+                    return
+        if name in self._loaded:
             self._unwanted.add(name)
-            return
-        async with self._changing:
-            del self._loaded[name]
-            await self._unload(name)
 
     async def adopt(self) -> None:
         """Count what an earlier process has loaded: names are never used twice."""

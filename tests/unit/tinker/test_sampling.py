@@ -217,6 +217,30 @@ async def test_an_adapter_that_something_else_unloaded_is_loaded_again() -> None
         await servers.complete({"model": "tinker-a"}, None, "s:sample:0:7")
 
 
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_delete_that_waited_for_others_unloads_nothing_that_went_or_is_in_use(
+    used: bool,
+) -> None:
+    fleet, over = Fleet(), asyncio.Event()
+    servers = FleetServers(fleet, None, "served", 64, 1 + used, None)  # type: ignore[arg-type]
+
+    async def sample(name: str) -> None:
+        async with servers.using(name, "/a"):
+            await over.wait()
+
+    async with servers.using("tinker-a", "/a"):
+        pass
+    async with servers._changing:
+        tasks = [asyncio.create_task(sample("tinker-b"))]
+        await asyncio.sleep(0)  # it waits
+        if used:
+            tasks.append(asyncio.create_task(sample("tinker-a")))
+    await servers.unload("tinker-a")
+    assert fleet.loaded == (["tinker-a", "tinker-b"] if used else ["tinker-b"])
+    over.set()
+    await asyncio.gather(*tasks)
+
+
 async def test_a_fifth_sampler_waits_for_one_answer_of_four_busy_ones_and_a_delete_for_none() -> (
     None
 ):
