@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from skyctl.errors import SkyctlError
@@ -77,6 +78,16 @@ class Servers(Protocol):
         that are on servers cannot be replaced now.
         """
         ...
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What one sampler samples from."""
+
+    directory: str | None = None
+    """None: the base."""
+    adapter: bool = False
+    """Whether an adapter of the base is in it, and no whole model."""
 
 
 class Sampling:
@@ -188,28 +199,44 @@ class Sampling:
 
     async def _sample(self, row: sqlite3.Row) -> bytes:
         sample = question(json.loads(row["body"]))
-        sampler = await self._ledger.row("SELECT * FROM samplers WHERE id = ?", row["owner"])
-        assert sampler is not None  # checked when it was accepted
-        name, directory, weights = self._servers.base, None, None
-        if sampler["path"] is not None:
-            checkpoint = await self._ledger.row(
-                "SELECT directory, config FROM checkpoints WHERE path = ?", sampler["path"]
-            )
-            if checkpoint is None:
-                raise Unanswerable(f"{sampler['path']} was deleted, or its time is over")
-            directory = str(checkpoint["directory"])
-            if _is_adapter(checkpoint):
-                name = label_of(directory)
-            else:
-                weights = directory
+        weights = await self._weights_of(row["owner"])
+        while True:
+            try:
+                return await self._drawn(sample, weights, row["id"])
+            except (SkyctlError, Refused, WorkerDied):
+                # a sampler that follows its run moves on at any time, and what it had goes
+                before, weights = weights, await self._weights_of(row["owner"])
+                if weights == before:
+                    raise
+
+    async def _weights_of(self, sampler: str) -> _Weights:
+        """What a sampler samples from now."""
+        row = await self._ledger.row(
+            "SELECT samplers.path, directory, config FROM samplers LEFT JOIN checkpoints "
+            "ON checkpoints.path = samplers.path WHERE samplers.id = ?",
+            sampler,
+        )
+        assert row is not None  # checked when it was accepted
+        if row["path"] is None:
+            return _Weights()
+        if row["directory"] is None:
+            raise Unanswerable(f"{row['path']} was deleted, or its time is over")
+        return _Weights(row["directory"], _is_adapter(row))
+
+    async def _drawn(self, sample: Question, weights: _Weights, request: str) -> bytes:
+        """The response to a sample from these weights."""
+        directory, name, adapter = weights.directory, self._servers.base, None
+        if directory is not None and weights.adapter:
+            name = label_of(directory)
+            adapter = (name, directory)
         scored = bool(sample.prompt_logprobs or sample.top_prompt or sample.targets is not None)
         if scored and len(sample.tokens) >= self._servers.context:
             return await self._scored_alone(sample, directory)
         body = completion_body(sample, name, self._servers.context)
         prompt = asyncio.create_task(self._about_prompt(sample, directory))
         try:
-            adapter = (name, directory) if directory is not None and weights is None else None
-            answer = await self._answer(body, weights, adapter, row["id"])
+            whole = None if adapter else directory
+            answer = await self._answer(body, whole, adapter, request)
             return sample_response(sample, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())

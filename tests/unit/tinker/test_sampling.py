@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import FleetDownError, NotFoundError, ServerError, StateUnwritable
-from skyctl.tinker import records
+from skyctl.tinker import records, requests
 from skyctl.tinker.fleet_servers import FleetServers
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.long_polls import Doorbell
@@ -123,6 +123,41 @@ async def test_an_outcome_that_the_disk_does_not_take_is_recorded_once_it_does(
             await asyncio.sleep(0.01)
     (row,) = await ledger.rows("SELECT state, result FROM requests")
     assert tuple(row) == ("failed", b"cancelled by its client" if cancelled else b"no")
+
+
+async def test_a_sample_whose_sampler_moved_on_before_its_adapter_was_loaded_has_the_newer_one(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[str] = []
+
+    def save(connection: Any, directory: str) -> None:
+        path = f"tinker://m/sampler_weights{directory}"
+        extra = {"path": path, "sampler": "s", "session": "x", "inflight": True}
+        config = json.dumps({"lora": {"rank": 8}})
+        saved = requests.add_checkpoint("m", requests.SAVE_SAMPLER, directory, config, 1, extra)
+        for sql, parameters in (*saved, *requests.add_sampler("m", extra)):
+            connection.execute(sql, parameters)
+
+    @asynccontextmanager
+    async def using(self: Busy, name: str, directory: str) -> AsyncIterator[None]:
+        used.append(directory)
+        if directory == "/1":
+            await ledger.write("DELETE FROM checkpoints")  # as housekeeping does
+            await ledger.run(lambda c: save(c, "/2"))
+            raise ServerError("there is no /1", status=500)
+        yield
+
+    async def complete(*_: Any) -> dict[str, Any]:
+        logprobs = {"token_logprobs": [0.0]}
+        choice = {"index": 0, "token_ids": [1], "logprobs": logprobs, "finish_reason": "stop"}
+        return {"choices": [choice]}
+
+    monkeypatch.setattr(Busy, "using", using)
+    monkeypatch.setattr(Busy, "complete", complete)
+    await ledger.run(lambda c: save(c, "/1"))
+    await sampling_of(ledger)._carry_out(await accept(ledger, 0))
+    (row,) = await ledger.rows("SELECT state, category FROM requests")
+    assert tuple(row) == ("done", "") and used == ["/1", "/2"]
 
 
 @pytest.mark.parametrize("rank", [8, 0])
