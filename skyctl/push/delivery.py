@@ -25,7 +25,7 @@ from skyctl.push.servers import (
     require_paused,
     scrub,
 )
-from skyctl.push.source import content_digest
+from skyctl.push.source import check_unchanged, content_digest
 from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes
 from skyctl.transfer.plan import Chunk, ChunkPlan
@@ -155,6 +155,9 @@ class ChunkDelivery(Delivery):
                 nccl_settings=self._nccl_settings,
             )
             opened = await self._opened_by(lease, servers)
+        if self._node_of_sender(servers) is not None:
+            # until it opened them, it could not tell these files from others of the same header
+            await asyncio.to_thread(check_unchanged, self._checkpoint)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING

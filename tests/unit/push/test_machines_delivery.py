@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,26 @@ async def test_a_sender_that_cannot_stage_ends_the_push_before_any_server_is_tou
 ) -> None:
     senders[B].fails_at = "opened"
     with pytest.raises(SenderFailed, match="the sender on me@b failed"):
+        await carry(delivery, sites, lambda _: None)
+    assert {one.holds for one in sites} == {Holds.OLD}
+    assert all(sender.closed for sender in senders.values())
+
+
+async def test_files_that_a_sender_elsewhere_opened_after_they_changed_are_not_pushed(
+    delivery: MachinesDelivery,
+    senders: dict[Node, Sender],
+    sites: list[PushedServer],
+    tmp_path: Path,
+) -> None:
+    """Two steps of one model have the same header and size: there, nothing tells them apart."""
+    opened = senders[B].opened
+
+    async def late(**named: Any) -> Any:
+        os.utime(tmp_path / "c" / "model.safetensors", ns=(1, 1))
+        return await opened(**named)
+
+    senders[B].opened = late  # type: ignore[method-assign]
+    with pytest.raises(PreflightError, match="changed during the push"):
         await carry(delivery, sites, lambda _: None)
     assert {one.holds for one in sites} == {Holds.OLD}
     assert all(sender.closed for sender in senders.values())
