@@ -122,6 +122,12 @@ class ChunkDelivery(Delivery):
         """Digest over names, types, shapes and the crc32 of every tensor; independent of chunks."""
         return content_digest(self._checkpoint.tensors, self._checksums)
 
+    @property
+    def numbers(self) -> dict[str, dict[str, int]]:
+        """What the sender made of the parameters of each layout, by its digest."""
+        layouts = (program.layout for program in self._distinct)
+        return dict(zip(layouts, self._parameters, strict=True))
+
     async def warm(self, servers: Sequence[PushedServer]) -> None:
         """Have the pool hold a sender that has started as far as it can without a checkpoint, if
         the transport keeps senders. Raises SenderFailed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +28,7 @@ from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports import Choice
 from skyctl.transfer.transports.gloo import GlooTransport
+from skyctl.wire.layouts import Program
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
 from tests.unit.push.fleets import Recorder, Stubs
@@ -43,12 +45,14 @@ class Server:
 
 
 class Sender(ReadySender):
-    """Reads this byte over and over, and may be told how to fail."""
+    """Reads this byte over and over, and may be told how to fail. Without `crc32`, bytes that it
+    reads onto a GPU never pass through the CPU."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
         self.node = node
         self.read = 1
+        self.crc32 = True
         self.fails_at = ""
         self.closed = False
 
@@ -62,7 +66,8 @@ class Sender(ReadySender):
     async def filled(self, chunk: int, **_: Any) -> Filled:
         if chunk:
             self._fail("filled")
-        return Filled(chunk, chunk, (self.read,) * 9)
+        crc32 = (self.read,) * 9 if self.crc32 else ()
+        return Filled(chunk, chunk, crc32, {"numbers": [{"w": self.read}]})
 
     async def close(self) -> None:
         self.closed = True
@@ -94,7 +99,9 @@ def made(
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
     fleet = PushFleet("wide", tuple(one.given for one in sites))
     plan = plan_chunks(read.tensors, 1024)
-    parts = {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool) for node in NODES}
+    programs = {one.name: [Program("a layout", (("w", "bfloat16", (4,)),), ())] for one in sites}
+    deliver = functools.partial(ChunkDelivery, Ipc(), read, plan, fleet, programs=programs)
+    parts = {node: deliver(senders=pool) for node in NODES}
     return MachinesDelivery(parts, **named)
 
 
@@ -169,9 +176,12 @@ async def test_a_sender_that_dies_takes_out_its_own_machine_alone(
     await delivery.close()
 
 
+@pytest.mark.parametrize("crc32", [True, False])
 async def test_nobody_can_tell_which_of_two_machines_has_the_right_bytes(
-    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer]
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[PushedServer], crc32: bool
 ) -> None:
+    for sender in senders.values():
+        sender.crc32 = crc32
     senders[B].read = 2
     await carry(delivery, sites, lambda _: None)
     assert not alive(sites)
