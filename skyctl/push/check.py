@@ -135,7 +135,7 @@ async def check(
     notes += plan.notes
     if request.verify and not request.dry_run:
         notes += await digest_before(servers, facts, timeout_s=fleet.timeouts.update_s)
-    if way.layout_only_by_loader:
+    if way.layout_only_by_loader or fleet.leaves_machine:
         await asyncio.to_thread(lambda: source.rows)
     return Checked(request, source, way, plan, facts, servers, tuple(notes), draft)
 

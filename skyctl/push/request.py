@@ -253,6 +253,11 @@ class PushFleet:
     sibling: Sibling | None = None
     """A server that has the weights, which the only server of this push copies from it."""
 
+    @property
+    def leaves_machine(self) -> bool:
+        """Whether any of its servers is on another machine than this process."""
+        return any(server.node is not None for server in self.servers)
+
 
 class PushObserver:
     """Receives a push's progress as it happens; this one ignores it. Calls must return at once.

@@ -93,8 +93,7 @@ class SenderWay:
         workers = sum(fact.process.ranks[0] for fact in question.facts)
         slots = slots_of(request.stage, len(chunks.chunks))
         memory_bytes = (slots + workers) * chunks.slot_bytes
-        nodes = any(server.node is not None for server in fleet.servers)
-        if not nodes and all(server.device == "cpu" for server in fleet.servers):
+        if not fleet.leaves_machine and all(server.device == "cpu" for server in fleet.servers):
             check_memory(memory_bytes)
         planned = Plan(
             len(chunks.chunks),
@@ -102,7 +101,7 @@ class SenderWay:
             tuple(([layout.note] if layout.note else []) + grown_notes(chunks)),
             sizes=sizes_of(chunks),
         )
-        if request.dry_run and not nodes:
+        if request.dry_run and not fleet.leaves_machine:
             subject = await subject_of(
                 fleet,
                 chunks,
@@ -195,7 +194,7 @@ async def _place_of_group(fleet: PushFleet, facts: Sequence[ServerFacts]) -> Sen
     if facts[0].dialect is not None and facts[0].dialect.takes_buckets:
         refuse_shared_gpus(fleet.servers)  # their group fails only in the first update
     settings = common_nccl_settings(facts)
-    if any(server.node is not None for server in fleet.servers):
+    if fleet.leaves_machine:
         _refuse_stores(facts)
     node, gpu = await free_gpu(fleet.servers)
     return SenderPlace(gpu, node, settings)

@@ -8,19 +8,22 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.errors import PreflightError, PushError
+from skyctl.errors import PreflightError, PushError, ServerError
+from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
+from skyctl.push.commit import _compare
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.request import PushFleet, PushRequest, Reading
 from skyctl.push.sender_way import SenderWay
 from skyctl.push.servers import Holds, PushedServer, alive
-from skyctl.push.source import Source
+from skyctl.push.source import Source, read_source
 from skyctl.push.transaction import push
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
@@ -29,11 +32,14 @@ from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports import Choice
 from skyctl.transfer.transports.gloo import GlooTransport
 from skyctl.wire.layouts import Program
+from tests.stub import rows as stub_rows
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
 from tests.unit.push.fleets import Recorder, Stubs
 
 A, B = NODES = tuple(Node(f"me@{name}", name, "python", ("ssh",), 60.0) for name in ("a", "b"))
+
+PROGRAM = Program("a layout", (("w", "bfloat16", (4,)),), ())
 
 
 class Server:
@@ -99,7 +105,7 @@ def made(
     read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
     fleet = PushFleet("wide", tuple(one.given for one in sites))
     plan = plan_chunks(read.tensors, 1024)
-    programs = {one.name: [Program("a layout", (("w", "bfloat16", (4,)),), ())] for one in sites}
+    programs = {one.name: [PROGRAM] for one in sites}
     deliver = functools.partial(ChunkDelivery, Ipc(), read, plan, fleet, programs=programs)
     parts = {node: deliver(senders=pool) for node in NODES}
     return MachinesDelivery(parts, **named)
@@ -298,6 +304,38 @@ async def test_one_sender_of_a_group_is_beside_the_first_of_its_servers(
         assert senders[beside].carriers[-1]["world_size"] == 1 + len(those)
         assert not senders[other].carriers
         await delivery.close()
+
+
+class Stale:
+    """One worker, into which its machine's sender brought the files in this directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.target = ServerTarget("wide-0", "http://127.0.0.1:1")
+        self._holds = stub_rows.of_checkpoint(str(directory))
+
+    async def is_paused(self) -> bool:
+        return True
+
+    async def reset_caches(self) -> None: ...
+
+    async def ask_workers(self, method: str, kwargs: dict[str, Any], **_: Any) -> list[Any]:
+        rows = stub_rows.answers(self._holds, kwargs["rows"])
+        return [{"digest": "d", "place": 0, "numbers": {"w": 1}, "rows": rows}]
+
+
+async def test_what_a_sender_elsewhere_has_read_is_compared_with_the_files_here(
+    tmp_path: Path,
+) -> None:
+    """A copy there may be another step's: the sender's own numbers agree with what it read."""
+    there = write_checkpoint(tmp_path / "there", tiny_tensors(90))
+    server = site(Stale(there), name="wide-0", node=A)
+    server.proof.copied, server.proof.expected = True, [(PROGRAM, {"w": 1})]
+    request = PushRequest(str(write_checkpoint(tmp_path / "here")))
+    fleet = PushFleet("wide", (server.given,))
+    run: Any = SimpleNamespace(request=request, fleet=fleet)
+    checked: Any = SimpleNamespace(source=await read_source(request, fleet), draft=None)
+    with pytest.raises(ServerError, match=r"does not hold what was sent: .* those of the check"):
+        await _compare(run, checked, server)
 
 
 def test_a_file_has_other_numbers_on_another_machine(tmp_path: Path) -> None:
