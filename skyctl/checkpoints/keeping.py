@@ -16,6 +16,8 @@ import shutil
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from threading import Event
+from typing import BinaryIO
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.errors import PreflightError, SkyctlError
@@ -28,13 +30,20 @@ _PIECE_BYTES = 256 * 1024 * 1024
 _RECORDED = ".recorded"
 
 
-def keep_copy(source: Checkpoint, directory: Path, recorded: Collection[str | None]) -> Path:
+def keep_copy(
+    source: Checkpoint,
+    directory: Path,
+    recorded: Collection[str | None],
+    *,
+    stop: Event | None = None,
+) -> Path:
     """Copy a checkpoint into `directory`; returns the copy's path. `recorded` are recorded copies:
     others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
+    `stop` interrupts it from another thread.
 
     Raises:
         PreflightError: there is no room, or the source changed during the copy.
-        SkyctlError: it cannot be written.
+        SkyctlError: it cannot be written, or `stop` was set.
     """
     private_directory(directory)
     sweep_kept(directory, recorded)
@@ -51,7 +60,7 @@ def keep_copy(source: Checkpoint, directory: Path, recorded: Collection[str | No
         copy = entry / source.name
         copy.mkdir(mode=0o700)
         for path in _files(source):
-            _copy(path, copy / path.name)
+            _copy(path, copy / path.name, stop or Event())
         sync_directory(copy)
         sync_directory(entry)
         if read_checkpoint(str(source.path)).identity_digest != source.identity_digest:
@@ -106,14 +115,32 @@ def copy_small_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _copy(source: Path, target: Path) -> None:
+class _Stoppable:
+    """A file that is read until `stop` is set; raises SkyctlError then."""
+
+    def __init__(self, file: BinaryIO, stop: Event) -> None:
+        self._file = file
+        self._stop = stop
+
+    def check(self) -> None:
+        if self._stop.is_set():
+            raise SkyctlError(f"the copy of {self._file.name} was stopped")
+
+    def read(self, size: int = -1, /) -> bytes:
+        self.check()
+        return self._file.read(size)
+
+
+def _copy(source: Path, target: Path, stop: Event) -> None:
     """Copy one file durably; blocks are shared if the file system can."""
     with source.open("rb") as read, target.open("xb") as write:
+        pieces = _Stoppable(read, stop)
         os.fchmod(write.fileno(), 0o600)
         remaining = os.fstat(read.fileno()).st_size
         try:
             while remaining > 0:
                 size = min(remaining, _PIECE_BYTES)
+                pieces.check()
                 done = os.copy_file_range(read.fileno(), write.fileno(), size)
                 if done == 0:
                     raise OSError(f"{source}: the kernel copies nothing")
@@ -122,6 +149,6 @@ def _copy(source: Path, target: Path) -> None:
             read.seek(0)
             write.seek(0)
             write.truncate()
-            shutil.copyfileobj(read, write, 16 * 1024 * 1024)
+            shutil.copyfileobj(pieces, write, 16 * 1024 * 1024)
         write.flush()
         os.fsync(write.fileno())

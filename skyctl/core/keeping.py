@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,20 +89,32 @@ async def keeping(
     else:
         # also what a push that died left unrecorded, and the fleet runs, or recovery will push
         copies = {kept.checkpoint for kept in recorded} | state.checkpoints() | needed(state)
-        copy = await asyncio.to_thread(keep_copy, source, directory, copies)
-    copied = await asyncio.to_thread(read_checkpoint, str(copy))
+        copy = await _copied(source, directory, copies)
     # the copy has an identity of its own; the source's has been checked
-    own = Keeping(
-        replace(request, checkpoint=str(copy), expected_digest=None, expected_content=None),
-        state,
-        source,
-        copied,
-    )
+    request = replace(request, checkpoint=str(copy), expected_digest=None, expected_content=None)
+    own = Keeping(request, state, source)
     try:
+        own.copy = await asyncio.to_thread(read_checkpoint, str(copy))
         yield own
     finally:
         if existing is None and not own.record_used():
             await asyncio.to_thread(delete_copy, copy, directory)
+
+
+async def _copied(source: Checkpoint, directory: Path, recorded: Collection[str | None]) -> Path:
+    """As `keep_copy`; a cancellation stops it, and waits until its files are gone."""
+    stop = threading.Event()
+    copying = asyncio.ensure_future(
+        asyncio.to_thread(keep_copy, source, directory, recorded, stop=stop)
+    )
+    try:
+        return await asyncio.shield(copying)
+    except asyncio.CancelledError:
+        stop.set()
+        await asyncio.wait([copying])
+        if copying.exception() is None:
+            await asyncio.to_thread(delete_copy, copying.result(), directory)
+        raise
 
 
 def _same(kept: KeptWeights, source: Checkpoint) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from skyctl.checkpoints import keeping
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
 from skyctl.core import jobs
+from skyctl.core import keeping as core_keeping
 from skyctl.core.arbiter import Turn
 from skyctl.core.keeping import place_copies
 from skyctl.errors import PreflightError, SkyctlError
@@ -154,6 +157,47 @@ async def test_without_keep_and_in_a_dry_run_nothing_is_copied(
     assert (await pushed(state, stubs, tmp_path / "kept", keep=False)).state == "succeeded"
     assert not (tmp_path / "kept").exists()
     assert state.weights().checkpoint == str(stubs.new)
+
+
+async def test_a_copy_that_is_cancelled_ends_and_leaves_nothing(
+    tmp_path: Path, state: FleetState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, of_the_kernel = asyncio.get_running_loop(), os.copy_file_range
+    pieces: list[int] = []
+
+    def cancel(done: threading.Event) -> None:
+        copying.cancel()
+        loop.call_soon(done.set)
+
+    def cancelled_meanwhile(read: int, write: int, count: int) -> int:
+        pieces.append(count)
+        done = threading.Event()
+        loop.call_soon_threadsafe(cancel, done)
+        done.wait()
+        return of_the_kernel(read, write, count)
+
+    monkeypatch.setattr("skyctl.checkpoints.keeping.os.copy_file_range", cancelled_meanwhile)
+    request = PushRequest(str(Stubs(tmp_path).new), keep=True)
+    context = core_keeping.keeping(request, tmp_path / "kept", state)
+    copying = asyncio.ensure_future(context.__aenter__())
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert list((tmp_path / "kept").iterdir()) == []
+    assert len(pieces) == 1
+
+
+async def test_a_copy_that_cannot_be_read_does_not_stay(
+    tmp_path: Path, state: FleetState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(path: str) -> Any:
+        if Path(path).is_relative_to(tmp_path / "kept"):
+            raise PreflightError("it is broken")
+        return read_checkpoint(path)
+
+    monkeypatch.setattr(core_keeping, "read_checkpoint", read)
+    job = await pushed(state, Stubs(tmp_path), tmp_path / "kept")
+    assert job.error is not None and job.error["message"] == "it is broken"
+    assert list((tmp_path / "kept").iterdir()) == []
 
 
 async def test_without_room_it_is_refused_before_anything_is_touched(
