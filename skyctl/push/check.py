@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
@@ -124,7 +124,9 @@ async def check(
         await asyncio.to_thread(refuse_not_finite, source.files)
     servers = _records(fleet, facts, client, colocated=colocated)
     if source.checkpoint is not None:
-        notes += await check_fit(request, source.checkpoint, fleet, facts, servers)
+        fit = await check_fit(request, source.checkpoint, fleet, facts, servers)
+        notes += fit.notes
+        question = replace(question, names_compared=fit.names_compared)
     draft = None
     if request.draft or any(fact.process.drafts for fact in facts):
         from skyctl.push.draft import check_draft

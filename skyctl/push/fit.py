@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,24 @@ _answers: dict[tuple[str, str], Answer] = {}
 """The latest answers, by `PushServer.instance` and a digest of the question."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What is known of a checkpoint that fits the servers."""
+
+    notes: list[str]
+    """Lines the operator should read."""
+    names_compared: bool
+    """Whether a checkpoint that the servers loaded was there to compare names with."""
+
+
 async def check_fit(
     request: PushRequest,
     checkpoint: Checkpoint,
     fleet: PushFleet,
     facts: Sequence[ServerFacts],
     servers: Sequence[PushedServer],
-) -> list[str]:
-    """Compare the checkpoint with what the servers run; returns notes.
+) -> Fit:
+    """Compare the checkpoint with what the servers run.
 
     Raises:
         PreflightError: it does not fit. ServerError: a server does not answer.
@@ -124,7 +135,7 @@ async def check_fit(
         allowed=request.allow_config,
     )
     note = await asyncio.to_thread(chat_note, checkpoint.path, model_path)
-    return [*notes, note] if note else notes
+    return Fit([*notes, note] if note else notes, base.checkpoint is not None)
 
 
 async def _ask(

@@ -28,6 +28,7 @@ from skyctl.push.servers import Holds, PushedServer
 from skyctl.push.verify import can_compare
 from skyctl.transfer.plan import (
     ChunkPlan,
+    LacksTensors,
     NotInLayout,
     check_layouts,
     order_for_runtime,
@@ -102,12 +103,18 @@ class LayoutChoice:
 
 
 async def choose_layout(
-    requested: Layout, transport: str, servers: Sequence[PushedServer], checkpoint: Checkpoint
+    requested: Layout,
+    transport: str,
+    servers: Sequence[PushedServer],
+    checkpoint: Checkpoint,
+    *,
+    names_compared: bool = True,
 ) -> LayoutChoice:
-    """Settle the layout of a push.
+    """Settle the layout of a push. `names_compared`: with a checkpoint that the servers loaded.
 
     Raises:
-        PreflightError: `wanted` is "runtime", and it cannot be used.
+        PreflightError: `requested` is "runtime", and it cannot be used; or parameters would keep
+            the old weights.
     """
     could = transport in _TRANSPORTS and all(can_compare(server.target) for server in servers)
     if requested == "checkpoint" or (requested == "auto" and not could):
@@ -121,6 +128,12 @@ async def choose_layout(
         if transport != "ipc" and (processed := _processed(reports)):
             raise NotInLayout(f"{processed} is processed, ahead of a freeze only with ipc")
     except NotInLayout as refusal:
+        # vLLM's own engines only log which layers got nothing
+        if isinstance(refusal, LacksTensors) and not names_compared:
+            raise PreflightError(
+                f"{checkpoint.path} does not fit the running model: {refusal.reason}",
+                hint="push a checkpoint that has all tensors of the model",
+            ) from refusal
         return _refused(requested, LayoutChoice(), refusal.reason)
     unproven = [
         name

@@ -87,7 +87,13 @@ class SenderWay:
         self, question: Question, servers: Sequence[PushedServer]
     ) -> tuple[SenderWay, Plan]:
         request, fleet, files = self.request, self.fleet, self.source.files
-        layout = await choose_layout(request.layout, self.name, servers, files)
+        layout = await choose_layout(
+            request.layout,
+            self.name,
+            servers,
+            files,
+            names_compared=question.names_compared,
+        )
         chunks = self._cut(layout)
         layout = layout.planned(chunks, files)
         workers = sum(fact.process.ranks[0] for fact in question.facts)

@@ -41,6 +41,9 @@ class Question:
     """What each server reported of itself, in the fleet's order."""
     idle: Lease | None = None
     """The sender of the last push, if it is still alive."""
+    names_compared: bool = True
+    """Whether the names of its tensors were compared with those of a checkpoint that servers
+    loaded."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,12 @@ class NotInLayout(Exception):
     reason: str
 
 
+class LacksTensors(NotInLayout):
+    """Parameters are made of tensors that the checkpoint lacks, and of all that it has: names mean
+    the same to both.
+    """
+
+
 def check_layouts(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]) -> None:
     """Check that the reports are complete, and describe this checkpoint.
 
@@ -205,15 +211,20 @@ def check_layouts(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]) ->
         NotInLayout: a parameter needs vLLM's loader, or tensors and parameters do not match.
     """
     by_name = {tensor.name: tensor for tensor in tensors}
-    used: set[str] = set()
-    for worker in workers:
-        if worker.reason:
-            raise NotInLayout(worker.reason)
-        for parameter in worker.parameters:
-            _check_parameter(parameter, by_name)
-            used.update(part.tensor for part in parameter.parts)
+    if reason := next((worker.reason for worker in workers if worker.reason), ""):
+        raise NotInLayout(reason)
+    parameters = [parameter for worker in workers for parameter in worker.parameters]
+    used = {part.tensor: parameter.name for parameter in parameters for part in parameter.parts}
     ignored = {name for worker in workers for name in worker.ignored}
-    if unused := sorted(by_name.keys() - used - ignored):
+    unused = sorted(by_name.keys() - used.keys() - ignored)
+    if not unused and (absent := sorted(used.keys() - by_name.keys() - ignored)):
+        raise LacksTensors(
+            f"{used[absent[0]]} is made of {absent[0]}, which is not there "
+            f"({len(absent)} such tensors)"
+        )
+    for parameter in parameters:
+        _check_parameter(parameter, by_name)
+    if unused:
         raise NotInLayout(f"no parameter is made of {unused[0]} ({len(unused)} such tensors)")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.push import fit
+from skyctl.push.layouts import LayoutChoice
 from tests.unit.push.checkpoints import CONFIG, filled, tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Stubs, pushed
 
@@ -86,6 +88,22 @@ async def test_the_same_process_is_asked_the_same_once(
         await pushed(stubs, dry_run=True)
         calls.append(stubs.servers[0].asgi.calls["/collective_rpc"] - before)
     assert calls[1] == 0 < calls[0]
+
+
+async def test_a_way_is_planned_knowing_whether_names_were_compared(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bool] = []
+
+    async def choose(*_: Any, names_compared: bool) -> LayoutChoice:
+        compared.append(names_compared)
+        return LayoutChoice()
+
+    monkeypatch.setattr("skyctl.push.sender_way.choose_layout", choose)
+    await pushed(stubs, dry_run=True)
+    (stubs.base / "model.safetensors").unlink()  # as of servers that are started with dummy weights
+    await pushed(stubs, dry_run=True)
+    assert compared == [True, False]
 
 
 async def test_what_clients_get_with_the_servers_files_is_noted(stubs: Stubs) -> None:

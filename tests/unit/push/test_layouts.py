@@ -164,6 +164,21 @@ async def test_everything_else_is_left_to_the_loader_with_a_line_why(
         await chosen(checkpoint, one, wanted="runtime")
 
 
+async def test_a_checkpoint_that_lacks_tensors_is_refused_where_no_names_were_compared(
+    tmp_path: Path,
+) -> None:
+    """The loader would leave the old weights in place. Where names differ, it may know others."""
+    part = {name: TENSORS[name] for name in ("g", "u")}
+    lacking = read_checkpoint(str(write_checkpoint(tmp_path / "lacking", part)))
+    renamed = read_checkpoint(str(write_checkpoint(tmp_path / "renamed", {"m.g": part["g"]})))
+    servers = [site(Workers(report()))]
+    with pytest.raises(PreflightError, match="down is made of d, which is not there"):
+        await choose_layout("auto", "ipc", servers, lacking, names_compared=False)
+    for checkpoint, compared in ((lacking, True), (renamed, False)):
+        choice = await choose_layout("auto", "ipc", servers, checkpoint, names_compared=compared)
+        assert "which is not there" in choice.note
+
+
 async def test_a_server_in_which_a_push_broke_off_is_asked_so_that_it_lets_go(
     checkpoint: Checkpoint,
 ) -> None:
