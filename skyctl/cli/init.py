@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -205,7 +206,7 @@ def fleet_file_text(request: ScaffoldRequest, name: str) -> str:
         return header + _attached(name, request.servers)
     if request.tiny:
         return header + _tiny(name, request.replicas)
-    return header + _started(name, request.model or "Qwen/Qwen3-0.6B", request.replicas)
+    return header + _started(name, _model(request), request.replicas)
 
 
 def _attached(name: str, servers: Sequence[str]) -> str:
@@ -222,6 +223,15 @@ servers:
 # api_key_env: MY_API_KEY              # the environment variable that holds the servers' key
 # control_token_env: MY_CONTROL_TOKEN  # and their control token, where another skyctl runs them
 """
+
+
+def _model(request: ScaffoldRequest) -> str:
+    """As the file names it: a directory from where the file is."""
+    model = request.model or "Qwen/Qwen3-0.6B"
+    if Path(model).is_absolute() or not Path(model).is_dir():
+        return model
+    relative = os.path.relpath(model, request.directory)
+    return relative if relative.startswith("..") else f"./{relative}"
 
 
 def _started(name: str, model: str, replicas: int) -> str:

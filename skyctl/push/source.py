@@ -53,7 +53,7 @@ def reused_label(request: PushRequest, pushes: Sequence[PushRecord]) -> str:
 
 def means(word: str, version: str) -> bool:
     """Whether `word` is the version, or its name without the digest."""
-    return word in (version, version.rpartition("@")[0])
+    return bool(word) and word in (version, version.rpartition("@")[0])
 
 
 def full_version(word: str, versions: Iterable[str]) -> str:
@@ -99,7 +99,8 @@ def rollback(
     if version is not None:
         version = full_version(version, pushed)
     current = next((_given(push) for push in pushes if _given(push)), None)
-    target = version or next((p.version for p in had if p.version != current), None)
+    if (target := version) is None:
+        target = next((p.version for p in had if p.version != current), None)
     copy = next((weights for weights in kept if target and weights.version == target), None)
     before = copy or next((push for push in had if push.version == target), None)
     if before is not None:

@@ -25,6 +25,7 @@ from skyctl.fleetfile.sections import (
     RouterSection,
     WeightTransferSection,
 )
+from skyctl.fleetfile.values import resolve_relative
 
 EXAMPLE = Path(__file__).parents[3] / "fleet.yaml.example"
 
@@ -122,6 +123,18 @@ def test_names_that_yaml_would_read_as_something_else_are_quoted(name: str) -> N
 )
 def test_a_directory_gives_a_valid_name(directory: str, name: str) -> None:
     assert name_for(Path(directory)) == name
+
+
+def test_a_directory_is_named_from_where_the_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models/a").mkdir(parents=True)
+    for directory in (Path("deep/demo"), Path()):
+        scaffold(ScaffoldRequest(directory, name="demo", model="models/a"))
+        loaded = load_fleet(directory / "fleet.yaml")
+        model = resolve_relative(loaded.config.model, directory.resolve())
+        assert model == str(tmp_path / "models/a")
 
 
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import NotFoundError, WeightsGone
 from skyctl.push.request import PushObserver, PushRequest
-from skyctl.push.source import rollback
+from skyctl.push.source import full_version, rollback
 from skyctl.push.transaction import push
 from skyctl.store.journal import PushRecord
 from tests.unit.push.fleets import Stubs
@@ -68,6 +68,13 @@ def test_a_base_that_is_not_the_version_before_must_be_asked_for(sent: list[str]
         rollback(PushRequest(""), pushes, base="/models/a")
     asked = rollback(PushRequest(""), pushes, version="base", base="/models/a")
     assert asked.checkpoint == "/models/a"
+
+
+def test_an_empty_word_means_no_version() -> None:
+    """As a shell has it whose variable is not set."""
+    assert full_version("", ["kept", "a@1"]) == ""
+    with pytest.raises(NotFoundError, match="no version"):
+        rollback(PushRequest(""), [pushed("2"), pushed("1")], version="")
 
 
 @pytest.mark.parametrize("pushes", [[], [pushed("1")], [pushed("2", ok=False), pushed("1")]])
