@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES
+from skyctl.fleetfile.attached import check_attached
 from skyctl.fleetfile.events import EventSection
 from skyctl.fleetfile.scaling import ScaleSection
 from skyctl.fleetfile.sections import (
@@ -267,6 +268,7 @@ class FleetConfig(Section):
                 raise ValueError("`servers` lists a URL twice")
             if "router" in self.model_fields_set and not isinstance(self.router, str):
                 raise ValueError("with `servers`, `router` is the URL of a running router")
+            check_attached(self.model_fields_set)
         else:
             if self.model is None:
                 raise ValueError("`model` is missing (or `servers`, for servers already running)")

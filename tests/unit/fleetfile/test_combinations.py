@@ -45,6 +45,21 @@ def test_a_place_where_no_server_can_be_found_is_refused(discovery: str, expecte
     assert parse("name: demo\nservers: {dns: 'h:65535'}\n").servers
 
 
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("replicas: 4\nargs: {max-model-len: 4}\n", "`replicas`, `args` go"),
+        ("launcher: ssh\nssh: {hosts: [a]}\n", "`launcher`, `ssh` go"),
+        ("env: {A: b}\n", "`env` goes"),
+    ],
+)
+def test_keys_by_which_servers_are_started_do_not_go_with_servers_that_run(
+    text: str, keys: str
+) -> None:
+    (line,) = refused(f"name: demo\nservers: [http://h:1]\n{text}")
+    assert f"{keys} with servers that skyctl starts" in line
+
+
 PAIR = "replicas: [{role: prefill}, {role: decode}]\n"
 
 
