@@ -57,6 +57,11 @@ def _only_on(node: Mapping[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
+def _refuse_abandoned(abandoned: threading.Event) -> None:
+    if abandoned.is_set():
+        raise SkyctlError("the process that a node was reserved for has ended")
+
+
 class Workers:
     """An actor (`worker.Worker`) on each node that something was wanted of, from then on."""
 
@@ -140,19 +145,23 @@ class Cluster:
             }
         return facts
 
-    def place(self, token: str, turn: int, patience_s: float) -> dict[str, Any]:
+    def place(
+        self, token: str, turn: int, patience_s: float, abandoned: threading.Event
+    ) -> dict[str, Any]:
         """Choose a node for a server and reserve what it needs; returns its address, a free port
         there and the GPUs it may use. `turn` rotates among equal nodes.
 
-        Raises SkyctlError: no node has room, for `patience_s` seconds.
+        Raises SkyctlError: no node has room, for `patience_s` seconds, or it is `abandoned`.
+        Whatever is raised, nothing stays reserved.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         cluster = self._cluster
-        group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
         count = cluster.count if cluster.resource == "GPU" else 0
-        address, shown = node["NodeManagerAddress"], None
+        shown = None
         try:
+            group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s, abandoned)
+            address = node["NodeManagerAddress"]
             worker = self.workers.on(node)
             if count:
                 within = PlacementGroupSchedulingStrategy(group, 0)
@@ -168,7 +177,7 @@ class Cluster:
             if len(gpus) != count:
                 raise SkyctlError(f"{address} has given GPUs {visible!r}, not {count}")
         except BaseException:
-            self._release(token)
+            self.release(token)
             raise
         finally:
             if shown is not None:
@@ -200,8 +209,15 @@ class Cluster:
             answer = self._answer(node, self._ask(node, request), timeout_s + WORKER_TIMEOUT_S)
         if "error" in answer:
             raise HostUnreachable(answer["error"], hint=LOOK)
-        self._release(token)
+        self.release(token)
         return answer
+
+    def release(self, token: str) -> None:
+        """Give back what was reserved for a server, if anything was."""
+        from ray.util.placement_group import get_placement_group, remove_placement_group
+
+        with contextlib.suppress(ValueError):  # there is none
+            remove_placement_group(get_placement_group(f"{_PREFIX}{token}"))
 
     # --- nodes ---------------------------------------------------------------------------------
 
@@ -225,8 +241,10 @@ class Cluster:
             )
         return sorted(candidates, key=lambda node: str(node["NodeManagerAddress"]))
 
-    def _reserve(self, name: str, turn: int, patience_s: float) -> tuple[Any, Mapping[str, Any]]:
-        """A placement group on the best node that has room."""
+    def _reserve(
+        self, name: str, turn: int, patience_s: float, abandoned: threading.Event
+    ) -> tuple[Any, Mapping[str, Any]]:
+        """A placement group on the best node that has room. Raises as `place`."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         cluster, deadline = self._cluster, time.monotonic() + patience_s
@@ -237,13 +255,15 @@ class Cluster:
                 for node in self._in_order(nodes, turn):
                     if free.get(node["NodeID"], 0) < cluster.count:
                         continue
+                    _refuse_abandoned(abandoned)
                     pinned = [{_NODE_LABEL: node["NodeID"]}]
                     group = placement_group(
                         bundles, name=name, lifetime="detached", bundle_label_selector=pinned
                     )
                     if group.wait(_PINNED_S):
+                        _refuse_abandoned(abandoned)
                         return group, node
-                    remove_placement_group(group)  # another process was faster
+                    remove_placement_group(group)  # another process was faster, or `stop` came
             if time.monotonic() > deadline:
                 shown = ", ".join(
                     f"{node['NodeManagerAddress']} {free.get(node['NodeID'], 0):g} of "
@@ -253,7 +273,8 @@ class Cluster:
                 raise SkyctlError(
                     f"no node has {cluster.count} {cluster.resource} free for it (free: {shown})"
                 )
-            time.sleep(_LOOK_S)
+            abandoned.wait(_LOOK_S)
+            _refuse_abandoned(abandoned)
 
     def _in_order(self, nodes: list[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
         """Nodes with few servers first, or with many; `turn` rotates among equals."""
@@ -275,12 +296,6 @@ class Cluster:
 
         by_node = available_resources_per_node()
         return {node: free.get(resource, 0.0) for node, free in by_node.items()}
-
-    def _release(self, token: str) -> None:
-        from ray.util.placement_group import get_placement_group, remove_placement_group
-
-        with contextlib.suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(f"{_PREFIX}{token}"))
 
     # --- their agents --------------------------------------------------------------------------
 

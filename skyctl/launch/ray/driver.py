@@ -92,6 +92,8 @@ class _Client:
     """The program and its arguments."""
     gone: Callable[[], object] = field(default=lambda: None)
     """Called if it ends before its program does."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    """Set before that call."""
     listened: bool = False
     """Whether it is registered for events."""
 
@@ -236,6 +238,7 @@ def _watch(client: _Client) -> None:
     """Until the client has ended."""
     with contextlib.suppress(OSError):
         client.channel.recv(1)
+    client.ended.set()
     client.gone()
 
 
@@ -261,11 +264,27 @@ def _answer(client: _Client, cluster: Cluster) -> str:
     """Answer one request; the address of the node to go on with, or ""."""
     client.send({"agent": PROTOCOL, "skyctl": __version__})
     work: dict[str, Callable[..., dict[str, Any]]]
-    work = {"facts": cluster.facts, "place": cluster.place, "stop": cluster.stop}
+    work = {"facts": cluster.facts, "stop": cluster.stop}
     request = client.next_request()
-    if (kind := request.pop("do")) in work:
+    if (kind := request.pop("do")) == "place":
+        _place(client, cluster, request)
+        return str(client.next_request().get("target", ""))
+    if kind in work:
         client.send(work[kind](**request))
-    return str(client.next_request().get("target", "")) if kind == "place" else ""
+    return ""
+
+
+def _place(client: _Client, cluster: Cluster, request: Mapping[str, Any]) -> None:
+    """Have a node reserved, unless the client ends before it has the answer: the `stop` that
+    follows may have come before there was a reservation."""
+    place = cluster.place(**request, abandoned=client.ended)
+    try:
+        if client.ended.is_set():  # its parent, which reads the answer, may be about to end
+            raise BrokenPipeError
+        client.send(place)
+    except BrokenPipeError:
+        cluster.release(request["token"])
+        raise
 
 
 def _relay(client: _Client, node: Mapping[str, Any], worker: Any) -> int:
