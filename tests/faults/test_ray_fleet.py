@@ -163,7 +163,7 @@ def test_servers_go_on_without_the_head(tmp_path: Path) -> None:
         alone.begin(nodes=())
         fleet.lay_out(1, head=True)
         refused = fleet.json("up", expect=1)["error"]["message"]
-        assert "the Ray cluster asks for no token" in refused
+        assert "the Ray cluster requires no token" in refused
         fleet.lay_out(1, grace_s=8, head=True, allow_unauthenticated=True)
         fleet.run("up")
         before = fleet.until({"stubs-0": "ready"})["stubs-0"]
