@@ -21,7 +21,7 @@ from skyctl.errors import PreflightError, UsageError
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target
 from skyctl.live.file import Window
-from skyctl.live.model import Pair, addresses, dtype_name, read_pairs
+from skyctl.live.model import Pair, addresses, dtype_name, lie_in, read_pairs
 from skyctl.live.offer import IPC, Offered
 from skyctl.live.options import TrainerOptions, transport_of
 from skyctl.live.outline import Outline
@@ -306,7 +306,7 @@ class Trainer:
 
             self._memory = self._memory or RankMemory(transport)
             body["memory"] = self._memory.describe(pairs)
-            if "reason" not in body["memory"]:
+            if "reason" not in body["memory"] and lie_in(pairs, self._options.weights):
                 self._addresses = now
         return body
 

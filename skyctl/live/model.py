@@ -117,6 +117,24 @@ def addresses(weights: Weights) -> list[Any] | None:
     the same, nothing has moved. None for what must be called to know: a function, or another
     object's `state_dict`.
     """
+    if (named := _own(weights)) is None:
+        return None
+    return [
+        (name, id(tensor), part.data_ptr(), part.dtype, part.shape, part.stride())
+        for name, tensor, part in named
+    ]
+
+
+def lie_in(pairs: Sequence[Pair], weights: Weights) -> bool:
+    """Whether what was read of these weights is their own memory: a `state_dict` may make copies,
+    which keep their values when the weights change.
+    """
+    storages = {part.untyped_storage().data_ptr() for _, _, part in _own(weights) or ()}
+    return all(part.untyped_storage().data_ptr() in storages for _, part in pairs)
+
+
+def _own(weights: Weights) -> list[tuple[str, Any, Any]] | None:
+    """The named tensors of a module or a mapping, and this process's part of each."""
     if hasattr(weights, "_parameters"):
         named = _tensors_within(weights)
     elif isinstance(weights, Mapping):
@@ -124,11 +142,7 @@ def addresses(weights: Weights) -> list[Any] | None:
     else:
         return None
     local = ((name, tensor, getattr(tensor, "_local_tensor", tensor)) for name, tensor in named)
-    return [
-        (name, id(tensor), part.data_ptr(), part.dtype, part.shape, part.stride())
-        for name, tensor, part in local
-        if hasattr(part, "data_ptr")
-    ]
+    return [row for row in local if hasattr(row[2], "data_ptr")]
 
 
 def _tensors_within(module: Any) -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from skyctl.core.requests import Resume
+from skyctl.supervisor import rollout
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.scaling import Scaling
@@ -34,12 +34,18 @@ async def one_too_many(tmp_path: Path) -> AsyncIterator[Supervisor]:
         yield supervisor
 
 
-async def test_one_that_a_verb_routes_again_leaves_the_router_before_it_is_closed(
+async def route_again(supervisor: Supervisor) -> None:
+    """As the end of a push does."""
+    supervisor.held_out.discard(LEAVING)
+    await rollout.sync_router(supervisor)
+
+
+async def test_one_that_a_push_routes_again_leaves_the_router_before_it_is_closed(
     tmp_path: Path,
 ) -> None:
     async with one_too_many(tmp_path) as supervisor:
         await supervisor.scaler.step()
-        await supervisor.resume(Resume(timeout_s=5.0))
+        await route_again(supervisor)
         assert routed(supervisor) == {"a", "b", LEAVING}
         await supervisor.scaler.step()
         assert routed(supervisor) == {"a", "b"} and LEAVING in supervisor.replicas
@@ -49,20 +55,20 @@ async def test_one_that_a_verb_routes_again_leaves_the_router_before_it_is_close
 
 
 @pytest.mark.parametrize("closed", [False, True])
-async def test_one_that_a_verb_routes_again_while_it_is_asked_stays_open(
+async def test_one_that_a_push_routes_again_while_it_is_asked_stays_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     has_requests = Scaling._has_requests
 
-    async def and_a_verb(scaler: Scaling, replica: Replica) -> bool:
+    async def and_a_push(scaler: Scaling, replica: Replica) -> bool:
         if supervisor.paths.hold_file(LEAVING).exists() is closed:
-            await supervisor.resume(Resume(timeout_s=5.0))
+            await route_again(supervisor)
         return await has_requests(scaler, replica)
 
     async with one_too_many(tmp_path) as supervisor:
         if not closed:
             await supervisor.scaler.step()
-        monkeypatch.setattr(Scaling, "_has_requests", and_a_verb)
+        monkeypatch.setattr(Scaling, "_has_requests", and_a_push)
         await supervisor.scaler.step()
         if closed:
             await supervisor.scaler.step()

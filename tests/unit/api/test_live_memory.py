@@ -190,12 +190,24 @@ class Converting(torch.nn.Module):
         return {name: tensor.clone() for name, tensor in self.weights.items()}
 
 
+class Caching(Converting):
+    """The same, and keeps what it has made."""
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        self.made = [*getattr(self, "made", ()), super().state_dict()]
+        return self.made[-1]
+
+
 @pytest.mark.parametrize(
     "given",
-    [lambda weights: lambda name, shape: [([0] * len(shape), weights[name].clone())], Converting],
-    ids=["function", "module"],
+    [
+        lambda weights: lambda name, shape: [([0] * len(shape), weights[name].clone())],
+        Converting,
+        Caching,
+    ],
+    ids=["function", "module", "module that keeps them"],
 )
-async def test_tensors_that_only_the_push_keeps_alive_are_read_for_each(
+async def test_tensors_that_are_made_for_a_push_are_read_for_each(
     tmp_path: Path, copying: Copying, given: Any
 ) -> None:
     weights = state_dict(50)
