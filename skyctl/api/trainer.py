@@ -306,7 +306,7 @@ class Trainer:
 
             self._memory = self._memory or RankMemory(transport)
             body["memory"] = self._memory.describe(pairs)
-            if "reason" not in body["memory"] and lie_in(pairs, self._options.weights):
+            if now and "reason" not in body["memory"] and lie_in(pairs, self._options.weights):
                 self._addresses = now
         return body
 
