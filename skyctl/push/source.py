@@ -15,15 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.checkpoints.header import FileIdentity, Tensor
+from skyctl.checkpoints.header import Tensor
 from skyctl.errors import NotFoundError, PreflightError, UsageError, WeightsGone
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, read_rows
-from skyctl.transfer.reader import CheckpointChanged, ShardFiles
+from skyctl.transfer.reader import ShardFiles
 
 if TYPE_CHECKING:
     from skyctl.live.offer import Live
@@ -156,16 +155,10 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointChanged unless these are still the files whose headers were read."""
-    for shard in checkpoint.shards:
-        try:
-            # a network file system may have cached the status of a file that is not opened
-            with Path(shard.path).open("rb") as file:
-                status = os.fstat(file.fileno())
-        except OSError as error:
-            raise CheckpointChanged(f"{shard.path} vanished during the push: {error}") from error
-        if FileIdentity.of_status(status) != shard.identity:
-            raise CheckpointChanged(f"{shard.path} changed during the push")
+    """Raise CheckpointChanged unless these are still the files whose headers were read. They are
+    opened: a network file system may have cached the status of others.
+    """
+    ShardFiles(checkpoint.shards).close()
 
 
 def refuse_changed_draft(digest: str, checkpoint: Checkpoint) -> None:
