@@ -29,7 +29,7 @@ class InDoubt:
     job: str
     """The push."""
     stage: str
-    """Where the push ended."""
+    """Where the push ended; where it was undone, the stage before the undo."""
     half_updated: bool
     """Bytes may have been sent, so it may hold parts of several checkpoints; otherwise it has whole
     weights, perhaps behind an open session: those on record.
@@ -94,14 +94,14 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         for name, digest in update["servers"].items()
         if digest
     }
-    stages: set[PushStage] = set()
+    stages: dict[PushStage, None] = {}  # in order
     frozen_by_push: dict[str, bool] = {}
     woken: set[str] = set()
     last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
     for event in events:
         if event.kind is EventKind.STAGE:
-            stages.add(PushStage(event.data["stage"]))
+            stages[PushStage(event.data["stage"])] = None
         elif event.kind is EventKind.SERVER:
             name, state = event.data["server"], PushState(event.data["state"])
             if state is PushState.WEIGHED:
@@ -113,6 +113,8 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
             elif state is PushState.WAKING:
                 woken.add(name)
     sent = PushStage.UPDATE in stages
+    if not sent:
+        stages.pop(PushStage.RECOVER, None)  # the undo
 
     def given_back(name: str, state: PushState) -> bool:
         if name in woken and not sent:
@@ -127,7 +129,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         name: InDoubt(
             name,
             job.id,
-            job.stage,
+            next(reversed(stages)),
             half_updated=sent and name not in new,
             thaw=frozen_by_push.get(name, True),
             woken=name in woken,

@@ -191,6 +191,15 @@ def test_a_session_that_may_be_open_is_remembered_until_a_push_has_closed_it(
     assert in_doubt(state)["a"].stage == "start"
 
 
+@pytest.mark.parametrize("stage", ["init", "start"])
+def test_a_push_that_was_undone_broke_off_before_the_undo(state: FleetState, stage: str) -> None:
+    undone = journaled(state, "pause", "a:pausing", stage, "recover")
+    put_in_doubt(state, left_behind(undone, state.journal.events(undone.id)))
+    next_push = journaled(state, "pause", "a:paused", "init")
+    put_in_doubt(state, left_behind(next_push, state.journal.events(next_push.id)))
+    assert in_doubt(state)["a"].stage == stage
+
+
 @pytest.mark.parametrize("sent", [False, True])
 def test_what_was_verified_keeps_its_label_until_something_is_sent(
     state: FleetState, sent: bool
