@@ -54,6 +54,7 @@ def push_fleet(
         return replace(
             server,
             recorded=RecordedState(
+                in_doubt=record is not NO_DOUBT,
                 half_updated=record.half_updated,
                 thaw=record.thaw and not row.paused,
                 verified_as=record.version,

@@ -246,8 +246,8 @@ def _records(
             engine="+".join(part for part in (fact.process.vllm_version, given.arguments) if part),
             kv_lease_s=fact.process.kv_lease_s,
         )
-        # where a push broke off, its session may be open, and undoing this push thaws it as well
-        did = Did(open=given.recorded.thaw, frozen=given.recorded.thaw and not asleep)
+        # undoing this push also undoes what an earlier one left
+        did = Did(open=given.recorded.in_doubt, frozen=given.recorded.thaw and not asleep)
         holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))
     return tuple(servers)

@@ -123,8 +123,10 @@ class PushRequest:
 class RecordedState:
     """What is on record of a server's weights before a push."""
 
+    in_doubt: bool = False
+    """An earlier push broke off there, and may have left an update session open."""
     half_updated: bool = False
-    """An earlier push broke off there: it is scrubbed first."""
+    """That push may have sent something: it is scrubbed first."""
     thaw: bool = False
     """An earlier push froze it: this one resumes it."""
     verified_as: str = ""

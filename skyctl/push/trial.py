@@ -167,7 +167,7 @@ async def _push_back(
     # half updated: what they hold was never accepted, so only a whole push may free them
     half_updated = []
     for server in loaded:
-        recorded = replace(server.given.recorded, half_updated=True, thaw=True)
+        recorded = replace(server.given.recorded, in_doubt=True, half_updated=True, thaw=True)
         half_updated.append(replace(server.given, recorded=recorded))
     again = replace(
         run,

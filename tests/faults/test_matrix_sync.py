@@ -386,7 +386,7 @@ async def test_after_a_failed_push_the_next_one_heals_the_fleet(stubs: Stubs) ->
     del stubs.engines[BAD].update  # type: ignore[attr-defined]
     # what the state file says of it to the next push
     left = [
-        replace(s, recorded=RecordedState(half_updated=True, thaw=True))
+        replace(s, recorded=RecordedState(in_doubt=True, half_updated=True, thaw=True))
         for s in stubs.fleet.servers[BAD : BAD + 1]
     ]
     servers = (stubs.fleet.servers[0], *left, stubs.fleet.servers[2])

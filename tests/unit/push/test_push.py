@@ -227,11 +227,12 @@ async def test_a_session_that_a_dead_pusher_left_open_is_closed_first(stubs: Stu
     check_invariant(stubs)
 
 
+@pytest.mark.parametrize("thaw", [True, False], ids=["frozen by the push", "frozen before"])
 async def test_a_session_left_open_is_closed_also_where_servers_read_files_themselves(
-    stubs: Stubs,
+    stubs: Stubs, thaw: bool
 ) -> None:
     stubs.engines[0].start_update()
-    stubs.record(thaw=True)
+    stubs.record(in_doubt=True, thaw=thaw)
     result = await push_new(stubs, transport="disk")
     assert all(server.ok for server in result.servers)
     assert stubs.engines[0].digest == stubs.engines[1].digest
@@ -406,7 +407,9 @@ async def test_an_undone_push_gives_back_what_an_earlier_one_froze_under_the_lab
     known = digest if holds == "what was verified" else "another"
     first = replace(
         stubs.fleet.servers[0],
-        recorded=RecordedState(thaw=True, verified_as="step-7", weights_digest=known),
+        recorded=RecordedState(
+            in_doubt=True, thaw=True, verified_as="step-7", weights_digest=known
+        ),
     )
     stubs.fleet = replace(stubs.fleet, servers=(first, *stubs.fleet.servers[1:]))
     await stubs.engines[0].pause("keep")
