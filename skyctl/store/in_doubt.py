@@ -94,15 +94,16 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         for name, digest in update["servers"].items()
         if digest
     }
-    stages: dict[PushStage, None] = {}  # in order
+    stages = [PushStage(event.data["stage"]) for event in events if event.kind is EventKind.STAGE]
+    sent = PushStage.UPDATE in stages
+    if not sent:
+        stages = [stage for stage in stages if stage is not PushStage.RECOVER]  # the undo
     frozen_by_push: dict[str, bool] = {}
     woken: set[str] = set()
     last: dict[str, PushState] = {}
     digests: dict[str, str] = {}
     for event in events:
-        if event.kind is EventKind.STAGE:
-            stages[PushStage(event.data["stage"])] = None
-        elif event.kind is EventKind.SERVER:
+        if event.kind is EventKind.SERVER:
             name, state = event.data["server"], PushState(event.data["state"])
             if state is PushState.WEIGHED:
                 digests[name] = event.data["detail"]
@@ -112,9 +113,6 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
                 frozen_by_push[name] = state is PushState.PAUSING
             elif state is PushState.WAKING:
                 woken.add(name)
-    sent = PushStage.UPDATE in stages
-    if not sent:
-        stages.pop(PushStage.RECOVER, None)  # the undo
 
     def given_back(name: str, state: PushState) -> bool:
         if name in woken and not sent:
@@ -129,7 +127,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         name: InDoubt(
             name,
             job.id,
-            next(reversed(stages)),
+            stages[-1],
             half_updated=sent and name not in new,
             thaw=frozen_by_push.get(name, True),
             woken=name in woken,
