@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import cache
 from typing import Any
 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -17,6 +18,20 @@ except ImportError:  # vLLM 0.26
 
 
 _UNQUANTIZED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS = "UnquantizedFusedMoEMethod"
+_OF_EXPERTS = {
+    "w13_weight": ("w1", "w3"),
+    "w13_bias": ("w1", "w3"),
+    "w2_weight": ("w2",),
+    "w2_bias": ("w2",),
+}
+"""Parameters of a layer of experts, and the parts that vLLM loads them in."""
+_PROJECTIONS = {
+    "w1": "ckpt_gate_proj_name",
+    "w2": "ckpt_down_proj_name",
+    "w3": "ckpt_up_proj_name",
+}
+_SHOWN = 3
 
 
 def half_open(model: Any) -> bool:
@@ -25,12 +40,14 @@ def half_open(model: Any) -> bool:
 
 
 def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
-    """Names of layers that still wait for weights; call before the session is finalized.
+    """Names of layers that still wait for weights, with what lacks of their experts; call before
+    the session is finalized.
 
     Layers that received everything were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
-    vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
-    use what another one loads (`engines/vllm/inside/experts.py`).
+    vocabulary, as well as quantized layers, may stay short of their allocated size. Experts may be
+    padded, too: they are told by what was loaded. `tied` layers use what another one loads
+    (`engines/vllm/inside/experts.py`).
     """
     missing = []
     for name, layer in model.named_modules():
@@ -39,8 +56,64 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
             continue
         if not any(parameter is not None for parameter in layer._parameters.values()):
             continue
-        method = type(getattr(layer, "quant_method", None)).__name__
+        shown = name or type(layer).__name__
+        method = _method(layer)
         padded = hasattr(layer, "num_embeddings_padded") or method not in _UNQUANTIZED
         if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
-            missing.append(name or type(layer).__name__)
+            missing.append(shown)
+        elif method == _EXPERTS and (lacking := _lacking_experts(layer, info.loaded_weights)):
+            more = f", {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+            missing.append(f"{shown} (no {', '.join(lacking[:_SHOWN])}{more})")
     return missing
+
+
+def require_complete(missing: list[str], model_name: str = "the model") -> None:
+    """Raise RuntimeError if anything is missing."""
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} layers of {model_name} got no complete weights: "
+            f"{', '.join(missing[:_SHOWN])}"
+        )
+
+
+def _method(layer: Any) -> str:
+    """The class of its `quant_method`; of experts that take adapters, which wrap it, their own."""
+    method = getattr(layer, "quant_method", None)
+    return type(getattr(method, "old_quant_method", method)).__name__
+
+
+def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
+    """What was not loaded of the experts that this worker holds. `loads`: vLLM's record of calls of
+    the parameters' loaders.
+
+    Elements cannot tell: backends pad experts, and a rank may have nothing but padding of a part.
+    """
+    of_layer = {name: p for name in _OF_EXPERTS if (p := layer._parameters.get(name)) is not None}
+    local = cache(layer._map_global_expert_id_to_local_expert_id)
+    loaded = set[tuple[str, int, str]]()
+    for attribute, call in loads:
+        if attribute not in of_layer:
+            continue
+        parameter, given = of_layer[attribute], call.arguments
+        expert, shard = given.get("expert_id"), given.get("shard_id")
+        if expert is not None and local(expert) < 0:
+            continue  # another rank's
+        stacked = expert is None or given["loaded_weight"].dim() == parameter.dim()
+        places = range(parameter.shape[0]) if stacked else (local(expert),)
+        parts = _OF_EXPERTS[attribute] if shard is None else (shard,)
+        loaded |= {(attribute, place, part) for place in places for part in parts}
+    gated = getattr(layer.moe_config, "is_act_and_mul", True)
+    numbers = {local(expert): expert for expert in range(layer.global_num_experts)}
+    return [
+        f"{_named(layer, part, attribute)} of expert {numbers.get(place, place)}"
+        for attribute, parameter in of_layer.items()
+        for place in range(parameter.shape[0])
+        for part in _OF_EXPERTS[attribute][: None if gated else 1]
+        if (attribute, place, part) not in loaded
+    ]
+
+
+def _named(layer: Any, part: str, attribute: str) -> str:
+    """As the checkpoint calls it."""
+    name = getattr(layer, _PROJECTIONS[part], None) or part
+    return f"{name} bias" if attribute.endswith("_bias") else name

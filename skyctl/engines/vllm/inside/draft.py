@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-_SHOWN = 3
-
 
 def draft_model(worker: Any) -> Any:
     """The model that a worker drafts with. Raises RuntimeError: it has none, or this vLLM does not
@@ -38,7 +36,7 @@ def load_draft(worker: Any, path: str) -> None:
         initialize_layerwise_reload,
     )
 
-    from skyctl.engines.vllm.inside.completeness import missing_parameters
+    from skyctl.engines.vllm.inside.completeness import missing_parameters, require_complete
     from skyctl.engines.vllm.inside.digest import digest_model
     from skyctl.engines.vllm.inside.experts import repack_tied_layers, tied_layers
     from skyctl.engines.vllm.inside.placement import partial_loads
@@ -61,11 +59,7 @@ def load_draft(worker: Any, path: str) -> None:
         finally:
             finalize_layerwise_reload(model, config)
     repack_tied_layers(model)
-    if missing:
-        raise RuntimeError(
-            f"{len(missing)} layers of the draft model got no complete weights: "
-            f"{', '.join(missing[:_SHOWN])}"
-        )
+    require_complete(missing, "the draft model")
     if digest_model(target)["digest"] != before:
         raise RuntimeError(
             "the draft model shares layers with the model, and its checkpoint has other weights "

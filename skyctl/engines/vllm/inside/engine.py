@@ -24,7 +24,11 @@ try:
 except ImportError:  # vLLM 0.26, which does not check
     from contextlib import nullcontext as disable_mtp_completeness_check
 
-from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
+from skyctl.engines.vllm.inside.completeness import (
+    half_open,
+    missing_parameters,
+    require_complete,
+)
 from skyctl.engines.vllm.inside.experts import (
     pack_after_updates,
     repack_tied_layers,
@@ -123,11 +127,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
                 f"only {len(received)} of {len(announced)} announced tensors were received; "
                 f"missing: {', '.join(lost[:_SHOWN])}"
             )
-        if missing:
-            raise RuntimeError(
-                f"{len(missing)} layers of the model got no complete weights: "
-                f"{', '.join(missing[:_SHOWN])}"
-            )
+        require_complete(missing)
         self.shutdown()
 
     def load_whole(self, tensors: Mapping[str, torch.Tensor]) -> None:

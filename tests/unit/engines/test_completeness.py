@@ -1,0 +1,184 @@
+"""What an update did not fill, in models of vLLM's own classes with vLLM's own counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.tiny import make_tiny_checkpoint
+from tests.unit.engines.layout_loads import KINDS
+from tests.unit.engines.vllm_models import vllm_model
+
+pytestmark = pytest.mark.usefixtures("vllm")
+
+EXPERTS = "model.layers.0.mlp.experts"
+RANKS = [(0, 1, False), (1, 2, False), (0, 2, True), (1, 2, True)]
+"""Rank, ranks, and whether ranks have different experts."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("completeness")
+    return {
+        kind: make_tiny_checkpoint(root / kind, seed=3, dtype="bfloat16", **arguments)
+        for kind, arguments in KINDS.items()
+    }
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = load_file(checkpoint / "model.safetensors")
+    return tensors
+
+
+def stacked(tensors: dict[str, Any], experts: int) -> dict[str, Any]:
+    """With one tensor for all experts of a layer, as newer checkpoints have them."""
+    import torch
+
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: [tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(experts)]
+            for part in ("gate", "up", "down")
+        }
+        both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        fused[f"{prefix}.gate_up_proj"] = torch.stack(both)
+        fused[f"{prefix}.down_proj"] = torch.stack(parts["down"])
+    return fused
+
+
+@contextmanager
+def updates(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that loads tensors as an update does, in so many calls, and says what is missing.
+    Layers are not processed: their kernels are made when a server starts.
+    """
+    from vllm.model_executor.model_loader.reload import (
+        initialize_layerwise_reload,
+        layerwise,
+        record_metadata_for_reloading,
+    )
+
+    from skyctl.engines.vllm.inside.completeness import missing_parameters
+    from skyctl.engines.vllm.inside.experts import tied_layers
+
+    def process(layer: Any, info: Any) -> None:
+        layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+
+    monkeypatch.setattr(layerwise, "_layerwise_process", process)
+    tied = {name for name, _ in tied_layers(model)}
+    record_metadata_for_reloading(model)
+
+    def update(tensors: dict[str, Any], calls: int = 2) -> list[str]:
+        initialize_layerwise_reload(model)
+        items = list(tensors.items())
+        for call in range(calls):
+            model.load_weights(items[call::calls])
+        missing = missing_parameters(model, tied)
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load():
+                process(layer, info)
+        return missing
+
+    yield update
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rank", "ranks", "expert_parallel"), RANKS)
+def test_a_whole_checkpoint_leaves_nothing_missing(
+    checkpoints: dict[str, Path],
+    kind: str,
+    rank: int,
+    ranks: int,
+    expert_parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = tensors_of(checkpoints[kind])
+    placed = {"rank": rank, "ranks": ranks, "expert_parallel": expert_parallel}
+    with (
+        vllm_model(checkpoints[kind], **placed) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        assert update(tensors) == []
+        if kind == "experts":
+            assert update(stacked(tensors, 4)) == []
+
+
+@pytest.mark.parametrize(("rank", "ranks", "expert_parallel"), RANKS)
+def test_each_part_of_an_expert_that_lacks_is_named_where_it_is_held(
+    checkpoints: dict[str, Path],
+    rank: int,
+    ranks: int,
+    expert_parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = tensors_of(checkpoints["experts"])
+    placed = {"rank": rank, "ranks": ranks, "expert_parallel": expert_parallel}
+    with (
+        vllm_model(checkpoints["experts"], **placed) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        for expert in range(4):
+            for part in ("gate_proj", "up_proj", "down_proj"):
+                name = f"{EXPERTS}.{expert}.{part}.weight"
+                missing = update({n: t for n, t in tensors.items() if n != name})
+                held = not expert_parallel or expert // 2 == rank
+                lacking = f"{EXPERTS}.routed_experts (no {part} of expert {expert})"
+                assert missing == ([lacking] if held else []), name
+
+
+def test_what_lacks_of_stacked_or_many_experts_is_told_in_short(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_of(checkpoints["experts"])
+    with (
+        vllm_model(checkpoints["experts"]) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        fused = stacked(tensors, 4)
+        del fused[f"{EXPERTS}.down_proj"]
+        lacking = ", ".join(f"down_proj of expert {expert}" for expert in range(3))
+        assert update(fused) == [f"{EXPERTS}.routed_experts (no {lacking}, 1 more)"]
+        none = {n: t for n, t in tensors.items() if not n.startswith(EXPERTS)}
+        assert update(none) == [f"{EXPERTS}.routed_experts"]
+
+
+def test_padded_experts_are_whole_when_every_part_was_loaded(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_of(checkpoints["experts"])
+    with vllm_model(checkpoints["experts"]) as model:
+        for layer in model.modules():
+            for parameter in layer._parameters.values():
+                if hasattr(parameter, "weight_loader_numel"):  # not in older versions
+                    parameter.weight_loader_numel += 64
+        with updates(model, monkeypatch) as update:
+            assert update(tensors) == []
+            assert update(stacked(tensors, 4)) == []
+            del tensors[f"{EXPERTS}.3.up_proj.weight"]
+            lacking = "no up_proj of expert 3"
+            assert update(tensors) == [f"{EXPERTS}.routed_experts ({lacking})"]
+
+
+def test_experts_that_take_adapters_are_looked_at_too(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = tensors_of(checkpoints["experts"])
+    with (
+        vllm_model(checkpoints["experts"]) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        layer = model.get_submodule(f"{EXPERTS}.routed_experts")
+        own = layer._modules.pop("quant_method")
+        layer.quant_method = SimpleNamespace(old_quant_method=own)  # `FusedMoEModularMethod`
+        assert update(tensors) == []
+        del tensors[f"{EXPERTS}.0.down_proj.weight"]
+        assert update(tensors) == [f"{EXPERTS}.routed_experts (no down_proj of expert 0)"]
