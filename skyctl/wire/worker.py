@@ -28,6 +28,7 @@ class WorkerMethod(StrEnum):
     WEIGHTS_OPEN = "skyctl_weights_open"
     WEIGHTS_COPY = "skyctl_weights_copy"
     WEIGHTS_CLOSE = "skyctl_weights_close"
+    WATCH_RELOAD = "skyctl_watch_reload"
     REPACK_TIED = "skyctl_repack_tied"
     LEAVE_GROUP = "skyctl_leave_group"
     FREE_CACHED = "skyctl_free_cached"

@@ -47,7 +47,7 @@ def assert_parts_of_experts_are_missed(fleet: FleetCli, made: dict[str, Path], s
     known, aside = made["a"] / "model.safetensors", made["a"] / "aside"
     refused = fleet.json("sync-weights", str(short), expect=1)["error"]["message"]
     assert "experts.3.up_proj.weight is missing" in refused
-    for transport in ("shm", "gloo"):
+    for transport in TRANSPORTS:
         known.rename(aside)
         try:
             push = "sync-weights", "--transport", transport, str(short)

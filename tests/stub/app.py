@@ -295,6 +295,8 @@ class StubServer:
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return _results([None] * workers)
+        if method == "skyctl_watch_reload":
+            return _results([None] * workers)
         if method == "skyctl_started_with":
             return _results([self._config()] * workers)
         if method == "skyctl_update_problem":

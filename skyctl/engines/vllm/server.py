@@ -319,7 +319,8 @@ class VLLMServer(HttpServer):
         return await self.collective_rpc(WorkerMethod.NCCL, timeout_s=timeout_s)
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
-        """vLLM's reload leaves tied weights out on CPU (`inside/experts.py`)."""
+        """The extension checks and completes what vLLM's own reload leaves out."""
+        await self.extension_rpc(WorkerMethod.WATCH_RELOAD, timeout_s=timeout_s)
         try:
             await self.collective_rpc(
                 "reload_weights", kwargs={"weights_path": path}, timeout_s=timeout_s
@@ -327,10 +328,8 @@ class VLLMServer(HttpServer):
         except ServerError as error:
             if error.refusal != Refusal.CANNOT_RELOAD:
                 raise
-            again = ServerError(
-                f"{error.message}; start the server without --load-format dummy",
-                status=error.status,
-            )
+            message = f"{error.message}; start the server without --load-format dummy"
+            again = ServerError(message, status=error.status)
             again.refusal = error.refusal
             raise again from error
         await self.extension_rpc(WorkerMethod.REPACK_TIED, timeout_s=timeout_s)

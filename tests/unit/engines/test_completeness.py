@@ -182,3 +182,28 @@ def test_experts_that_take_adapters_are_looked_at_too(
         assert update(tensors) == []
         del tensors[f"{EXPERTS}.0.down_proj.weight"]
         assert update(tensors) == [f"{EXPERTS}.routed_experts (no down_proj of expert 0)"]
+
+
+def test_a_reload_of_vllms_own_that_did_not_fill_the_model_fails_once(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyctl.engines.vllm.inside.worker import SkyctlWorkerExtension
+
+    tensors = tensors_of(checkpoints["tied"])
+    short = {n: t for n, t in tensors.items() if n != "model.layers.1.self_attn.v_proj.weight"}
+    with (
+        vllm_model(checkpoints["tied"]) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        worker = SkyctlWorkerExtension()
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+        worker.skyctl_watch_reload()  # of a push that ended before its reload
+        for _ in range(2):
+            worker.skyctl_watch_reload()
+            update(short, calls=1)
+            with pytest.raises(RuntimeError, match=r"layers\.1\.self_attn\.qkv_proj"):
+                worker.skyctl_repack_tied()
+            worker.skyctl_watch_reload()
+            update(tensors, calls=1)
+            worker.skyctl_repack_tied()
+        assert update(tensors) == [] and "load_weights" not in vars(model)

@@ -358,14 +358,14 @@ async def test_a_directory_that_vanishes_while_servers_read_it_fails_the_push_of
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
-    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(BEFORE_FREEZE + 1,))
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(BEFORE_FREEZE + 2,))
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "quarantined"]
 
 
 async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
-        "status", text="Model reloading with `dummy` format", calls=(BEFORE_FREEZE + 1,)
+        "status", text="Model reloading with `dummy` format", calls=(BEFORE_FREEZE + 2,)
     )
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "ready"]

@@ -41,7 +41,7 @@ def test_without_a_call_there_is_nothing() -> None:
 async def test_a_push_tells_each_servers_time(tmp_path: Path, transport: str) -> None:
     stubs = Stubs(tmp_path)
     await stubs.engines[1].pause("keep")
-    loading = {"shm": ("/update_weights", 1), "disk": ("/collective_rpc", BEFORE_FREEZE + 1)}
+    loading = {"shm": ("/update_weights", 1), "disk": ("/collective_rpc", BEFORE_FREEZE + 2)}
     route, call = loading[transport]
     stubs.servers[0].asgi.faults[route] = Fault("delay", seconds=0.2, calls=(call,))
     async with stubs.client() as client:

@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from skyctl.engines.vllm.inside.experts import tied_layers
+
 try:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 except ImportError:  # vLLM 0.26
@@ -74,6 +76,23 @@ def require_complete(missing: list[str], model_name: str = "the model") -> None:
             f"{len(missing)} layers of {model_name} got no complete weights: "
             f"{', '.join(missing[:_SHOWN])}"
         )
+
+
+def watched_load(model: Any) -> list[str]:
+    """A list that the model's next `load_weights` fills with what is missing after it: vLLM's own
+    reload finalizes the session before anybody can look.
+    """
+    tied = {name for name, _ in tied_layers(model)}
+    missing: list[str] = []
+
+    def load_weights(*arguments: Any, **options: Any) -> Any:
+        del model.load_weights  # this one, from before the class's own
+        loaded = model.load_weights(*arguments, **options)
+        missing.extend(missing_parameters(model, tied))
+        return loaded
+
+    model.load_weights = load_weights
+    return missing
 
 
 def _method(layer: Any) -> str:

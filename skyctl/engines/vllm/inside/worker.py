@@ -144,12 +144,22 @@ class SkyctlWorkerExtension:
         """What the workers of all data-parallel ranks left under `nonce`."""
         return kept_answers(nonce)
 
+    def skyctl_watch_reload(self) -> None:
+        """Before a `reload_weights`: have it note what it does not fill; see `completeness.py`."""
+        from skyctl.engines.vllm.inside.completeness import watched_load
+
+        self._skyctl_not_loaded = watched_load(self.model_runner.get_model())
+
     def skyctl_repack_tied(self) -> None:
         """Complete a `reload_weights`; see `experts.py`.
 
         Raises:
-            RuntimeError: the reload has left a part of the model wrong (`experts.py`).
+            RuntimeError: the reload has left a part of the model wrong (`experts.py`), or did not
+                fill it.
         """
+        from skyctl.engines.vllm.inside.completeness import require_complete
+
+        require_complete(self.__dict__.pop("_skyctl_not_loaded", []))
         model = self.model_runner.get_model()
         if problem := update_problem(model):
             raise RuntimeError(problem)
