@@ -87,7 +87,7 @@ class Trainer:
         version: str,
         *,
         pause_mode: PauseMode | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
         scan_nan: bool = True,
         trial: Mapping[str, Any] | str | PathLike[str] | None = None,
         rolling: int = 0,

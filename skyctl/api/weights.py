@@ -46,7 +46,7 @@ class WeightsFleet(SessionHolder):
         stage_rate: int | None = None,
         layout: Layout = "auto",
         pause_mode: PauseMode | None = None,
-        verify: bool = True,
+        verify: bool | None = None,
         dry_run: bool = False,
         scan_nan: bool | None = None,
         allow_unproven_reload: bool = False,
@@ -90,6 +90,7 @@ class WeightsFleet(SessionHolder):
             layout: "runtime" copies tensors straight into parameters, "checkpoint" passes them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a trial.
+            verify: compare what servers hold afterwards; None does as the fleet file says.
             scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False checks
                 nothing, None checks what is sent.
             allow_unproven_reload: accept weights that get another digest than expected.
@@ -203,7 +204,7 @@ class WeightsFleet(SessionHolder):
         checkpoint: str | PathLike[str] | None = None,
         digest: str | None = None,
         pause_mode: PauseMode = "keep",
-        verify: bool = True,
+        verify: bool | None = None,
         keep: bool = False,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
@@ -227,7 +228,7 @@ class WeightsFleet(SessionHolder):
             digest: the digest that each server's weights must have (`weights_digest` of an earlier
                 push).
             pause_mode: what becomes of running requests.
-            verify: whether to compare at all.
+            verify: whether to compare at all; None does with a digest, else as the fleet file says.
             keep: a server then writes what it got into a copy of the fleet's own on disk, which
                 servers that restart get; the next push waits until that is whole. Refused if none
                 could.
@@ -238,7 +239,7 @@ class WeightsFleet(SessionHolder):
             PreflightError: refused; nothing was paused. ConflictError: another command acts.
             PushError: `details["servers"]` says how each server was left.
         """
-        if digest is not None and not verify:
+        if digest is not None and verify is False:
             raise UsageError(
                 "a digest is compared as weights are verified, and verify is False",
                 hint="leave one of the two out",
@@ -254,7 +255,7 @@ class WeightsFleet(SessionHolder):
             transport=TRAINER,
             weight_version=version,
             pause_mode=pause_mode,
-            verify=verify,
+            verify=verify if digest is None else True,
             weights_digest=digest,
             keep=keep,
         )

@@ -138,10 +138,10 @@ SleepAfterOption = Annotated[
     ),
 ]
 VerifyOption = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--verify/--no-verify",
-        help="Compare the servers' weights at the end (default).",
+        help="Compare the servers' weights at the end (default: as the fleet file says).",
         rich_help_panel=CHECKS,
         show_default=False,
     ),
@@ -232,7 +232,7 @@ def sync_weights(
     trial: TrialOption = None,
     colocated: ColocatedOption = False,
     sleep_after: SleepAfterOption = None,
-    verify: VerifyOption = True,
+    verify: VerifyOption = None,
     scan_nan: ScanNanOption = None,
     allow_unproven_reload: AllowUnprovenReloadOption = False,
     allow_config: AllowConfigOption = None,

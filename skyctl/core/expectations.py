@@ -15,7 +15,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushServer, Reading, RecordedState, Timeouts
+from skyctl.push.request import Defaults, PushFleet, PushServer, Reading, RecordedState, Timeouts
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record, Verification, verify
 from skyctl.store.base_weights import BaseFiles, BaseWeights
@@ -80,7 +80,7 @@ def push_fleet(
             one_reader=transfer.readers == "one",
         ),
         python=python,
-        transport=transfer.transport,
+        defaults=Defaults(transfer.transport, transfer.verify),
     )
 
 

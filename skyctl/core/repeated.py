@@ -50,7 +50,7 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
     return None if request.leaves_router else request
 
 
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
+def published(weights: FleetWeights) -> PushRequest:
     """A request for the fleet's weights.
 
     Raises:
@@ -74,7 +74,6 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         expected_content=weights.content_digest,
         draft=weights.draft,
         expected_draft=weights.draft_digest,
-        verify=verify,
         scan_nan=False,  # they were accepted when they were pushed, and so was their configuration
         allow_config=(ALL_KEYS,),
     )

@@ -205,7 +205,11 @@ class WeightTransferSection(Section):
         description="Deadline for one chunk to be loaded by every server, and for a trainer's "
         "`fleet.update` block that sets none.",
     )
-    verify: bool = Field(True, description="Compare the servers' weights after each push.")
+    verify: bool = Field(
+        True,
+        description="Compare the servers' weights after each push that does not say otherwise "
+        "(`--verify`, `--no-verify`).",
+    )
     stage_rate: StageRate | None = Field(
         None,
         description="Bytes per second that the sender reads at most while the servers serve, 10MB "

@@ -112,6 +112,8 @@ async def check(
     colocated = request.colocated and source.trainer is None
     may_sleep = [s.name for s in fleet.servers if s.recorded.weights_awake or colocated]
     notes = check_servers(facts, may_sleep)
+    if request.verify is None and not fleet.defaults.verify:
+        notes.append("as with --no-verify: the fleet file has `weight_transfer: {verify: false}`")
     if source.trainer is None and source.checkpoint is not None:
         refuse_broken(request, fleet, source.files, facts[0].process.vllm_version)
     refuse_update_problems(facts)
@@ -135,7 +137,7 @@ async def check(
         notes += draft_notes
     way, plan = await way.plan(question, servers)
     notes += plan.notes
-    if request.verify and not request.dry_run:
+    if fleet.verifies(request) and not request.dry_run:
         notes += await digest_before(servers, facts, timeout_s=fleet.timeouts.update_s)
     if way.layout_only_by_loader or fleet.leaves_machine:
         await asyncio.to_thread(lambda: source.rows)
@@ -177,10 +179,11 @@ async def choose_way(question: Question) -> tuple[Way, list[str]]:
         return sibling_way(fleet.sibling, question), []
     _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
-    if request.ranks and {request.transport, fleet.transport} == {"auto"} and _on_cpu(fleet):
+    default = fleet.defaults.transport
+    if request.ranks and {request.transport, default} == {"auto"} and _on_cpu(fleet):
         return _by_disk("the servers read the trainer's file in memory themselves", question), []
     servers = [Reachable(f.name, f.url, f.process.backend) for f in question.facts]
-    choice = choose(request.transport, fleet.transport, servers, nodes=len(nodes))
+    choice = choose(request.transport, default, servers, nodes=len(nodes))
     refuse_stage(request, choice.name)
     if choice.name != "disk":
         return await sender_way(question, choice)

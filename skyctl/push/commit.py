@@ -55,7 +55,7 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
         require_paused(server), server.control.reset_caches(), return_exceptions=True
     )
     try:
-        if not (run.request.verify or server.proof.copied):
+        if not (run.fleet.verifies(run.request) or server.proof.copied):
             return
         # of copied weights every byte is compared with what the sender read: these files, or a
         # copy on another machine that may be of another step
@@ -83,7 +83,7 @@ async def _compare(run: Run, checked: Checked, server: PushedServer) -> None:
         )
     if source.checkpoint is not None or source.live is not None:
         _require_comparison(server)
-    if run.request.verify and checked.draft is not None:
+    if run.fleet.verifies(run.request) and checked.draft is not None:
         await checked.draft.compare(server, timeout_s=timeout_s)
 
 

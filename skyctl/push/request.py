@@ -52,8 +52,9 @@ class PushRequest:
     """The label of the new weights; None derives one from the checkpoint's digest."""
     pause_mode: PauseMode = "keep"
     """What becomes of running requests."""
-    verify: bool = True
-    """Compare what servers hold afterwards with the checkpoint and with each other."""
+    verify: bool | None = None
+    """Compare what servers hold afterwards with the checkpoint and with each other; None takes
+    the fleet file's."""
     dry_run: bool = False
     """Check everything, and touch nothing."""
     scan_nan: bool | None = None
@@ -223,6 +224,16 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Defaults:
+    """What holds where a request does not say."""
+
+    transport: str = "auto"
+    """How weights travel; the request says "auto"."""
+    verify: bool = True
+    """Whether servers are compared afterwards; the request says None."""
+
+
+@dataclass(frozen=True)
 class PushFleet:
     """The servers of a push, what is known of their weights, and the bounds it keeps."""
 
@@ -238,8 +249,8 @@ class PushFleet:
     """How checkpoints are read."""
     python: str = ""
     """The interpreter that runs the sender process (it needs torch); "" is this one."""
-    transport: str = "auto"
-    """What the fleet file says; it is used when the request says "auto"."""
+    defaults: Defaults = Defaults()
+    """What the fleet file says."""
     pushes: tuple[PushRecord, ...] = ()
     """The fleet's latest pushes, newest first."""
     committed: FleetWeights | None = None
@@ -254,6 +265,10 @@ class PushFleet:
     """Weights in a trainer's memory, that servers copy from."""
     sibling: Sibling | None = None
     """A server that has the weights, which the only server of this push copies from it."""
+
+    def verifies(self, request: PushRequest) -> bool:
+        """Whether this push compares what the servers hold afterwards."""
+        return self.defaults.verify if request.verify is None else request.verify
 
     @property
     def leaves_machine(self) -> bool:

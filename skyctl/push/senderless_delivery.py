@@ -184,7 +184,8 @@ class TrainerWay:
     async def plan(
         self, question: Question, servers: Sequence[PushedServer]
     ) -> tuple[TrainerWay, Plan]:
-        in_no_file = question.source.checkpoint is None and question.request.verify
+        verifies = question.fleet.verifies(question.request)
+        in_no_file = question.source.checkpoint is None and verifies
         note = "no checkpoint of these weights: servers are compared with each other alone"
         return self, Plan(notes=(note,) if in_no_file else ())
 

@@ -240,8 +240,9 @@ async def read_source(request: PushRequest, fleet: PushFleet) -> Source:
     if fleet.sibling is not None:
         return Source(secrets.token_hex(16))
     checkpoint = await asyncio.to_thread(_read, request)
+    compares_rows = fleet.verifies(request)
     return Source(
-        checkpoint.identity_digest, checkpoint, fleet.trainer, compares_rows=request.verify
+        checkpoint.identity_digest, checkpoint, fleet.trainer, compares_rows=compares_rows
     )
 
 

@@ -156,8 +156,7 @@ class Canaries:
 
     async def _promote(self) -> Job:
         canary = self._serving()
-        verify = self._running.require_plan().config.weight_transfer.verify
-        request = await asyncio.to_thread(published, canary.weights, verify=verify)
+        request = await asyncio.to_thread(published, canary.weights)
         return await self._begin_push(request, check=lambda: self._refuse_changed(canary))
 
     async def _promote_once(self, canary: Canary, reason: str) -> None:

@@ -84,7 +84,6 @@ class Warming:
 
         request = PushRequest(
             weights.checkpoint,
-            verify=plan.config.weight_transfer.verify,
             draft=weights.draft,
             expected_draft=weights.draft_digest,
         )

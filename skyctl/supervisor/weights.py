@@ -66,12 +66,12 @@ async def push_alone(replica: Replica, running: RunningFleet) -> None:
 
 
 async def _push_alone(replica: Replica, running: RunningFleet) -> None:
-    state, verify = running.state, running.require_plan().config.weight_transfer.verify
+    state = running.state
     weights = state.weights_of(replica.name)
     await asyncio.to_thread(require_draft, weights)  # no sibling has it in a file
     try:
         # may read a whole checkpoint
-        request = await asyncio.to_thread(published, weights, verify=verify)
+        request = await asyncio.to_thread(published, weights)
     except WeightsGone as error:
         result = await _from_sibling(replica, running, error)
     else:
@@ -228,7 +228,6 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
                 weight_version=sibling.row.weight_version,
                 draft=weights.draft,  # a server writes its model alone
                 expected_draft=weights.draft_digest,
-                verify=transfer.verify,
                 scan_nan=False,  # they were accepted when they were pushed
                 allow_config=(ALL_KEYS,),
             )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROTOCOL = 18
+PROTOCOL = 19
 """Version of the supervisor's API. Increment it with every change that affects the other side."""
 
 VERSION_HEADER = "x-skyctl"

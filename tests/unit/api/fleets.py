@@ -34,12 +34,16 @@ def stubs(base: Path, count: int = 2, **options: Any) -> list[StubServer]:
 
 
 @asynccontextmanager
-async def attached(tmp_path: Path, servers: list[StubServer]) -> AsyncIterator[Fleet]:
-    """A fleet of these stubs, the first of which plays the router as well."""
+async def attached(
+    tmp_path: Path, servers: list[StubServer], more: str = ""
+) -> AsyncIterator[Fleet]:
+    """A fleet of these stubs, the first of which plays the router as well; `more` are further lines
+    of its file."""
     async with running(servers) as targets:
         urls = [target.url for target in targets]
         file = tmp_path / "fleet.yaml"
-        file.write_text(f"name: demo\nservers: {urls}\nrouter: {urls[0]}\ncontrol_timeout_s: 5\n")
+        text = f"name: demo\nservers: {urls}\nrouter: {urls[0]}\ncontrol_timeout_s: 5\n{more}\n"
+        file.write_text(text)
         yield Fleet.load(file)
 
 

@@ -163,6 +163,30 @@ async def test_a_checkpoint_is_pushed_and_verified(tmp_path: Path, base: Path) -
         assert pickle.loads(pickle.dumps(result)) == result
 
 
+@pytest.mark.parametrize(
+    ("file", "options", "compared"),
+    [
+        (False, {}, False),
+        (False, {"verify": True}, True),
+        (True, {}, True),
+        (True, {"verify": False}, False),
+    ],
+)
+async def test_a_push_that_does_not_say_is_verified_as_the_fleet_file_has_it(
+    tmp_path: Path, base: Path, file: bool, options: dict[str, bool], compared: bool
+) -> None:
+    more = f"weight_transfer: {{verify: {str(file).lower()}}}"
+    async with attached(tmp_path, stubs(base), more) as fleet:
+        new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
+        for weights in (new, state_dict(60)):
+            result = await fleet.sync_weights(weights, **options)
+            assert (result.compared is not None) == compared
+            notes = [note for note in result.notes if "weight_transfer: {verify: false}" in note]
+            assert len(notes) == (not options and not file)
+        plan = (await fleet.sync_weights(new, dry_run=True)).plan
+        assert plan is not None and any("verify" in note for note in plan["notes"]) == (not file)
+
+
 async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
     tmp_path: Path, base: Path, home: Path
 ) -> None:

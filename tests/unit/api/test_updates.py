@@ -257,6 +257,17 @@ async def test_weights_that_are_not_what_they_must_be_serve_nobody(
     assert (await trained.update("step-4", 2, digest=result.servers[0].weights_digest)).version
 
 
+async def test_an_update_is_verified_as_the_fleet_file_has_it_unless_it_names_a_digest(
+    trained: Trained,
+) -> None:
+    file = trained.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace("s: 5}", "s: 5, verify: false}"))
+    trained.fleet = Fleet.load(file)
+    assert not (await trained.update("step-1", 1)).servers[0].weights_digest
+    with pytest.raises(PushError, match="not hold what was announced"):
+        await trained.update("step-2", 2, digest="another")
+
+
 async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained) -> None:
     for version in ("step-1", "step-2"):  # compared with what the servers held, then on record
         with pytest.raises(PushError, match="sent nothing: the weights are what they were"):

@@ -374,18 +374,18 @@ def test_the_fleets_weights_are_asked_for_by_the_files_that_were_looked_at(tmp_p
         draft=str(draft.path),
         draft_digest=draft.identity_digest,
     )
-    again = published(weights, verify=True)
+    again = published(weights)
     assert (again.expected_digest, again.draft) == (checkpoint.identity_digest, str(draft.path))
     assert again.expected_draft == draft.identity_digest
     os.utime(draft.shards[0].path, ns=(1, 1))
     with pytest.raises(WeightsGone, match=r"the draft model .* was overwritten"):
-        published(weights, verify=True)
+        published(weights)
     Path(draft.shards[0].path).unlink()
     with pytest.raises(WeightsGone, match="the draft model of v1 is gone"):
-        published(weights, verify=True)
+        published(weights)
     os.utime(checkpoint.shards[0].path, ns=(1, 1))
     with pytest.raises(WeightsGone, match="step was overwritten"):
-        published(replace(weights, draft=""), verify=True)
+        published(replace(weights, draft=""))
 
 
 def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are_not(
@@ -401,10 +401,10 @@ def test_files_that_were_only_touched_are_the_fleets_weights_and_other_bytes_are
     )
     os.utime(checkpoint.shards[0].path, ns=(1, 1))
     now = read_checkpoint(str(directory)).identity_digest
-    assert published(weights, verify=True).expected_digest == now != checkpoint.identity_digest
+    assert published(weights).expected_digest == now != checkpoint.identity_digest
     rewrite_unseen(directory, tiny_tensors(9))
     with pytest.raises(WeightsGone, match="was overwritten"):
-        published(weights, verify=True)
+        published(weights)
 
 
 async def test_a_push_that_failed_puts_right_nobody_who_was_in_no_doubt(actions: Actions) -> None:
