@@ -158,11 +158,12 @@ class SamplingRoutes:
         body = await self.bodies.parsed(request, wire.Futures)
         sampler, clone = body.target.sampling_session_id, body.target.cloned_sampler_id
         timeout_s = min(POLL_S if body.timeout is None else body.timeout, POLL_S)
-        if body.retrieved_request_ids:
-            await self.ledger.run(
-                lambda c: records.forget_results(c, sampler, body.retrieved_request_ids)
-            )
-        await self.ledger.run(lambda c: records.sampler(c, sampler))
+
+        def received(connection: sqlite3.Connection) -> None:
+            records.sampler(connection, sampler)  # a model's results are not fetched here
+            records.forget_results(connection, sampler, body.retrieved_request_ids)
+
+        await self.ledger.run(received)
         deadline = time.monotonic() + timeout_s
         with self.bell.listen(sampler) as waiter:
             while True:
