@@ -61,9 +61,13 @@ def full_version(word: str, versions: Iterable[str]) -> str:
     A word that matches none is returned unchanged.
 
     Raises:
+        NotFoundError: there is no word, as of a shell's variable that is not set.
         UsageError: it may be any of several.
     """
     distinct = dict.fromkeys(versions)
+    if not word:
+        names = ", ".join(distinct) or "none"
+        raise NotFoundError("the name of a version is missing", hint=f"versions: {names}")
     matching = [version for version in distinct if means(word, version)]
     if word in distinct or not matching:
         return word

@@ -72,8 +72,11 @@ def test_a_base_that_is_not_the_version_before_must_be_asked_for(sent: list[str]
 
 def test_an_empty_word_means_no_version() -> None:
     """As a shell has it whose variable is not set."""
-    assert full_version("", ["kept", "a@1"]) == ""
-    with pytest.raises(NotFoundError, match="no version"):
+    for versions, words in ((["kept", "a@1"], "kept, a@1"), ([], "none")):
+        with pytest.raises(NotFoundError, match="the name of a version is missing") as caught:
+            full_version("", versions)
+        assert caught.value.hint == f"versions: {words}"
+    with pytest.raises(NotFoundError, match="the name of a version is missing"):
         rollback(PushRequest(""), [pushed("2"), pushed("1")], version="")
 
 
