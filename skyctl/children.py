@@ -1,5 +1,5 @@
-"""The environment of the processes that skyctl starts: its own, and no proxy within the fleet; and
-scripts in other interpreters.
+"""The environment of the processes that skyctl starts: its own, and no proxy within the fleet;
+scripts in other interpreters; and work that a cancellation does not cut short, as is their start.
 
 A program that reads HTTP_PROXY asks servers on loopback through the proxy, too, unless no_proxy
 names them. skyctl's own requests never go through a proxy.
@@ -13,12 +13,14 @@ import os
 import signal
 import subprocess
 from asyncio.subprocess import Process
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from skyctl.startup import inherited_environment
 
+T = TypeVar("T")
+Work = Coroutine[Any, Any, T]
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 EVERY_ADDRESS = ("0.0.0.0/0", "::/0")
 """For vllm-router, which knows no `*` for addresses. httpx (Python) fails on the second."""
@@ -42,21 +44,40 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return environment | {_LIST: listed, _LIST.upper(): listed}
 
 
-async def started(starting: Coroutine[Any, Any, Process], *, session: bool = False) -> Process:
+async def started(starting: Work[Process], *, session: bool = False) -> Process:
     """What `asyncio.create_subprocess_exec` or `…_shell` starts; with `session`, it leads one.
 
     A cancellation ends it once it has started. asyncio itself would wait for ever for one whose
     pipes it has not connected yet, and leave what a shell has started.
     """
-    task = asyncio.ensure_future(starting)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        if not task.cancelled() and task.exception() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(task.result().pid, signal.SIGKILL) if session else task.result().kill()
-        raise
+
+    async def end(process: Process) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL) if session else process.kill()
+
+    return await to_its_end(starting, undo=end)
+
+
+async def to_its_end(
+    work: Work[T],
+    stop: Callable[[], object] = lambda: None,
+    undo: Callable[[T], Work[object]] | None = None,
+) -> T:
+    """The result of `work`. A cancellation, of which there may be several, calls `stop`, and is
+    raised once the work has ended and its result is undone.
+    """
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+            stop()
+    if cancelled is None or task.cancelled():
+        return task.result()
+    if undo is not None and task.exception() is None:
+        await to_its_end(undo(task.result()))
+    raise cancelled from task.exception()
 
 
 def output_of(

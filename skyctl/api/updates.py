@@ -17,6 +17,7 @@ from skyctl.adapters.given import CANNOT_TAKE, MAY_PASS
 from skyctl.adapters.requests import LoadAdapter, SentTensors, UnloadAdapter
 from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
 from skyctl.checkpoints.staging import staged, sweep
+from skyctl.children import to_its_end
 from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
 from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
@@ -115,12 +116,8 @@ async def updating(
     opened = await fleet.open_update(OpenUpdate(request, at, own_identity(), timeout_s))
 
     async def ended(failure: str = "") -> PushResult:
-        closing = asyncio.create_task(fleet.close_update(CloseUpdate(opened.job, failure)))
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing  # servers are frozen, and wait for this
-            raise
+        # servers are frozen, and wait for this
+        await to_its_end(fleet.close_update(CloseUpdate(opened.job, failure)))
         return push_result(await fleet.wait_job(opened.job, on_event))
 
     if not opened.servers:

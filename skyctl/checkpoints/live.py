@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import read_base
 from skyctl.checkpoints.header import Tensor
+from skyctl.children import to_its_end
 from skyctl.errors import PreflightError, SkyctlError
 
 T = TypeVar("T")
@@ -82,13 +83,8 @@ async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Run a blocking call without blocking the loop; a cancellation waits until it ends."""
-    running = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        # what it writes is about to be closed, or written by others
-        await asyncio.wait([running])
-        raise
+    # what it writes may be closed afterwards, or written by others
+    return await to_its_end(asyncio.to_thread(call, *arguments))
 
 
 class TensorFile:

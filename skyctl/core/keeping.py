@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded
+from skyctl.children import to_its_end
 from skyctl.core.repeated import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
@@ -89,7 +90,12 @@ async def keeping(
     else:
         # also what a push that died left unrecorded, and the fleet runs, or recovery will push
         copies = {kept.checkpoint for kept in recorded} | state.checkpoints() | needed(state)
-        copy = await _copied(source, directory, copies)
+        stop = threading.Event()
+        copy = await to_its_end(
+            asyncio.to_thread(keep_copy, source, directory, copies, stop=stop),
+            stop.set,
+            undo=lambda copied: asyncio.to_thread(delete_copy, copied, directory),
+        )
     # the copy has an identity of its own; the source's has been checked
     request = replace(request, checkpoint=str(copy), expected_digest=None, expected_content=None)
     own = Keeping(request, state, source)
@@ -99,22 +105,6 @@ async def keeping(
     finally:
         if existing is None and not own.record_used():
             await asyncio.to_thread(delete_copy, copy, directory)
-
-
-async def _copied(source: Checkpoint, directory: Path, recorded: Collection[str | None]) -> Path:
-    """As `keep_copy`; a cancellation stops it, and waits until its files are gone."""
-    stop = threading.Event()
-    copying = asyncio.ensure_future(
-        asyncio.to_thread(keep_copy, source, directory, recorded, stop=stop)
-    )
-    try:
-        return await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        stop.set()
-        await asyncio.wait([copying])
-        if copying.exception() is None:
-            await asyncio.to_thread(delete_copy, copying.result(), directory)
-        raise
 
 
 def _same(kept: KeptWeights, source: Checkpoint) -> bool:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
+from skyctl.children import to_its_end
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.devices import free_gpu_memory
 from skyctl.push.check import Checked, check
@@ -79,7 +79,7 @@ async def rehearse(
             try:  # to find out what each parameter must hold by its server's layout
                 await delivery.open(checked.servers)
             finally:
-                await _to_its_end(delivery.close())
+                await to_its_end(delivery.close())
         with asking():
             await _compare(checked, fleet)
     return checked.servers
@@ -115,16 +115,6 @@ async def _compare(checked: Checked, fleet: PushFleet) -> None:
         await settle_parameters(server, report.numbers, checked.source.whole, timeout_s=timeout_s)
 
     await asyncio.gather(*map(compare, checked.servers))
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, even when cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise
 
 
 class _Numbering(ChunkDelivery):

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from skyctl.children import to_its_end
 from skyctl.core.results import job_error
 from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.errors import (
@@ -107,12 +108,8 @@ class ServedWeights:
     async def _bring(self, directory: str | None) -> list[str]:
         """Push what servers lack; returns the id of the last job, if there was any."""
         async with self._bringing:
-            task = asyncio.create_task(self._push_until_served(directory))
-            try:
-                return await asyncio.shield(task)
-            except asyncio.CancelledError:
-                await asyncio.wait({task})  # the next caller must not find it half done
-                raise
+            # the next caller must not find it half done
+            return await to_its_end(self._push_until_served(directory))
 
     async def _push_until_served(self, directory: str | None) -> list[str]:
         label = None if directory is None else label_of(directory)
