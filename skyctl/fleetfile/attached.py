@@ -8,6 +8,7 @@ _OF_STARTED = (
     *("replicas", "args", "check_args", "env", "ports", "gpus", "share_gpus", "host"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("nodes_per_replica", "launcher", "ssh", "ray", "restart"),
+    *("on_event", "scale", "tinker", "trainer"),
 )
 
 

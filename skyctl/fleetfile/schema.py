@@ -231,14 +231,10 @@ class FleetConfig(Section):
                 "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
                 "skyctl adapters load NAME DIR"
             )
-        if self.attached and "on_event" in self.model_fields_set:
-            raise ValueError("`on_event` is for servers that skyctl starts: a supervisor runs it")
         if self.tinker is not None:
             self._check_tinker(self.tinker)
-        if self.trainer is not None and (self.attached or self.engine != DEFAULT_ENGINE):
-            raise ValueError(
-                "`trainer` is for vLLM servers that skyctl starts: it speaks their API"
-            )
+        if self.trainer is not None and self.engine != DEFAULT_ENGINE:
+            raise ValueError("`trainer` is for vLLM servers: it speaks their API")
         self._check_tokens()
         if self.scale is not None:
             self._check_scale(self.scale)
@@ -248,8 +244,8 @@ class FleetConfig(Section):
         return self
 
     def _check_scale(self, scale: ScaleSection) -> None:
-        if self.attached or self.launcher == "ray":
-            raise ValueError("`scale` is for servers that skyctl starts, and not on a Ray cluster")
+        if self.launcher == "ray":
+            raise ValueError("`scale` does not go with `launcher: ray`")
         if not isinstance(self.replicas, int):
             raise ValueError("`scale` goes with a number of `replicas`, not with groups")
         if isinstance(self.router, RouterSection) and not self.router.enabled:
@@ -333,8 +329,6 @@ class FleetConfig(Section):
             raise ValueError(f"`{key}` does not go with prefill and decode servers yet")
 
     def _check_tinker(self, tinker: TinkerSection) -> None:
-        if self.attached:
-            raise ValueError("`tinker` is for servers that skyctl starts: it trains their `model`")
         tinker.check_place(self.launcher, self.ssh.hosts)
         if self.lora is None or self.lora.max_rank < tinker.max_rank:
             rank = "without `lora` they take none"

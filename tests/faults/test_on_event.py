@@ -66,4 +66,6 @@ def test_a_misspelled_event_is_named_and_a_fleet_without_supervisor_has_none(
     (tmp_path / "fleet.yaml").write_text(
         "name: a\nservers: [http://127.0.0.1:1]\non_event: {push_failed: x}\n"
     )
-    assert "`on_event` is for servers that skyctl starts" in fleet.run("validate", expect=2).stderr
+    assert (
+        "`on_event` goes with servers that skyctl starts" in fleet.run("validate", expect=2).stderr
+    )

@@ -16,7 +16,7 @@ ON_A = f"{LORA}launcher: ssh\nssh: {{hosts: [a]}}\nshared_dir: /s\n"
     [
         ("model: x\ntinker: {}\n", "without `lora` they take none: write `lora: {max_rank: 32}`"),
         ("model: x\ntinker: {}\nlora: {max_rank: 16}\n", "their `lora: max_rank` is 16"),
-        ("servers: [http://h:1]\ntinker: {}\n", "`tinker` is for servers that skyctl starts"),
+        ("servers: [http://h:1]\ntinker: {}\n", "`tinker` goes with servers that skyctl starts"),
         (f"{LORA}launcher: ray\nshared_dir: /s\ntinker: {{}}\n", "write `launcher: ssh`, with"),
         (f"{LORA}tinker: {{machine: a}}\n", "is one of `ssh: hosts`"),
         (f"{ON_A}tinker: {{machine: b, storage: /s}}\n", "is one of `ssh: hosts`"),
@@ -51,6 +51,8 @@ def test_a_place_where_no_server_can_be_found_is_refused(discovery: str, expecte
         ("replicas: 4\nargs: {max-model-len: 4}\n", "`replicas`, `args` go"),
         ("launcher: ssh\nssh: {hosts: [a]}\n", "`launcher`, `ssh` go"),
         ("env: {A: b}\n", "`env` goes"),
+        ("on_event: {push_failed: x}\nscale: {max: 2}\n", "`on_event`, `scale` go"),
+        ("trainer: {port: 1}\ntinker: {}\n", "`tinker`, `trainer` go"),
     ],
 )
 def test_keys_by_which_servers_are_started_do_not_go_with_servers_that_run(
@@ -170,7 +172,7 @@ def test_settings_of_one_machine_are_refused_for_a_replica_on_several(
         ),
         ("scale: {max: 2}\nreplicas: [{count: 1}]\n", "not with groups"),
         ("scale: {max: 2}\nrouter: {enabled: false}\n", "`scale` needs the router"),
-        ("scale: {max: 2}\nlauncher: ray\n", "not on a Ray cluster"),
+        ("scale: {max: 2}\nlauncher: ray\n", "does not go with `launcher: ray`"),
         ("scale: {max: 2, sleep_s: -1}\n", "sleep_s"),
     ],
 )
