@@ -93,7 +93,7 @@ class DiskDelivery(Delivery):
         path = str(self._checkpoint.path)
 
         async def call(server: PushedServer) -> None:
-            server.holds = Holds.UNKNOWN
+            before, server.holds = server.holds, Holds.UNKNOWN
             reached("push.update.call")
             try:
                 with server.spans.loading():
@@ -102,7 +102,7 @@ class DiskDelivery(Delivery):
             except ServerError as error:
                 if error.refusal != Refusal.CANNOT_RELOAD:
                     raise
-                server.holds = Holds.OLD
+                server.holds = before
                 raise ServerError(f"{error.message}, or push with another transport") from error
 
         await each(alive(servers), call, timeout_s=self._timeout_s, call_name="reload")

@@ -17,7 +17,7 @@ from skyctl.push.request import PushRequest, RecordedState
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.plan import ChunkPlan
 from tests.stub.faults import Fault
-from tests.stub.state import StubEngine, digest_of_updates
+from tests.stub.state import EngineRefused, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import (
     BEFORE_FREEZE,
@@ -371,6 +371,18 @@ async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(st
     assert states(error) == ["ready", "ready"]
     assert error.details["servers"][1]["version"] == "default"
     assert "--load-format dummy" in error.message
+
+
+async def test_a_half_updated_server_that_refuses_disk_is_not_resumed(stubs: Stubs) -> None:
+    def refuse(path: str) -> None:
+        raise EngineRefused("Model reloading with `dummy` format")
+
+    stubs.engines[0].reload = refuse  # type: ignore[method-assign]
+    await stubs.engines[0].pause("keep")
+    stubs.record(in_doubt=True, half_updated=True, thaw=True)
+    error = await failing_push(stubs, transport="disk")
+    assert states(error) == ["quarantined", "ready"]
+    assert [engine.paused for engine in stubs.engines] == [True, False]
 
 
 # --- nobody else thaws what is being loaded, and intents come first -----------------------------
