@@ -36,6 +36,7 @@ from skyctl.store.in_doubt import (
     left_behind,
     open_sender,
     put_in_doubt,
+    reached_by,
     verified,
 )
 from skyctl.store.journal import DRY_RUN, PUSH, EventKind, Job, JobEvent, JobState, Journal
@@ -331,10 +332,10 @@ def record_failure(
     """Record a push that failed: quarantine servers left in doubt, keep those left at a version."""
     message = f"{job_id} failed: {error.message}"
     state.add_event("fleet", message, FleetEvent.PUSH_FAILED, job=job_id)
-    doubted, rows = in_doubt(state), error.details.get("servers", [])
-    whole = {
-        name for update in verified(state.journal.events(job_id)) for name in update["servers"]
-    }
+    rows, events = error.details.get("servers", []), state.journal.events(job_id)
+    whole = {name for update in verified(events) for name in update["servers"]}
+    # others are as an earlier push left them
+    doubted = in_doubt(state).keys() & reached_by(events)
     # also those that failed afterwards: a sleeping one that did not wake, one that did not sleep
     holding = {
         row["server"]

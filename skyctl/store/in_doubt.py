@@ -139,6 +139,15 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     }
 
 
+def reached_by(events: Iterable[JobEvent]) -> set[str]:
+    """The servers to which a push did anything: a roll that stops has not come to all."""
+    return {
+        event.data["server"]
+        for event in events
+        if event.kind is EventKind.SERVER and PushState(event.data["state"]).touched
+    }
+
+
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
     """What a push had verified by the end of its events, in order (`PushObserver.fact`)."""
     return [event.data for event in events if event.kind is EventKind.VERIFIED]

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, PushError, TrialFailed
-from skyctl.push.request import PushRequest, PushResult
+from skyctl.push.request import PushRequest, PushResult, RecordedState
 from skyctl.push.rolling import push_rolling
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
+from skyctl.store.state import FleetState
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Rotation, Stubs, written_anew
 
@@ -97,6 +101,34 @@ async def test_a_failure_stops_the_roll_and_names_what_is_where(stubs: Stubs) ->
     stubs.servers[1].asgi.faults = {}
     again = await roll(stubs)
     assert all(row.version == "step-2" for row in again.servers)
+
+
+async def test_a_server_in_doubt_that_the_roll_did_not_come_to_stays_in_doubt(
+    stubs: Stubs, tmp_path: Path
+) -> None:
+    last = stubs.fleet.servers[2]
+    left = replace(last, recorded=RecordedState(in_doubt=True, thaw=True))
+    stubs.fleet = replace(stubs.fleet, servers=(*stubs.fleet.servers[:2], left))
+    await stubs.engines[2].pause("keep")
+    stubs.engines[2].start_update()
+    stubs.servers[0].asgi.faults["/start_weight_update"] = Fault("status")
+    request = PushRequest(str(stubs.new), rolling=1, pause_mode="wait")
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        put_in_doubt(state, {last.name: InDoubt(last.name, "push-0", "start", False, True)})
+        job = jobs.open_push(state.journal, Turn(None), request)
+        async with stubs.client() as client:
+            await jobs.run_push(
+                job,
+                request,
+                stubs.fleet,
+                client=client,
+                state=state,
+                rotation=Rotation(stubs),
+                kept=tmp_path / "kept",
+            )
+        assert state.journal.job(job.id).error is not None
+        assert in_doubt(state).keys() == {last.name}
+        assert state.server(last.name).quarantine
 
 
 async def test_a_failed_trial_in_a_later_part_stops_it(stubs: Stubs) -> None:
