@@ -87,4 +87,5 @@ async def _report_requests(run: Run, server: PushedServer) -> None:
             in_flight = (await server.control.metrics()).in_flight
             if in_flight != shown:
                 shown = in_flight
-                run.observer.server(server.name, PushState.PAUSING, waits_for(in_flight), in_flight)
+                state = PushState.HELD if server.before.paused else PushState.PAUSING
+                run.observer.server(server.name, state, waits_for(in_flight), in_flight)

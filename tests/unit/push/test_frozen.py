@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyctl.errors import PushError
-from skyctl.push import servers
+from skyctl.push import drain, servers
 from skyctl.push.request import RecordedState
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine
@@ -22,6 +22,21 @@ async def test_a_server_paused_before_stays_paused(stubs: Stubs) -> None:
     result = await push_new(stubs)
     assert [engine.paused for engine in stubs.engines] == [False, True]
     assert [server.state for server in result.servers] == ["ready", "paused"]
+
+
+async def test_a_server_paused_before_is_held_however_long_it_takes_to_say_so(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds the push dead would thaw it otherwise."""
+    monkeypatch.setattr(drain, "_REPORT_S", 0.02)
+    held, observer = stubs.engines[1], Recorder()
+    held.requests = 2
+    await held.pause("keep")
+    stubs.servers[1].asgi.faults["/pause"] = Fault("delay", 0.2)
+    await push_new(stubs, observer)
+    reported = [(state, detail) for name, state, detail in observer.servers if name == "demo-1"]
+    assert ("held", "waits for 2 requests") in reported
+    assert "pausing" not in [state for state, _ in reported]
 
 
 @pytest.mark.parametrize("by_fleet", [False, True])
