@@ -56,7 +56,7 @@ def push_fleet(
             recorded=RecordedState(
                 in_doubt=record is not NO_DOUBT,
                 half_updated=record.half_updated,
-                thaw=record.thaw and not row.paused,
+                thaw=record.thaw and not (row.paused or row.sleep_level),
                 verified_as=record.version,
                 weights_awake=row.weights_awake,
                 sleep_level=row.sleep_level,

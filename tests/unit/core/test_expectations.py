@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.core.expectations import arguments_of, files_of, informed, other_weights
+from skyctl.core.expectations import arguments_of, files_of, informed, other_weights, push_fleet
 from skyctl.core.jobs import record_failure, record_result
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import PushError
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, ServerPush
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned, by_files
+from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import write_checkpoint
 
@@ -81,6 +84,20 @@ def test_a_push_that_failed_under_a_label_in_use_leaves_the_records_of_that_labe
     part = replace(result(), checkpoint="")
     record_failure(state, job.id, PushRequest(""), PushError("no", details=part.to_json()))
     assert state.server("a").checkpoint is None
+
+
+@pytest.mark.parametrize("since", [{"paused": True}, {"sleep_level": 1, "weights_awake": True}])
+def test_a_push_resumes_what_an_earlier_one_froze_unless_that_was_asked_for_since(
+    state: FleetState, since: dict[str, Any]
+) -> None:
+    given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
+    config = FleetConfig(name="demo", model="x")
+    put_in_doubt(state, {"a": InDoubt("a", "push-1", "pause", False, True)})
+    [server] = push_fleet("demo", config, [given], state, "python").servers
+    assert server.recorded.in_doubt and server.recorded.thaw
+    state.update_server("a", **since)
+    [server] = push_fleet("demo", config, [given], state, "python").servers
+    assert server.recorded.in_doubt and not server.recorded.thaw
 
 
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
