@@ -179,7 +179,8 @@ def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
                 opened = before.stage == PushStage.START and PushStage(record.stage).before_sessions
                 if sent or opened:
                     # this push did not get to scrub, or to close, what that one left
-                    record = replace(record, half_updated=sent, job=before.job, stage=before.stage)
+                    stage = record.stage if before.whole else before.stage  # it is touched now
+                    record = replace(record, half_updated=sent, job=before.job, stage=stage)
                 version = "" if record.half_updated else before.version
                 record = replace(record, digest=before.digest or record.digest, version=version)
             _save(state, record)

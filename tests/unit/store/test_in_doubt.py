@@ -13,6 +13,7 @@ from skyctl.store.in_doubt import (
     clear_doubt,
     close_orphans,
     in_doubt,
+    leave_to_next_push,
     left_behind,
     put_in_doubt,
     touch,
@@ -181,6 +182,14 @@ def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState)
     assert in_doubt(state)["a"] == InDoubt("a", "push-1", "update", True, True)
     clear_doubt(state, "a")
     assert in_doubt(state) == {}
+
+
+def test_what_recovery_left_whole_is_so_until_a_push_touches_it(state: FleetState) -> None:
+    leave_to_next_push(state, "a")
+    assert in_doubt(state)["a"].whole
+    put_in_doubt(state, {"a": InDoubt("a", "push-2", "start", False, True)})
+    left = in_doubt(state)["a"]  # another fleet must not resume it, nor recovery repeat the push
+    assert (left.whole, left.half_updated, left.job) == (False, True, "recovery")
 
 
 def test_a_session_that_may_be_open_is_remembered_until_a_push_has_closed_it(
