@@ -37,6 +37,7 @@ from skyctl.store.in_doubt import (
     open_sender,
     put_in_doubt,
     reached_by,
+    settle,
     verified,
 )
 from skyctl.store.journal import DRY_RUN, PUSH, EventKind, Job, JobEvent, JobState, Journal
@@ -239,7 +240,7 @@ def _recorded(
     try:
         yield succeeded
     except asyncio.CancelledError:
-        doubt_left(state, job_id)
+        settle(state, state.journal.job(job_id))
         stopped = SkyctlError("the push was stopped")
         state.journal.end(job_id, JobState.INTERRUPTED, error=_error_json(stopped))
         raise
@@ -253,8 +254,8 @@ def _recorded(
         state.journal.end(job_id, JobState.FAILED, error=_error_json(failure))
 
 
-def doubt_left(state: FleetState, job_id: str) -> None:
-    """Record as in doubt the servers that a push that ends now has touched and not released.
+def _doubt_left(state: FleetState, job_id: str) -> None:
+    """Record as in doubt the servers that a push that fails has touched and not released.
 
     Its verified digests are ignored: it could not release these servers itself.
     """
@@ -368,7 +369,7 @@ def record_failure(
     state.expected.learn(error.details.pop("learned", None))
     if not request.servers:
         _publish_in_part(state, error.details, holding)
-    doubt_left(state, job_id)
+    _doubt_left(state, job_id)
     state.journal.record_push(
         job_id,
         ok=False,

@@ -276,11 +276,17 @@ def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
     with state.understanding(), state.transaction():  # atomic: another process may do the same
         orphans = state.journal.interrupt_orphans(living=in_turn)
         for job in orphans:
-            events = state.journal.events(job.id)
-            suspects = left_behind(job, events)
-            put_in_doubt(state, suspects)
-            _roll_forward(state, job, verified(events), suspects)
+            settle(state, job)
     return orphans
+
+
+def settle(state: FleetState, job: Job) -> None:
+    """Commit what a push that was cut short had verified, and record what it left in doubt."""
+    events = state.journal.events(job.id)
+    suspects = left_behind(job, events)
+    with state.transaction():
+        put_in_doubt(state, suspects)
+        _roll_forward(state, job, verified(events), suspects)
 
 
 def _roll_forward(
@@ -305,7 +311,9 @@ def _roll_forward(
             )
         if update["whole"] and holding:
             state.set_weights(FleetWeights.pushed(update))
-            state.add_event("fleet", f"{job.id} died; weights {update['version']} were verified")
+            state.add_event(
+                "fleet", f"{job.id} was cut short; weights {update['version']} were verified"
+            )
             state.journal.record_push(
                 job.id, ok=True, version=update["version"], result=dict(update), **source
             )

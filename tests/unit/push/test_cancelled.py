@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from skyctl.push.request import RecordedState
+from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
+from skyctl.push.request import PushRequest, RecordedState
 from skyctl.push.run import CancelGuard
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.state import FleetState
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Stubs, check_invariant, push_new
 
@@ -81,3 +86,37 @@ async def test_cancelled_twice_it_stops_and_leaves_the_servers_paused(stubs: Stu
         ("demo-0", "quarantined"),
         ("demo-1", "quarantined"),
     }
+
+
+async def test_cancelled_twice_once_servers_have_the_new_weights_it_has_pushed_them(
+    stubs: Stubs, tmp_path: Path
+) -> None:
+    """A server that restarts would get those before, beside the others."""
+    request = PushRequest(str(stubs.new), weight_version="v2")
+    seen: list[str] = []
+
+    def cancel(name: str, state: str, detail: str) -> None:
+        seen.append(state)
+        if state in ("updating", "resumed") and seen.count(state) == len(stubs.servers):
+            task.cancel()
+
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        job = jobs.open_push(state.journal, Turn(None), request)
+        async with stubs.client() as client:
+            push = jobs.run_push(
+                job,
+                request,
+                stubs.fleet,
+                client=client,
+                state=state,
+                on_server=cancel,
+                kept=tmp_path / "kept",
+            )
+            task = asyncio.ensure_future(push)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert state.journal.job(job.id).state == "interrupted"
+        assert {engine.weight_version for engine in stubs.engines} == {"v2"}
+        assert {row.weight_version for row in state.servers()} == {"v2"}
+        assert state.weights().version == "v2"
+        assert in_doubt(state) == {}
