@@ -173,6 +173,11 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     digest, label = record.digest or row.weights_digest, record.version
     if record.half_updated:  # what a push before it had left may have been weighed
         digest, label = row.weights_digest, row.weight_version or ""
+    if level and not (record.woken or row.weights_awake):  # its memory may be unmapped
+        if level == DISCARDED or (PushStage(record.stage).before_sessions and not label):
+            digest = ""
+        else:  # its weights are woken, to look at them
+            slept = level
     try:
         await release(
             server,

@@ -166,6 +166,26 @@ async def test_one_that_sleeps_is_not_resumed_although_its_sleep_is_not_on_recor
     assert actions.state.server("stub-0").sleep_level == 1
 
 
+@pytest.mark.parametrize("stage", ["pause", "start"])
+async def test_weights_that_sleep_are_not_looked_at_before_they_are_woken(
+    actions: Actions, stage: str
+) -> None:
+    """Their memory is unmapped: an engine that reads it dies."""
+    server = VLLMServer(actions.client, actions.targets["stub-0"])
+    digest = (await weights_digest(server, timeout_s=5)).digest
+    findings = leave(actions, "stub-0", half=False)
+    left = replace(in_doubt(actions.state)["stub-0"], digest=digest, stage=stage)
+    put_in_doubt(actions.state, {"stub-0": left})
+    engine, asgi = actions.stubs[0].engine, actions.stubs[0].asgi
+    await engine.sleep(1, "abort")
+    looked = asgi.calls["/collective_rpc"]
+    assert outcomes(await recover(findings, actions)) == [("resume", True)]
+    woken = "wake weights" in engine.log
+    assert woken == (asgi.calls["/collective_rpc"] > looked) == (stage == "start")
+    assert engine.asleep == {"weights", "kv_cache"} and engine.served == []
+    assert actions.state.server("stub-0").sleep_level == 1
+
+
 async def test_a_frozen_server_that_holds_something_else_is_pushed_to(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=False)
     actions.state.update_server("stub-0", weights_digest="what it had")
