@@ -15,9 +15,11 @@ push/sibling_way.py             sibling              a server of the fleet that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from skyctl.errors import ServerError
 from skyctl.push.forecast import Forecast
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
@@ -145,10 +147,13 @@ class Delivery:
 
         async def begin(server: PushedServer) -> None:
             await require_paused(server)
+            if server.holds is Holds.UNKNOWN:
+                with suppress(ServerError):  # an engine may complain once of what a session lacks
+                    await close_session(server)
             if server.holds is Holds.UNKNOWN or server.did.open:
                 await close_session(server)
 
-        timeout_s = self._fleet.timeouts.control_s * 2
+        timeout_s = self._fleet.timeouts.control_s * 3
         await each(alive(servers), begin, timeout_s=timeout_s, call_name="start")
 
     async def update(

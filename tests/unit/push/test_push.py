@@ -239,6 +239,21 @@ async def test_a_session_left_open_is_closed_also_where_servers_read_files_thems
     assert not any(engine.update_open for engine in stubs.engines)
 
 
+async def test_a_session_that_lacks_tensors_is_closed_at_the_second_request(stubs: Stubs) -> None:
+    engine = stubs.engines[0]
+    finish = engine.finish_update
+
+    def complain(weight_version: str | None) -> None:
+        engine.finish_update = finish  # type: ignore[method-assign]
+        raise EngineRefused("only 1 of 9 announced tensors were received")
+
+    engine.start_update()
+    engine.finish_update = complain  # type: ignore[method-assign]
+    stubs.record(in_doubt=True, half_updated=True, thaw=True)
+    assert all(server.ok for server in (await push_new(stubs, transport="disk")).servers)
+    assert not engine.update_open
+
+
 async def test_a_leftover_session_and_a_failure_before_bytes_leave_the_server_quarantined(
     stubs: Stubs,
 ) -> None:
