@@ -229,11 +229,6 @@ class PushState(StrEnum):
         return self in (PushState.WAKING, PushState.HELD, PushState.PAUSING)
 
     @property
-    def touched(self) -> bool:
-        """Whether the push has done anything to the server."""
-        return self not in (PushState.WEIGHED, PushState.DRAINING)
-
-    @property
     def given_back(self) -> bool:
         """Whether the push has released the server, or has not touched it yet."""
         return self.thawed or self is PushState.DRAINING

@@ -36,7 +36,7 @@ from skyctl.store.in_doubt import (
     left_behind,
     open_sender,
     put_in_doubt,
-    reached_by,
+    released_by,
     settle,
     verified,
 )
@@ -335,8 +335,8 @@ def record_failure(
     state.add_event("fleet", message, FleetEvent.PUSH_FAILED, job=job_id)
     rows, events = error.details.get("servers", []), state.journal.events(job_id)
     whole = {name for update in verified(events) for name in update["servers"]}
-    # others are as an earlier push left them
-    doubted = in_doubt(state).keys() & reached_by(events)
+    # the rest is as this push left it, or an earlier one
+    doubted = in_doubt(state).keys() & released_by(events)
     # also those that failed afterwards: a sleeping one that did not wake, one that did not sleep
     holding = {
         row["server"]

@@ -139,13 +139,15 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     }
 
 
-def reached_by(events: Iterable[JobEvent]) -> set[str]:
-    """The servers to which a push did anything: a roll that stops has not come to all."""
-    return {
-        event.data["server"]
-        for event in events
-        if event.kind is EventKind.SERVER and PushState(event.data["state"]).touched
-    }
+def released_by(events: Iterable[JobEvent]) -> set[str]:
+    """The servers that a push has released. A roll that stops has not come to all, and a push that
+    breaks off leaves some frozen that hold their old weights.
+    """
+    last: dict[str, PushState] = {}
+    for event in events:
+        if event.kind is EventKind.SERVER:
+            last[event.data["server"]] = PushState(event.data["state"])
+    return {name for name, state in last.items() if state.thawed or state is PushState.ASLEEP}
 
 
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, ServerPush
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned, by_files
-from skyctl.store.in_doubt import InDoubt, put_in_doubt
+from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
+from skyctl.store.journal import JobEvent
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import write_checkpoint
 
@@ -84,6 +85,21 @@ def test_a_push_that_failed_under_a_label_in_use_leaves_the_records_of_that_labe
     part = replace(result(), checkpoint="")
     record_failure(state, job.id, PushRequest(""), PushError("no", details=part.to_json()))
     assert state.server("a").checkpoint is None
+
+
+@pytest.mark.parametrize("end", ["paused", "ready"])
+def test_a_server_in_doubt_is_cleared_by_a_push_that_failed_once_that_has_released_it(
+    state: FleetState, end: str
+) -> None:
+    put_in_doubt(state, {"a": InDoubt("a", "push-0", "start", False, True, version="v1")})
+    job = state.journal.begin("push", PushRequest("/c").to_json())
+    states = [JobEvent.server("a", each) for each in ("pausing", "paused", end)]
+    state.journal.add_events(job.id, JobEvent.stage("pause"), *states, JobEvent.stage("init"))
+    row = ServerPush("a", True, end, "v0", "").to_json()
+    record_failure(state, job.id, PushRequest("/c"), PushError("no", details={"servers": [row]}))
+    left = in_doubt(state)
+    assert left.keys() == ({"a"} if end == "paused" else set())
+    assert [(one.stage, one.version) for one in left.values()] == [("start", "v1")] * len(left)
 
 
 @pytest.mark.parametrize("since", [{"paused": True}, {"sleep_level": 1, "weights_awake": True}])
