@@ -355,9 +355,8 @@ async def open_session(server: PushedServer) -> None:
             server.holds = Holds.UNKNOWN
         try:
             await server.control.start_weight_update()
-        except ServerError as again:
-            server.did.open = not again.status
-            raise error from None
+        except ServerError:
+            raise error from None  # one that could not be closed may still be open
         server.holds = Holds.UNKNOWN
 
 

@@ -254,10 +254,13 @@ async def test_a_session_that_lacks_tensors_is_closed_at_the_second_request(stub
     assert not engine.update_open
 
 
+@pytest.mark.parametrize("closes", [True, False])
 async def test_a_leftover_session_and_a_failure_before_bytes_leave_the_server_quarantined(
-    stubs: Stubs,
+    stubs: Stubs, closes: bool
 ) -> None:
     stubs.engines[0].start_update()
+    if not closes:
+        stubs.servers[0].asgi.faults["/finish_weight_update"] = Fault("status")
     stubs.servers[1].asgi.faults["/start_weight_update"] = Fault("status")
     error = await failing_push(stubs)
     assert states(error) == ["quarantined", "ready"]
