@@ -397,12 +397,9 @@ async def scrub(server: PushedServer) -> None:
     Finishing with nothing loaded takes layers off the meta device; without it a further push could
     build on what the broken one left (vLLM clears its session flag, not its layers).
     """
-    server.did.open = False
     await open_session(server)
     await server.control.finish_weight_update()
-    server.did.open = False
     await server.control.start_weight_update()
-    server.did.open = True
 
 
 async def responsive(

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyctl.errors import PushError
+from skyctl import engines
+from skyctl.errors import PushError, ServerError
 from skyctl.push import drain, servers
 from skyctl.push.request import RecordedState
+from skyctl.push.servers import PushedServer
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine
 from tests.unit.push.fleets import Recorder, Stubs, check_invariant, failing_push, push_new, states
@@ -243,6 +245,17 @@ async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push
         await push_new(stubs)
     assert states(caught.value) == ["ready", "quarantined"]
     assert thawed.engine.paused
+
+
+async def test_a_session_that_a_scrub_may_have_opened_counts_as_open(stubs: Stubs) -> None:
+    """It would be resumed with it, if nothing was sent before."""
+    given, stub = stubs.fleet.servers[0], stubs.servers[0]
+    stub.asgi.faults["/start_weight_update"] = Fault("reset-after", calls=(2,))
+    async with stubs.client() as client:
+        server = PushedServer(given, engines.server(client, given.target, timeout_s=5.0))
+        with pytest.raises(ServerError):
+            await servers.scrub(server)
+    assert stub.engine.update_open and server.did.open
 
 
 async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
