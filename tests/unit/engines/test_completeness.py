@@ -135,6 +135,47 @@ def test_each_part_of_an_expert_that_lacks_is_named_where_it_is_held(
                 assert missing == ([lacking] if held else []), name
 
 
+@pytest.mark.parametrize("buffer_kept", [True, False])
+def test_what_no_checkpoint_has_and_what_is_loaded_uncounted_is_not_missing(
+    checkpoints: dict[str, Path], buffer_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MiniMax-M2's layers of experts have a bias of their own, Gemma 4's routers a constant."""
+    import torch
+
+    tensors = tensors_of(checkpoints["experts"])
+    with vllm_model(checkpoints["experts"]) as model:
+        layer = model.get_submodule("model.layers.0.mlp")
+        layer.e_score_correction_bias = torch.nn.Parameter(torch.zeros(4))
+        norm = model.get_submodule("model.norm")
+        norm.register_buffer("root_size", torch.ones(()), persistent=not buffer_kept)
+        with updates(model, monkeypatch) as update:
+            # vLLM would overwrite one that is not kept
+            assert update(tensors) == ([] if buffer_kept else ["model.norm"])
+            del tensors["model.norm.weight"]
+            assert update(tensors) == ["model.norm"]
+
+
+def test_what_a_model_writes_to_a_buffer_by_itself_is_missing(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an EAGLE-3 draft model does with `mask_hidden`: the session throws it away."""
+    import torch
+
+    with vllm_model(checkpoints["dense"]) as model:
+        model.model.norm.register_buffer("mask_hidden", torch.ones(2), persistent=False)
+        own = model.load_weights
+
+        def load_weights(items: list[Any]) -> None:
+            own(items)
+            model.model.norm.mask_hidden.copy_(torch.full((2,), 2.0))
+
+        with updates(model, monkeypatch) as update:
+            tensors = tensors_of(checkpoints["dense"])
+            assert update(tensors) == []
+            monkeypatch.setattr(model, "load_weights", load_weights)
+            assert update(tensors) == ["model.norm"]
+
+
 def test_what_lacks_of_stacked_or_many_experts_is_told_in_short(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

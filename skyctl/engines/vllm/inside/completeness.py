@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,8 @@ _PROJECTIONS = {
     "w2": "ckpt_down_proj_name",
     "w3": "ckpt_up_proj_name",
 }
+_COUNTING = "online_process_loader"
+"""The loader that a session gives to what it waits for (`reload/layerwise.py`)."""
 _SHOWN = 3
 
 
@@ -46,7 +48,7 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
     the session is finalized.
 
     Layers that received everything were reset as it arrived. Of the others, attention layers are
-    completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
+    completed at the end, layers of buffers alone keep them, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. Experts may be
     padded, too: they are told by what was loaded. `tied` layers use what another one loads
     (`engines/vllm/inside/experts.py`).
@@ -56,12 +58,15 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
         info = get_layerwise_info(layer)
         if not info.can_load() or is_deferred_attention_layer(layer) or name in tied:
             continue
-        if not any(parameter is not None for parameter in layer._parameters.values()):
+        awaited = _awaited(layer._parameters)
+        if not awaited:
             continue
+        kept = getattr(info, "kernel_non_persistent_buffers", ())  # not in every version
+        total = sum(awaited + _awaited(layer._buffers, kept))
         shown = name or type(layer).__name__
         method = _method(layer)
         padded = hasattr(layer, "num_embeddings_padded") or method not in _UNQUANTIZED
-        if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
+        if info.load_numel == 0 or (info.load_numel < total and not padded):
             missing.append(shown)
         elif method == _EXPERTS and (lacking := _lacking_experts(layer, info.loaded_weights)):
             more = f", {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
@@ -93,6 +98,19 @@ def watched_load(model: Any) -> list[str]:
 
     model.load_weights = load_weights
     return missing
+
+
+def _awaited(tensors: Mapping[str, Any], kept: Container[str] = ()) -> list[int]:
+    """The sizes of those that a session waits for and does not keep. vLLM's own count has buffers
+    that it keeps, which come from no checkpoint; some parameters it loads at once, uncounted. What
+    a model wrote to a buffer by itself is lost in a session, which waits for it in vain.
+    """
+    return [
+        getattr(tensor, "weight_loader_numel", tensor.numel())
+        for name, tensor in tensors.items()
+        if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == _COUNTING
+        and (name not in kept or (not tensor.is_inference() and tensor._version))
+    ]
 
 
 def _method(layer: Any) -> str:
