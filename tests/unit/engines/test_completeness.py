@@ -209,6 +209,43 @@ def test_padded_experts_are_whole_when_every_part_was_loaded(
             assert update(tensors) == [f"{EXPERTS}.routed_experts ({lacking})"]
 
 
+def test_padded_experts_of_gpt_oss_are_whole_when_each_expert_was_loaded(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its class has its own loader, which takes gate and up in one and calls them by other names.
+    Of a rank that is not the first, padding takes the place of weights: its elements lack."""
+    from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+
+    tensors = tensors_of(checkpoints["experts"])
+    with vllm_model(checkpoints["experts"]) as model:
+        layer = model.get_submodule(f"{EXPERTS}.routed_experts")
+        layer.__class__ = GptOssRoutedExperts
+        for parameter in (layer.w13_weight, layer.w2_weight):
+            parameter.weight_loader = layer.weight_loader
+            parameter.weight_loader_numel = parameter.numel() + 64
+        fused = stacked(tensors, 4)
+        parts = {"w13": fused.pop(f"{EXPERTS}.gate_up_proj")}
+        parts["w2"] = fused.pop(f"{EXPERTS}.down_proj")
+        one_by_one = {(part, e): t.t() for part, all_ in parts.items() for e, t in enumerate(all_)}
+        own = model.load_weights
+
+        def load_weights(items: list[Any]) -> None:
+            own([(name, tensor) for name, tensor in items if isinstance(name, str)])
+            for name, tensor in items:
+                if isinstance(name, tuple):
+                    part, expert = name
+                    parameter = getattr(layer, f"{part}_weight")
+                    how = {"shard_id": f"gpt_oss_{part}", "expert_id": expert}
+                    parameter.weight_loader(parameter, tensor, f"{part}_weight", **how)
+
+        monkeypatch.setattr(model, "load_weights", load_weights)
+        with updates(model, monkeypatch) as update:
+            assert update({**fused, **one_by_one}) == []
+            del one_by_one["w2", 3]
+            lacking = "no down_proj of expert 3"
+            assert update({**fused, **one_by_one}) == [f"{EXPERTS}.routed_experts ({lacking})"]
+
+
 def test_experts_that_take_adapters_are_looked_at_too(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

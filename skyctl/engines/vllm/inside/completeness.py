@@ -124,6 +124,7 @@ def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
     the parameters' loaders.
 
     Elements cannot tell: backends pad experts, and a rank may have nothing but padding of a part.
+    What a model class calls otherwise than w1, w2 or w3 counts for all parts of the parameter.
     """
     of_layer = {name: p for name in _OF_EXPERTS if (p := layer._parameters.get(name)) is not None}
     local = cache(layer._map_global_expert_id_to_local_expert_id)
@@ -137,7 +138,7 @@ def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
             continue  # another rank's
         stacked = expert is None or given["loaded_weight"].dim() == parameter.dim()
         places = range(parameter.shape[0]) if stacked else (local(expert),)
-        parts = _OF_EXPERTS[attribute] if shard is None else (shard,)
+        parts = (shard,) if shard in _OF_EXPERTS[attribute] else _OF_EXPERTS[attribute]
         loaded |= {(attribute, place, part) for place in places for part in parts}
     gated = getattr(layer.moe_config, "is_act_and_mul", True)
     numbers = {local(expert): expert for expert in range(layer.global_num_experts)}
