@@ -237,12 +237,12 @@ class SGLangServer(SGLangAdapters):
         await self.prepare_reload()
         with ignoring_status(404):
             try:
-                await self._call("POST", keeper.BEGIN, json={}, timeout_s=timeout_s)
+                await self._session(keeper.BEGIN, timeout_s)
             except ServerError as error:
                 if error.status != 400:
                     raise
-                await self._call("POST", keeper.END, json={}, timeout_s=timeout_s)
-                await self._call("POST", keeper.BEGIN, json={}, timeout_s=timeout_s)
+                await self._session(keeper.END, timeout_s)
+                await self._session(keeper.BEGIN, timeout_s)
         self._updates = True
 
     async def update_weights(
@@ -261,7 +261,7 @@ class SGLangServer(SGLangAdapters):
         """Also of an update that another sender left open, where SGLang has sessions."""
         own, self._updates = self._updates, False
         try:
-            await self._call("POST", keeper.END, json={}, timeout_s=timeout_s)
+            await self._session(keeper.END, timeout_s)
         except ServerError as error:
             if own and error.status == 404:
                 return

@@ -108,6 +108,18 @@ class SGLangState(HttpServer):
             ),
         )
 
+    async def _session(self, path: str, timeout_s: float | None) -> None:
+        """Begin or end a session of updates: 404 by an SGLang that has none, with two keys too."""
+        try:
+            await self._call("POST", path, json={}, timeout_s=timeout_s)
+        except ServerError as error:
+            key = self.target.inference_key
+            if error.status != 401 or key in (None, self.target.api_key):
+                raise
+            # as in `_state`: the users' key may pass, where there is no such route
+            target, timeout_s = replace(self.target, api_key=key), timeout_s or self._timeout_s
+            await self._client.call(target, "POST", path, json={}, timeout_s=timeout_s)
+
     async def _kept(self, verb: str) -> State:
         state = await self._state()
         if state is None:

@@ -155,6 +155,24 @@ async def test_the_keeper_tells_its_state_behind_either_of_sglangs_own_keys() ->
         assert caught.value.status == 401
 
 
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.23"])
+async def test_sessions_of_updates_are_asked_for_behind_either_of_sglangs_own_keys(
+    version: str,
+) -> None:
+    """Before 0.5.21 there is no such route, for which its key check wants the users' key."""
+    stub = SGLangStub(SGLangEngine(version=version), keeper=False, keys=("users", "admins"))
+    client = ControlClient(transport=StubTransport([stub]))
+    target = ServerTarget("s-0", "http://stub-0", "admins", "sglang", "users")
+    server = SGLangServer(client, target)
+    await server.start_weight_update()
+    await server.finish_weight_update()
+    for key, refusal in (("users", Refusal.NO_SESSION), ("x", "")):
+        with pytest.raises(ServerError) as caught:
+            wrong = replace(target, api_key="admins" if refusal else "x", inference_key=key)
+            await SGLangServer(client, wrong).finish_weight_update()
+        assert caught.value.refusal == refusal
+
+
 @pytest.mark.parametrize("keeper", [True, False], ids=["ours", "listed"])
 async def test_several_that_ask_at_once_are_all_answered(keeper: bool) -> None:
     """The health check asks while a push does."""
