@@ -377,6 +377,11 @@ def settings_problem(settings: Mapping[str, Any]) -> str:
     """
     named = {name.replace("-", "_"): value for name, value in settings.items()}
     drafts = str(named.get("speculative_algorithm") or "")
+    if (named.get("weight_cache_mode") or "off") != "off":
+        return (
+            "it shares its weights with other servers (weight-cache-mode), and SGLang ends when "
+            "they are to change"
+        )
     return update_problem(
         moves_experts=bool(named.get("enable_eplb")),
         drafts="" if drafts == "NGRAM" else drafts,  # that one drafts from the tokens themselves

@@ -428,6 +428,10 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
             {"engine": "sglang", "args": {"speculative-algorithm": "EAGLE"}},
             "speculative decoding by EAGLE",
         ),
+        (
+            {"engine": "sglang", "args": {"weight-cache-mode": "client"}},
+            "refused: it shares its weights with other servers",
+        ),
     ],
 )
 def test_what_is_probably_not_meant_is_warned_about(config: dict[str, Any], part: str) -> None:

@@ -11,6 +11,8 @@ instead.
                                   a tag is released already            409
     resume_memory_occupation      a tag is not released, or is there   409
                                   twice
+    update_weights_from_…,        a cache of weights is shared         409
+    release_memory_occupation     (weight-cache-mode)
     update_weights_from_…         it flushes, and requests are held    409
                                   the weights are released             409
     …_from_distributed            no group was made                    409
@@ -212,6 +214,9 @@ class Keeper:
         manager = self._manager()
         paused, locked = bool(manager.is_pause), await manager.model_update_lock.is_locked()
         tags = _tags(body)
+        shared = getattr(manager.server_args, "weight_cache_mode", "off") != "off"  # since 0.5.17
+        if shared and (path in UPDATES or (path == RELEASE and "weights" in tags)):
+            return "the weights are shared with other servers (weight-cache-mode)"
         if path in (RELEASE, RESUME) and len(tags) < len(body.get("tags") or MEMORY):
             return "a tag is there twice"
         if path == PAUSE and paused and locked and self._mode == "in_place":
