@@ -8,6 +8,8 @@ do not have already: the model is digested before and after.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -43,15 +45,15 @@ def load_draft(worker: Any, path: str) -> None:
 
     model, target = draft_model(worker), worker.model_runner.get_model()
     before = digest_model(target)["digest"]
-    of_target = {id(layer) for layer in target.modules()}
-    shared = {name for name, layer in model.named_modules() if id(layer) in of_target}
-    shared |= {name for name, _ in tied_layers(model)}
     config = copy.copy(worker.vllm_config.speculative_config.draft_model_config)
     config.model, config.revision = path, None
     if getattr(config, "model_weights", ""):
         config.model_weights = ""
     tensors = get_model_loader(LoadConfig()).get_all_weights(config, model)
-    with set_current_vllm_config(worker.vllm_config), partial_loads():
+    with set_current_vllm_config(worker.vllm_config), partial_loads(), _heads_of_target(model):
+        of_target = {id(layer) for layer in target.modules()}
+        shared = {name for name, layer in model.named_modules() if id(layer) in of_target}
+        shared |= {name for name, _ in tied_layers(model)}
         initialize_layerwise_reload(model)
         try:
             model.load_weights(tensors)
@@ -65,3 +67,22 @@ def load_draft(worker: Any, path: str) -> None:
             "the draft model shares layers with the model, and its checkpoint has other weights "
             "for them"
         )
+
+
+@contextmanager
+def _heads_of_target(model: Any) -> Iterator[None]:
+    """Within it the draft model computes with the model's output layer, where it has a quantized
+    copy of that (`draft_lm_head_quantization`, since vLLM 0.33), which is made again afterwards.
+    """
+    try:
+        from vllm.model_executor.layers.quantization.online import lm_head
+    except ImportError:
+        yield
+        return
+    lm_head.share_source_lm_heads(model)
+    loaded = False
+    try:
+        yield
+        loaded = True
+    finally:
+        lm_head.restore_quantized_lm_heads(model, refresh=loaded)
