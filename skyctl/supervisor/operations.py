@@ -27,7 +27,7 @@ from skyctl.core.status import (
 )
 from skyctl.errors import ConflictError, DeadlineExceeded, ExitCode, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.states import FleetEvent
+from skyctl.states import FleetEvent, Phase
 from skyctl.store.journal import EventKind, Job, JobEvent, JobState
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -232,6 +232,9 @@ class OperatedFleet(RunningFleet, ABC):
                 if front is not None and front.name in self.started_by_operation:
                     await rollout.remove_front(self, front)
         await rolling.put_back(self)
+        for replica in self.replicas.values():
+            if replica.phase is Phase.STOPPING:  # its end was cut short, and it had served nobody
+                replica.start()
         if self.before is not None:  # its fronts may have been about to be replaced
             rollout.start_router(self, self.before)
             rollout.start_tinker(self, self.before)

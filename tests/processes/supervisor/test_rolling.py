@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyctl.core.plan import ServerSpec
+from skyctl.core.requests import Restart
 from skyctl.core.status import INTERRUPTED
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.supervisor.reconcile import Changes
 from skyctl.supervisor.steps import Order, Step, order_of
 from tests.processes.supervisor.supervising import (
@@ -143,3 +146,26 @@ async def test_an_interrupted_change_gives_the_server_in_between_its_old_setting
         await supervisor.undo_by(INTERRUPTED)
         assert states(supervisor) == {"a": "ready", "b": "ready"}
         assert supervisor.change_to(good).operation == 0
+
+
+async def test_a_server_whose_end_an_interrupted_restart_cuts_short_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, calls = ManagedProcess.stop, 0
+
+    async def slow_at_first(process: ManagedProcess, timeout_s: float) -> bool:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(600 if calls == 1 else 0)
+        return await stop(process, timeout_s)
+
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        pid = pid_of(supervisor, "a")
+        supervisor.replicas["a"].update_row(quarantine="it waits for weights")  # it serves nobody
+        monkeypatch.setattr(ManagedProcess, "stop", slow_at_first)
+        await supervisor.restart(Restart())
+        await eventually(lambda: calls == 1)
+        await supervisor.undo_by(INTERRUPTED)
+        await eventually(lambda: states(supervisor) == {"a": "ready"})
+        assert pid_of(supervisor, "a") != pid
