@@ -27,10 +27,12 @@ _SETTLE_POLL_S = 0.25
 
 async def remove(running: RunningFleet, replica: Replica) -> None:
     """Take a replica out of the fleet: drained, stopped, forgotten."""
-    await leave_router(running, replica)
-    await replica.stop()
+    try:
+        await leave_router(running, replica)
+        await replica.stop()
+    finally:  # one that was not ended may be started again
+        running.held_out.discard(replica.name)
     running.replicas.pop(replica.name, None)
-    running.held_out.discard(replica.name)
     running.state.forget_process(replica.name)
     running.state.forget_server(replica.name)
 

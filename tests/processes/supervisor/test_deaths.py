@@ -201,6 +201,21 @@ async def test_a_server_that_cannot_be_ended_has_failed_and_is_ended_by_the_next
         assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
 
 
+async def test_a_server_that_could_not_be_removed_is_routed_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        servers, router = [stub_server("a"), stub_server("b")], stub_router()
+        await bring_up(supervisor, fleet_plan(servers, router))
+        with monkeypatch.context() as away:
+            gone = AsyncMock(side_effect=HostUnreachable("its machine is away"))
+            away.setattr(ManagedProcess, "stop", gone)
+            supervisor.change_to(fleet_plan(servers[:1], router))
+            assert await ended(supervisor) == "its machine is away"
+        await bring_up(supervisor, fleet_plan(servers, router))
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+
+
 @pytest.mark.parametrize(
     ("fault", "state"),
     [({"kind": "status", "status": 500}, "unreachable"), ({"kind": "hang"}, "ready")],
