@@ -227,6 +227,7 @@ class FleetState(Database):
     def forget_server(self, name: str) -> None:
         with self.transaction():
             self.write("DELETE FROM servers WHERE name = ?", name)
+            self.write("DELETE FROM in_doubt WHERE server = ?", name)
             self.write("DELETE FROM server_adapters WHERE server = ?", name)
 
     # --- the fleet ---------------------------------------------------------------------------

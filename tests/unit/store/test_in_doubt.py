@@ -232,6 +232,13 @@ def test_nothing_is_in_doubt_after_down(state: FleetState) -> None:
     assert in_doubt(state) == {}
 
 
+def test_a_server_that_left_the_fleet_is_not_in_doubt(state: FleetState) -> None:
+    touch(state, "a")
+    leave_to_next_push(state, "b")
+    state.forget_server("a")
+    assert in_doubt(state).keys() == {"b"}
+
+
 def test_a_look_at_the_weights_touches_nothing_and_is_remembered(state: FleetState) -> None:
     looked = ["a:weighed=5f0c:tp2", "b:weighed=5f0c:tp2"]
     assert left(state, "preflight", *looked, "stage") == {}
