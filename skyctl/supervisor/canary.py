@@ -39,6 +39,7 @@ from skyctl.store.fleet_weights import Canary, CanaryStage, FleetWeights
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
+from skyctl.supervisor.admission import is_current
 from skyctl.supervisor.fleet import STATUS_TIMEOUT_S, RunningFleet, answers
 from skyctl.supervisor.rollout import drain_all, sync_router
 
@@ -315,14 +316,12 @@ def end_if_returned(running: RunningFleet) -> None:
     user.
     """
     state = running.state
-    canary, version = state.canary(), state.weights().version
+    canary = state.canary()
     if canary is None or canary.stage is not CanaryStage.ENDING:
         return
     replicas = [running.replicas[name] for name in canary.servers if name in running.replicas]
     if all(
-        replica.phase is not Phase.UP
-        or replica.row.quarantine
-        or replica.row.weight_version == version
+        replica.phase is not Phase.UP or replica.row.quarantine or is_current(state, replica)
         for replica in replicas
     ):
         state.set_canary(None)

@@ -169,10 +169,10 @@ class RunningFleet(RecordedFleet):
 
     def _returning(self) -> set[str]:
         """Servers of a canary that ends, as long as they do not have the fleet's weights."""
-        canary, version = self.state.canary(), self.state.weights().version
+        canary = self.state.canary()
         names = canary.servers if canary and canary.stage is CanaryStage.ENDING else ()
-        rows = [self.replicas[name].row for name in names if name in self.replicas]
-        return {row.name for row in rows if row.weight_version != version}
+        replicas = [self.replicas[name] for name in names if name in self.replicas]
+        return {replica.name for replica in replicas if not is_current(self.state, replica)}
 
     def entries(self) -> dict[str, int]:
         """How often the router lists each server: more than once for the shares of a canary."""

@@ -162,6 +162,25 @@ async def test_a_server_that_takes_a_canarys_weights_while_it_ends_is_started_ag
         await at_one_version(supervisor, "default")
 
 
+async def test_a_canary_under_the_fleets_label_is_routed_once_it_has_the_fleets_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, recover = list[set[str]](), healing.recover
+
+    async def looking(*arguments: Any) -> Any:
+        seen.append({*supervisor.desired()})
+        return await recover(*arguments)
+
+    async with fleet_of(tmp_path) as supervisor:
+        push = PushRequest(str(tmp_path / "two"), weight_version="step-1")
+        await started(supervisor, tmp_path, push=push)
+        monkeypatch.setattr(healing, "recover", looking)
+        await rolled_back(supervisor)
+        assert seen == [{"b", "c"}]
+        assert len({r.row.checkpoint for r in supervisor.replicas.values()}) == 1
+        await at_one_version(supervisor, "step-1")
+
+
 async def test_what_would_not_fit_a_canary_is_refused_while_it_runs(tmp_path: Path) -> None:
     async with fleet_of(tmp_path) as supervisor:
         with pytest.raises(NotFoundError, match="no canary"):
