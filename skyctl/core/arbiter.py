@@ -11,7 +11,8 @@ other acts have it to themselves, so that no verb thaws what a push has paused, 
 sleep matches the order in which servers slept. Changes of processes (up, restart, scale) happen
 only in the supervisor, which does one at a time, none beside a push or a recovery, and lets verbs
 pass. The admission of a restarted server is outside the rule: no other act concerns a server that
-is not up yet. `down` ends whatever is going on.
+is not up yet, and one whose weights it takes is not put to sleep meanwhile. `down` ends whatever is
+going on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Fleets that list the same servers share the

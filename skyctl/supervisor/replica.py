@@ -73,7 +73,7 @@ class Replica(KeptRunning):
         self.in_push = False  # a push that is under way keeps it from its users
         self.rehearsing = False  # its engine is busy with our questions
         self.pushed_alone = asyncio.Lock()  # by what brings it to the fleet's weights
-        self.copied_from = asyncio.Lock()  # by what copies its weights to another server
+        self.copied_from = asyncio.Lock()  # by what reads its weights for another, or by its sleep
         self.state_since = time.time()  # epoch seconds
         self.resume_when_up = False  # it may be paused, but should run
         self.intent_changed = False  # since it was last applied to the process

@@ -99,7 +99,7 @@ from skyctl.supervisor.reconcile import Preview, preview
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.scaling import Scaling, resized
 from skyctl.supervisor.sleep_group import Member
-from skyctl.supervisor.weights import bring_to_weights
+from skyctl.supervisor.weights import bring_to_weights, none_copied
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # one for what the first finds, one for what shows after it
@@ -365,6 +365,8 @@ class Supervisor(OperatedFleet, SupervisorService):
             stack.enter_context(await self.arbiter.turn(act, activity, servers=servers))
             if isinstance(request, Wake):
                 self.member.require_awake()
+            if isinstance(request, Sleep):
+                await stack.enter_async_context(none_copied(self.named(request.servers)))
             if isinstance(request, Sleep) and request.hands_to:
                 self._refuse_operation()
                 outcomes = await self.member.hand_over(request, self._control_in_turn)

@@ -8,7 +8,7 @@ sibling writes it into a file in memory (`push/saving.py`), and that is pushed. 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
@@ -16,9 +16,17 @@ from skyctl import engines
 from skyctl.checkpoints.configs import ALL_KEYS
 from skyctl.checkpoints.live import running_model
 from skyctl.checkpoints.staging import in_use, staged, sweep
+from skyctl.core.arbiter import PATIENCE_S
 from skyctl.core.expectations import informed
 from skyctl.core.repeated import published, require_draft
-from skyctl.errors import PreflightError, ServerError, SkyctlError, StateUnwritable, WeightsGone
+from skyctl.errors import (
+    ConflictError,
+    PreflightError,
+    ServerError,
+    SkyctlError,
+    StateUnwritable,
+    WeightsGone,
+)
 from skyctl.push.request import PushObserver, PushRequest, PushResult, Sibling
 from skyctl.push.saving import write_weights
 from skyctl.push.sibling_way import BUFFER_BYTES
@@ -149,6 +157,39 @@ async def _from_sibling(replica: Replica, running: RunningFleet, gone: WeightsGo
         return await _pushed(request, replica, running)
 
 
+@asynccontextmanager
+async def none_copied(replicas: Iterable[Replica]) -> AsyncIterator[None]:
+    """Nothing is read out of these servers' memory inside, which their sleep unmaps.
+
+    Raises:
+        ConflictError: another server takes its weights from one, for longer than a verb waits.
+    """
+    async with AsyncExitStack() as stack:
+        for replica in replicas:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await stack.enter_async_context(replica.copied_from)
+            except TimeoutError:
+                raise ConflictError(
+                    f"a server that starts takes its weights from {replica.name}",
+                    hint="wait for it: skyctl wait",
+                ) from None
+        yield
+
+
+@asynccontextmanager
+async def _awake(sibling: Replica, running: RunningFleet) -> AsyncIterator[None]:
+    """A sibling is read for one server at a time, and does not fall asleep meanwhile.
+
+    Raises:
+        PreflightError: it sleeps by now.
+    """
+    async with sibling.copied_from:
+        if running.state.server(sibling.name).sleep_level:
+            raise PreflightError(f"{sibling.name} sleeps by now")
+        yield
+
+
 def _same_form(replica: Replica, sibling: Replica, running: RunningFleet) -> bool:
     """Whether the workers of these two may hold the same tensors, on one machine, with a digest on
     record to compare them by.
@@ -180,7 +221,7 @@ async def _copied(replica: Replica, sibling: Replica, running: RunningFleet) -> 
     )
     needed_bytes = BUFFER_BYTES * sibling.spec.world_size if plan.device == "cpu" else 0
     try:
-        async with sibling.copied_from:
+        async with _awake(sibling, running):
             with staged(paths.staging, needed_bytes=needed_bytes) as directory:
                 return await _pushed(request, replica, running, Sibling(control, str(directory)))
     finally:
@@ -216,13 +257,14 @@ async def _written_by(sibling: Replica, running: RunningFleet) -> AsyncIterator[
         with staged(
             paths.staging, needed_bytes=model.total_bytes, in_memory=in_memory
         ) as directory:
-            await write_weights(
-                server,
-                model,
-                directory,
-                digest=sibling.row.weights_digest or "",
-                timeout_s=transfer.update_timeout_s,
-            )
+            async with _awake(sibling, running):
+                await write_weights(
+                    server,
+                    model,
+                    directory,
+                    digest=sibling.row.weights_digest or "",
+                    timeout_s=transfer.update_timeout_s,
+                )
             yield PushRequest(
                 checkpoint=str(directory),
                 weight_version=sibling.row.weight_version,

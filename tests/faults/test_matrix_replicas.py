@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyctl.core.requests import Sleep
+from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest
+from skyctl.supervisor import weights
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.supervising import (
     bring_up,
@@ -94,6 +99,38 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_takes_it_from_its_s
         assert (await stub_state(supervisor, "a"))["digest"] == expected
         assert event in " ".join(e.message for e in supervisor.state.events() if e.subject == "a")
         assert not list(supervisor.paths.staging.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["", "share"], ids=["copied", "written to a file"])
+async def test_a_replica_is_not_put_to_sleep_while_its_sibling_takes_weights_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Its memory is unmapped in its sleep: its engine would die of the next read."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    def held(read: Any) -> Any:
+        async def later(*arguments: Any, **options: Any) -> Any:
+            begun.set()
+            await go_on.wait()
+            return await read(*arguments, **options)
+
+        return later
+
+    async with two_pushable(tmp_path) as (supervisor, new):
+        await pushed(supervisor, new)
+        await set_faults(supervisor, "b", {"copies": fault})
+        (new / "model.safetensors").unlink()
+        name = "write_weights" if fault else "_pushed"
+        monkeypatch.setattr(weights, name, held(getattr(weights, name)))
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await asyncio.wait_for(begun.wait(), 20)
+        with pytest.raises(ConflictError, match="takes its weights from b"):
+            await supervisor.control(Sleep(servers=("b",)))
+        assert states(supervisor)["b"] == "ready"
+        go_on.set()
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        [slept] = await supervisor.control(Sleep(servers=("b",)))
+        assert slept.ok
 
 
 async def test_two_replicas_that_restart_together_copy_from_one_sibling_in_turn(
