@@ -272,6 +272,11 @@ class Scaling:
         if running.replicas.get(replica.name) is not replica or not _serves(replica):
             await self._stay()
             return
+        others = (other for other in running.replicas.values() if other is not replica)
+        if away := next((o for o in others if o.state is not ReplicaState.READY), None):
+            running.state.add_event(replica.name, f"stays: {away.name} is {away.state}")
+            await self._stay()
+            return
         if replica.name not in running.held_out:  # a push has brought it back meanwhile
             leaving.samples = 0
             running.held_out.add(replica.name)

@@ -105,3 +105,14 @@ async def test_no_sleeper_is_ended_beside_an_operation(tmp_path: Path) -> None:
         assert await ended(supervisor) == ""
         await supervisor.scaler.step()
         process.stop.assert_awaited_once()
+
+
+async def test_one_that_leaves_serves_again_when_another_dies(tmp_path: Path) -> None:
+    async with one_too_many(tmp_path) as supervisor:
+        dying = supervisor.replicas["a"]
+        await dying.stop()
+        await supervisor.scaler.step()
+        assert routed(supervisor) == {"b", LEAVING}
+        for _ in range(3):
+            await supervisor.scaler.step()
+        assert list(supervisor.replicas) == ["a", "b", LEAVING]
