@@ -80,6 +80,7 @@ class Scaling:
         self._tokens: dict[str, tuple[str, float, int]] = {}  # instance, time, counter
         self._leaving: _Leaving | None = None
         self._added: set[str] = set()  # not known to serve yet
+        self._removed: list[Replica] = []  # of these, and not ended yet
         self._last_step_down = -math.inf
         self._failures, self._retry_at = 0, -math.inf
         self._step: asyncio.Task[None] | None = None
@@ -243,7 +244,22 @@ class Scaling:
                 self._change(_without(plan, replica.planned))
                 reason = replica.row.quarantine or replica.reason
                 self._failed(f"scale: {name} was added and does not serve: {reason}")
+                self._removed.append(replica)
+        await self._remove()
+
+    async def _remove(self) -> None:
+        """End those that are in the plan no more; what an operation cuts short goes on after it."""
+        running = self._running
+        while self._removed and self._may_change(plan := running.require_plan()):
+            replica = self._removed.pop()
+            planned = any(spec.name == replica.name for spec in plan.servers)
+            if planned or running.replicas.get(replica.name) is not replica:
+                continue
+            try:
                 await rollout.remove(running, replica)
+            except asyncio.CancelledError:
+                self._removed.append(replica)
+                raise
 
     def _failed(self, message: str) -> None:
         wait_s = min(_RETRY_MAX_S, _RETRY_S * 2**self._failures)

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.supervisor import rollout
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
@@ -116,3 +117,22 @@ async def test_one_that_leaves_serves_again_when_another_dies(tmp_path: Path) ->
         for _ in range(3):
             await supervisor.scaler.step()
         assert list(supervisor.replicas) == ["a", "b", LEAVING]
+
+
+async def test_the_removal_of_one_that_was_added_in_vain_goes_on_after_an_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        scale = {"min": 1, "max": 3, "sleep_s": 0}
+        servers = [stub_server("a"), stub_server("b")]
+        await bring_up(supervisor, fleet_plan(servers, stub_router(), scale=scale))
+        supervisor.replicas["b"].update_row(quarantine="it has no weights")
+        supervisor.scaler._added.add("b")
+        with monkeypatch.context() as slow:
+            slow.setattr(ManagedProcess, "stop", lambda process, timeout_s: asyncio.sleep(600))
+            running = asyncio.create_task(supervisor.scaler.step())
+            supervisor.scaler._step = running
+            await eventually(lambda: supervisor.replicas["b"].phase == "stopping")
+            await supervisor.scaler.stop()
+        await supervisor.scaler.step()
+        assert list(supervisor.replicas) == ["a"]
