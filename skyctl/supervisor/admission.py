@@ -127,6 +127,10 @@ async def compare_with_base(
     """Quarantine a server that was not started with what the fleet came up with. Before the first
     push its weights are compared by digest.
     """
+    # one that sleeps was compared before, and its memory may be unmapped
+    if replica.adopted and (replica.row.sleep_level or replica.asleep):
+        replica.compared = True
+        return
     model, launched = replica.spec.base_as_written, replica.launched
     engine, digest, unread = "", replica.row.weights_digest or "", ""
     began = state.weights().version is None and replica.row.weight_version is None

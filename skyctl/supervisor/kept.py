@@ -226,6 +226,7 @@ class KeptRunning(ABC):
             settings=settings_of(spec),
         )
         self._context.state.save_process(intent)
+        self.adopted = False
         self._event("starting")
         reached(f"{self.role}.intended")
         self._before_spawn()

@@ -11,18 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from skyctl.core.requests import Down, Sleep, Wake
 from skyctl.engines.vllm.router import RouterClient
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import ConflictError, ServerError, SkyctlError
 from skyctl.launch.local.host import port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.states import Phase, PushStage
 from skyctl.store.in_doubt import InDoubt, put_in_doubt, touch
-from skyctl.supervisor import healing, replica, rollout
+from skyctl.supervisor import admission, healing, replica, rollout
 from skyctl.supervisor.interface import Adopt
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.supervising import (
@@ -182,6 +183,23 @@ async def test_what_has_discarded_its_weights_is_not_woken_while_it_is_adopted(
         answers.set()
         assert await ended(supervisor) == ""
         assert (states(supervisor), await sleeps(supervisor)) == ({"a": "asleep"}, True)
+
+
+async def test_the_weights_of_what_sleeps_are_not_read_as_it_is_adopted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be unmapped. Their digest is not on record where it could not be had in time."""
+    adopting = adopting_a_sleeper(tmp_path, monkeypatch, level=1, device="cuda")
+    async with adopting as (supervisor, answers):
+        read = AsyncMock(side_effect=ServerError("its engine has died"))
+        monkeypatch.setattr(admission, "weights_digest", read)
+        supervisor.replicas["a"].update_row(weights_digest=None)
+        answers.set()
+        assert await ended(supervisor) == ""
+        assert states(supervisor) == {"a": "asleep"}
+        read.assert_not_awaited()
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)  # what it starts from is compared
+        await eventually(lambda: read.await_count > 0)
 
 
 @pytest.mark.parametrize("admitted", [True, False])
