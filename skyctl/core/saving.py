@@ -147,11 +147,13 @@ def source_of(targets: Sequence[ServerTarget], state: FleetState) -> ServerTarge
     """The first of these servers that has the fleet's weights, and is awake. Raises PreflightError
     if none is.
     """
-    version, doubts = state.weights().version, in_doubt(state)
+    weights, doubts = state.weights(), in_doubt(state)
+    files = weights.version, weights.checkpoint_digest  # a label may have meant others
     for target in targets:
         row = state.server(target.name)
-        current = row.weight_version == version and not row.quarantine and target.name not in doubts
-        if current and not row.sleep_level:
+        current = (row.weight_version, row.checkpoint_digest) == files
+        kept_out = row.quarantine or row.sleep_level or target.name in doubts
+        if current and not kept_out:
             return target
     raise PreflightError(
         "no server is awake that has the fleet's weights", hint="see: skyctl weights"

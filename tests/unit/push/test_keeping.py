@@ -20,9 +20,12 @@ from skyctl.core import jobs
 from skyctl.core import keeping as core_keeping
 from skyctl.core.arbiter import Turn
 from skyctl.core.keeping import place_copies
+from skyctl.core.saving import source_of
 from skyctl.errors import PreflightError, SkyctlError
+from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.source import rollback
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
 from skyctl.store.paths import FleetPaths, sync_directory
 from skyctl.store.state import FleetState
@@ -345,3 +348,14 @@ def test_a_kept_copy_goes_before_the_directory_of_then(state: FleetState) -> Non
     with pytest.raises(SkyctlError, match="no version v9") as caught:
         rollback(PushRequest(""), state.journal.pushes(), kept_weights(state), "v9")
     assert caught.value.hint == "its versions: v2, v1"
+
+
+def test_a_server_with_other_files_under_the_fleets_label_is_no_source(state: FleetState) -> None:
+    """As those of a canary may be: what is saved of it would not be the fleet's version."""
+    target = ServerTarget("a", "http://127.0.0.1:1")
+    state.set_weights(FleetWeights("latest", "/ckpt", "these"))
+    state.update_server("a", weight_version="latest", checkpoint_digest="others")
+    with pytest.raises(PreflightError, match="no server is awake that has the fleet's weights"):
+        source_of([target], state)
+    state.update_server("a", checkpoint_digest="these")
+    assert source_of([target], state) is target
