@@ -15,6 +15,7 @@ from skyctl.states import Phase
 from skyctl.supervisor import adapters, rollout
 from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.steps import Order, Step, order_of
 from skyctl.supervisor.wire import spec_hash
 
@@ -211,7 +212,8 @@ def _begin(running: RunningFleet, spec: ServerSpec) -> None:
 async def _replace_fronts(running: RunningFleet, plan: FleetPlan, *, undo: bool) -> None:
     """Start the plan's router in the place of another. Raises SkyctlError if it is given up."""
     router = running.router
-    old = router.planned if router is not None and router.phase is Phase.READY else None
+    serves = router is not None and router.phase is Phase.READY
+    old = router.planned if router and serves and _known(router) else None
     await rollout.remove_other_fronts(running, plan)
     rollout.start_router(running, plan)
     if not isinstance(old, RouterSpec) or running.router in (None, router) or not undo:
@@ -259,6 +261,11 @@ def _serves(replica: Replica) -> bool:
 
 def _reason(replica: Replica) -> str:
     return replica.row.quarantine or replica.reason or replica.phase
+
+
+def _known(router: RouterChild) -> bool:
+    """Whether it runs with its `planned` settings: an adopted one may run with others."""
+    return router.running_hash == spec_hash(router.planned)
 
 
 def _same(spec: ServerSpec, other: ServerSpec) -> bool:

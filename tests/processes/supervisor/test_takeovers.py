@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -263,7 +264,8 @@ async def test_servers_that_a_takeover_has_not_asked_yet_stay_in_the_router(
 
 async def abandon(supervisor: Supervisor) -> None:
     """As if it had been killed."""
-    tasks = [one._task for one in supervisor.replicas.values() if one._task is not None]
+    kept = [*supervisor.replicas.values(), *filter(None, [supervisor.router])]
+    tasks = [one._task for one in kept if one._task is not None]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -343,3 +345,19 @@ async def test_an_api_starts_once_the_servers_are_those_of_the_plan(tmp_path: Pa
         await bring_up(supervisor, moved)
         started = {row.name: row.started_at for row in supervisor.state.processes()}
         assert max(started["a"], started["b"]) < started["tinker"]
+
+
+async def test_a_router_that_was_adopted_is_not_said_to_have_its_old_settings_again(
+    tmp_path: Path,
+) -> None:
+    """What it ran with is not known: its next process has the settings of the new plan."""
+    async with supervising(tmp_path) as supervisor:
+        server, router = stub_server("a"), stub_router()
+        await bring_up(supervisor, fleet_plan([server], router))
+        await abandon(supervisor)
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        wrong = replace(router, argv=(sys.executable, "-c", "import sys; sys.exit('no such flag')"))
+        later.change_to(fleet_plan([server], wrong))
+        error = await ended(later)
+        assert error.startswith("router exited with code 1") and "settings" not in error
+        await later.down(Down(0.0))
