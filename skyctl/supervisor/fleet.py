@@ -16,7 +16,7 @@ from skyctl.core.canary import entries
 from skyctl.core.diagnosis import assess
 from skyctl.core.findings import Condition, Finding, Severity
 from skyctl.core.health import routable
-from skyctl.core.plan import FleetPlan, ServerSpec, config_digest
+from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec, config_digest
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.scaling import unmeasured
@@ -78,6 +78,7 @@ class RunningFleet(RecordedFleet):
         self.before: FleetPlan | None = None  # in force until the change that is under way
         self.progress: tuple[int, int] | None = None  # servers restarted, of how many
         self.replaced: dict[str, ServerSpec] = {}  # with what the servers of this step served
+        self.router_before: RouterSpec | None = None  # another is starting in its place
         self.failed_logs: dict[str, tuple[str, ...]] = {}  # of what has its old settings again
         self.push_job: Job | None = None
         self.recovered: tuple[Recovered, ...] = ()
@@ -347,10 +348,8 @@ def _replica_row(
     state, reason = replica.state, replica.row.quarantine or replica.reason
     failed = failures.get(replica.name)
     if failed and state.as_intended:
-        state, reason = (
-            ReplicaState.UNREACHABLE,
-            failed,
-        )  # the probes have not counted enough failures yet
+        # the probes have not counted enough failures yet
+        state, reason = ReplicaState.UNREACHABLE, failed
     drained = replica.name in running.held_out and running.under_way
     if drained and state is ReplicaState.READY and metrics and metrics.in_flight:
         reason = waits_for(metrics.in_flight)

@@ -166,6 +166,7 @@ class OperatedFleet(RunningFleet, ABC):
     def _begin(self, kind: OperationKind, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation, self.failed_logs = [], {}
         self.progress, self.before, self.replaced = None, None, {}
+        self.router_before = None
         self._stopped_by, self.begun_by = "", None
         self.operation = Operation(next(self._numbers), kind, detail, time.time())
         self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
@@ -235,6 +236,7 @@ class OperatedFleet(RunningFleet, ABC):
         for replica in self.replicas.values():
             if replica.phase is Phase.STOPPING:  # its end was cut short, and it had served nobody
                 replica.start()
+        await rolling.put_router_back(self)
         if self.before is not None:  # its fronts may have been about to be replaced
             rollout.start_router(self, self.before)
             rollout.start_tinker(self, self.before)

@@ -214,6 +214,7 @@ async def _replace_fronts(running: RunningFleet, plan: FleetPlan, *, undo: bool)
     router = running.router
     serves = router is not None and router.phase is Phase.READY
     old = router.planned if router and serves and _known(router) else None
+    running.router_before = old if isinstance(old, RouterSpec) else None
     await rollout.remove_other_fronts(running, plan)
     rollout.start_router(running, plan)
     if not isinstance(old, RouterSpec) or running.router in (None, router) or not undo:
@@ -221,6 +222,7 @@ async def _replace_fronts(running: RunningFleet, plan: FleetPlan, *, undo: bool)
     await rollout.settle_router(running)
     assert running.router is not None  # just started
     if not running.router.phase.given_up:
+        running.router_before = None
         return
     reason = running.router.reason
     running.failed_logs = {"router": tuple(tail(running.paths.log("router"), _LOG_LINES))}
@@ -228,6 +230,15 @@ async def _replace_fronts(running: RunningFleet, plan: FleetPlan, *, undo: bool)
     rollout.new_router(running, old).start()
     await rollout.settle_router(running)
     raise SkyctlError(f"router did not come back: {reason}; it has its old settings again")
+
+
+async def put_router_back(running: RunningFleet) -> None:
+    """Start the router that an interrupted change was replacing, unless another serves by now."""
+    old, router = running.router_before, running.router
+    if old is None or router is None or router.planned == old or router.phase is Phase.READY:
+        return
+    await rollout.remove_front(running, router)
+    rollout.new_router(running, old).start()
 
 
 def _order(running: RunningFleet, plan: FleetPlan, parallel: int) -> Order:

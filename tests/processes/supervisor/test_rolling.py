@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,3 +170,16 @@ async def test_a_server_whose_end_an_interrupted_restart_cuts_short_is_started_a
         await supervisor.undo_by(INTERRUPTED)
         await eventually(lambda: states(supervisor) == {"a": "ready"})
         assert pid_of(supervisor, "a") != pid
+
+
+async def test_an_interrupted_change_gives_the_router_its_old_settings(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        servers, router = [stub_server("a")], stub_router()
+        good = fleet_plan(servers, router)
+        await bring_up(supervisor, good)
+        hung = replace(router, argv=(sys.executable, "-c", "import time; time.sleep(600)"))
+        supervisor.change_to(fleet_plan(servers, hung))
+        await eventually(lambda: getattr(supervisor.router, "planned", None) == hung)
+        await supervisor.undo_by(INTERRUPTED)
+        await eventually(lambda: routed(supervisor) == {"a"})
+        assert supervisor.change_to(good).operation == 0
