@@ -94,6 +94,7 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
         pushed_to = row is not None and row.weight_version is not None
         recorded = replace(
             server.recorded,
+            version=(row and row.weight_version) or "",
             weights_digest=(row and row.weights_digest) or "",
             launched_with="" if pushed_to else launches.get(server.name, ""),
         )

@@ -12,7 +12,7 @@ from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.fit import check_fit
-from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.sender_way import refuse_readers, refuse_stage, refuse_stage_rate, sender_way
 from skyctl.push.server_facts import (
     ServerFacts,
@@ -31,6 +31,7 @@ from skyctl.push.verify import (
     weights_digest,
 )
 from skyctl.push.way import Plan, Question, Way
+from skyctl.states import UNLABELLED
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports import Reachable, choose
 
@@ -236,6 +237,7 @@ def _records(
 ) -> tuple[PushedServer, ...]:
     servers = []
     for given, fact in zip(fleet.servers, facts, strict=True):
+        given = _without_outdated(given, fact)
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
         # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
@@ -254,6 +256,18 @@ def _records(
         holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))
     return tuple(servers)
+
+
+def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
+    """Without the recorded digest, if by its label the server holds something else: another fleet
+    or program has pushed to it, or it was started again.
+    """
+    recorded = given.recorded
+    # a label that a dead push owes it is not on it yet
+    labels = (None, recorded.version or UNLABELLED)
+    if recorded.verified_as or fact.weight_version in labels:
+        return given
+    return replace(given, recorded=replace(recorded, weights_digest=""))
 
 
 async def digest_before(

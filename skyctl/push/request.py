@@ -138,6 +138,8 @@ class RecordedState:
     """Its level of sleep."""
     paused: bool = False
     """It is to be paused when it wakes."""
+    version: str = ""
+    """The label that this fleet gave its weights; "" if it gave it none."""
     weights_digest: str = ""
     """The digest of its weights; "" if there is none."""
     launched_with: str = ""

@@ -279,6 +279,20 @@ async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained
     assert (await trained.update("step-3", 7, digest=digest)).version == "step-3"
 
 
+async def test_what_was_sent_is_told_by_what_servers_hold_and_not_by_an_older_record(
+    trained: Trained,
+) -> None:
+    await trained.update("step-1", 7)
+    for engine in trained.engines:  # another fleet pushes, or they are started again
+        engine.digest, engine.weight_version = "theirs", "theirs"
+    with pytest.raises(PushError, match="sent nothing: the weights are what they were"):
+        async with trained.fleet.update("step-2"):
+            pass
+    for engine in trained.engines:
+        engine.digest, engine.weight_version = "theirs", "default"
+    assert (await trained.update("step-3", 7)).version == "step-3"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
