@@ -49,16 +49,22 @@ def unrepaired_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[s
 
 
 async def find(
-    servers: AttachedServers, client: ControlClient, state: FleetState, locks: ServerLocks
+    servers: AttachedServers,
+    client: ControlClient,
+    state: FleetState,
+    locks: ServerLocks,
+    others: Mapping[str, str] | None = None,
 ) -> tuple[Finding, ...]:
-    """What is wrong with each located server, observed now."""
+    """What is wrong with each located server, observed now; `others`: those that other fleets have
+    to repair, if that was looked up before.
+    """
     seen = await observe(client, servers.targets)
     servers.read_names()  # another command may have recorded others meanwhile, and their doubts
     seen = [
         replace(observed, server=target.name)
         for observed, target in zip(seen, servers.targets, strict=True)
     ]
-    others = unrepaired_by_others(servers, locks)
+    others = unrepaired_by_others(servers, locks) if others is None else others
     suspects = await servers.suspects(seen)
     rows, doubts, weights = servers.rows(), servers.in_doubt(), state.weights()
     judged = []
@@ -115,7 +121,9 @@ async def recover(
         urls = {name: target.url for name, target in own.items()}
         await arbiter.claim(turn, act, activity, urls, wait_s=wait_s)
         actions = _Actions(ref, own, client, state)
-        recovered = await carry_out(await find(servers, client, state, locks), actions)
+        # a server that its fleet repairs meanwhile is not locked here
+        findings = await find(servers, client, state, locks, others)
+        recovered = await carry_out(findings, actions)
         await _bring_to_adapters(ref, [*own.values()], client, state)
         return tuple(
             replace(repair, ok=False, detail=others[repair.server])

@@ -25,6 +25,7 @@ from skyctl.errors import (
 )
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.service import attached_recovery
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
 from skyctl.store import locks
@@ -320,6 +321,22 @@ async def test_what_another_fleets_push_left_is_found_and_is_that_fleets_to_repa
             leave_to_next_push(near, "near-0")  # whole weights: nobody need wait
             assert [found.detail for found in await fleet.findings()] == [""]
             await fleet.resume(Resume())
+
+
+async def test_a_server_that_another_fleet_repairs_meanwhile_is_left_to_the_next_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is not this recovery's."""
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        await fleet.resume()
+        fleet.state.update_server("far-0", weight_version="v1")  # the other's is on it
+        marks = [{"far-0": "push-1 broke off"}, {}]
+        monkeypatch.setattr(
+            attached_recovery, "unrepaired_by_others", lambda *_: marks.pop(0) if marks else {}
+        )
+        (repair,) = await fleet.recover()
+        assert (repair.action, repair.ok) == ("nothing", False)
+        assert repair.detail == "push-1 broke off"
 
 
 async def test_an_only_server_that_does_not_answer_is_named(
