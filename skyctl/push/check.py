@@ -237,6 +237,7 @@ def _records(
 ) -> tuple[PushedServer, ...]:
     servers = []
     for given, fact in zip(fleet.servers, facts, strict=True):
+        slept = given.recorded.sleep_level
         given = _without_outdated(given, fact)
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
@@ -253,21 +254,25 @@ def _records(
         )
         # undoing this push also undoes what an earlier one left
         did = Did(open=given.recorded.in_doubt, frozen=given.recorded.thaw and not asleep)
+        if slept and not given.recorded.sleep_level:
+            did.slept = 0  # for the record
         holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))
     return tuple(servers)
 
 
 def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
-    """Without the recorded digest, if by its label the server holds something else: another fleet
-    or program has pushed to it, or it was started again.
+    """Without what was on record of its weights or its sleep and is not so any more: another fleet
+    or program has pushed to it or woken it, or it was started again.
     """
     recorded = given.recorded
     # a label that a dead push owes it is not on it yet
     labels = (None, recorded.version or UNLABELLED)
-    if recorded.verified_as or fact.weight_version in labels:
-        return given
-    return replace(given, recorded=replace(recorded, weights_digest=""))
+    if not (recorded.verified_as or fact.weight_version in labels):
+        recorded = replace(recorded, weights_digest="")
+    if not (fact.asleep or fact.paused):  # one that sleeps is paused as well
+        recorded = replace(recorded, sleep_level=0, weights_awake=False)
+    return replace(given, recorded=recorded)
 
 
 async def digest_before(

@@ -226,6 +226,20 @@ async def test_an_awake_fleet_is_pushed_to_as_ever_and_it_is_said(stubs: Stubs) 
     assert any("no server was asleep" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_one_that_serves_though_it_is_on_record_as_asleep_is_frozen_for_the_push(
+    stubs: Stubs, state: FleetState, colocated: bool
+) -> None:
+    """Another fleet woke it, or it was started again."""
+    stubs.record(sleep_level=2, weights_awake=True)
+    job = await recorded(state, stubs, colocated=colocated)
+    assert job.state == "succeeded"
+    for engine in stubs.engines:
+        assert not any("unpaused" in what for what in engine.served) and not engine.paused
+    rows = [(row.sleep_level, row.weights_awake) for row in state.servers()]
+    assert rows == [(0, False)] * 2
+
+
 @pytest.mark.parametrize("other", [{"rolling": 1}, {"trial": {"prompts": [{"prompt": "a"}]}}])
 @pytest.mark.parametrize("mine", [{"colocated": True}, {"colocated": False, "sleep_after": 1}])
 async def test_it_excludes_pushes_into_fleets_that_serve(
