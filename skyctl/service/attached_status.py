@@ -47,7 +47,9 @@ async def server(
         state, reason = ReplicaState.UNREACHABLE, str(paused).removeprefix(f"{target.name}: ")
     elif row.quarantine:
         state, reason = ReplicaState.QUARANTINED, row.quarantine
-    elif row.sleep_level or (isinstance(metrics, ServerMetrics) and metrics.sleep_level):
+    elif (row.sleep_level and paused) or (  # one that sleeps is paused as well
+        isinstance(metrics, ServerMetrics) and metrics.sleep_level
+    ):
         state = ReplicaState.ASLEEP
     else:
         state = ReplicaState.PAUSED if paused else ReplicaState.READY

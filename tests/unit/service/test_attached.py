@@ -132,6 +132,17 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+async def test_a_server_that_another_fleet_has_woken_is_not_shown_as_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.sleep()
+        await stub.engine.wake([])
+        status = await fleet.status()
+        assert status.replicas[0].state == "ready" and status.health == "healthy"
+
+
 @pytest.mark.parametrize("sleep", ["on record", "lost", "lost, and then resumed"])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
