@@ -18,6 +18,7 @@ from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import FreezeOrder, ServerTarget
+from skyctl.states import UNLABELLED
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import InDoubt, clear_doubt, doubt_pause, in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -51,8 +52,7 @@ async def run(
     timeout_s = request.timeout_s or timeout_s
     if isinstance(request, Pause) and not undoes:
         request = replace(request, keep_partial=True)
-    recorded = {row.name: row for row in state.servers()}
-    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
+    rows = await _rows(targets, client, state)
     if isinstance(request, Resume | Wake):
         state.require_read()
         rows |= await _put_sleep_on_record(targets, rows, in_doubt(state), client, state, timeout_s)
@@ -211,6 +211,32 @@ async def _taken_last(
         else outcome
         for outcome in outcomes
     ]
+
+
+async def _rows(
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+) -> dict[str, ServerRow]:
+    """The recorded rows. A server that serves though it is on record as asleep is put on record as
+    awake first: another fleet has woken it, or it was started again. Weights that a sleep discarded
+    are whole again where the label is another.
+    """
+    recorded, timeout_s = {row.name: row for row in state.servers()}, actions.READ_BACK_TIMEOUT_S
+    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
+
+    async def serves(target: ServerTarget) -> bool:
+        server, row = engines.server(client, target, timeout_s=timeout_s), rows[target.name]
+        if await server.is_paused() or await sleep_level(client, target, timeout_s):
+            return False  # one that sleeps is paused as well
+        labels = (None, row.weight_version or UNLABELLED)
+        return row.sleep_level == 1 or await server.weight_version() not in labels
+
+    asleep = [target for target in targets if rows[target.name].sleep_level]
+    outcomes = await fan_out(asleep, serves, timeout_s=3 * timeout_s)
+    return rows | {
+        outcome.server: state.update_server(outcome.server, sleep_level=0, weights_awake=False)
+        for outcome in outcomes
+        if outcome.value
+    }
 
 
 async def _put_sleep_on_record(

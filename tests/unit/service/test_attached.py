@@ -143,6 +143,26 @@ async def test_a_server_that_another_fleet_has_woken_is_not_shown_as_asleep(
         assert status.replicas[0].state == "ready" and status.health == "healthy"
 
 
+@pytest.mark.parametrize("verb", ["pause", "resume", "wake", "sleep"])
+async def test_no_verb_takes_a_server_that_serves_for_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.sleep(Sleep(level=2))
+        await stub.engine.wake([])  # by another fleet, or it was started again
+        with pytest.raises(ConflictError):
+            await fleet.wake()  # it may hold what the sleep has left
+        stub.engine.weight_version = "theirs"
+        [outcome] = await getattr(fleet, verb)()
+        assert outcome.ok and stub.engine.paused == (verb in ("pause", "sleep"))
+        row = fleet.state.server("far-0")
+        assert (row.intended, row.sleep_level) == {
+            "pause": ("paused", 0),
+            "sleep": ("asleep", 1),
+        }.get(verb, ("running", 0))
+
+
 @pytest.mark.parametrize("sleep", ["on record", "lost", "lost, and then resumed"])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleep: str
