@@ -124,10 +124,10 @@ async def recover(
         # a server that its fleet repairs meanwhile is not locked here
         findings = await find(servers, client, state, locks, others)
         recovered = await carry_out(findings, actions)
-        await _bring_to_adapters(ref, [*own.values()], client, state)
+        failed = others | await _bring_to_adapters(ref, [*own.values()], client, state)
         return tuple(
-            replace(repair, ok=False, detail=others[repair.server])
-            if repair.server in others
+            replace(repair, ok=False, detail=failed[repair.server])
+            if repair.server in failed
             else repair
             for repair in recovered
         )
@@ -135,10 +135,10 @@ async def recover(
 
 async def _bring_to_adapters(
     ref: FleetRef, targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
-) -> None:
+) -> dict[str, str]:
     """Repair, on servers that serve, what a killed change of adapters left, or a server missed.
     All are asked: the record does not show that a server was restarted. What only servers hold is
-    written first, for those that do not.
+    written first, for those that do not. Returns why servers are quarantined, by name.
     """
     unfinished = store.unfinished(state)
     absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
@@ -152,12 +152,15 @@ async def _bring_to_adapters(
         timeout_s=ref.config.control_timeout_s,
     )
     await keep(fleet)
-    for outcome in await catch_up(state, client, serving, fleet.timeout_s):
-        if not outcome.ok:
-            reason = f"its adapters are not the fleet's: {outcome.detail}"
-            state.update_server(outcome.server, quarantine=reason)
+    failed = {
+        outcome.server: f"its adapters are not the fleet's: {outcome.detail}"
+        for outcome in await catch_up(state, client, serving, fleet.timeout_s)
+        if not outcome.ok
+    }
+    state.update_servers({name: {"quarantine": reason} for name, reason in failed.items()})
     for name in unfinished:
         await withdraw(fleet, name, serving)
+    return failed
 
 
 @dataclass

@@ -93,6 +93,21 @@ async def test_recover_gives_them_to_a_server_that_somebody_restarted(
         assert serve(stubs) == [{"x": "x@1"}] * 2
 
 
+async def test_recover_says_which_server_does_not_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = [StubServer(), StubServer()]
+    async with attached(tmp_path, monkeypatch, *stubs) as fleet:
+        await fleet.load_adapter(asked(tmp_path, 1))
+        stubs[1].adapters.served.clear()
+        stubs[1].asgi.faults["/v1/load_lora_adapter"] = Fault("status")
+        repairs = await fleet.recover(Recover())
+        assert [repair.ok for repair in repairs] == [True, False]
+        quarantine = fleet.state.server("far-1").quarantine
+        assert quarantine is not None and repairs[1].detail == quarantine
+        assert "its adapters are not the fleet's" in quarantine
+
+
 async def test_what_an_attached_server_lacks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
