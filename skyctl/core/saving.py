@@ -14,6 +14,7 @@ from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate, read_checkpoint
 from skyctl.checkpoints.keeping import copy_small_files, mark_recorded, sweep_kept
 from skyctl.checkpoints.live import running_model
+from skyctl.core.diagnosis import foreign_version
 from skyctl.core.requests import SaveWeights
 from skyctl.core.results import SavedWeights
 from skyctl.errors import ConflictError, NotFoundError, PreflightError, ServerError, SkyctlError
@@ -48,12 +49,17 @@ async def save_weights(
             hint="versions with a copy: skyctl weights kept",
         )
     target = source_of(targets, state)
+    server = engines.server(client, target, timeout_s=CALL_TIMEOUT_S)
+    # one that was started again, or that another fleet has pushed to, holds something else
+    foreign = foreign_version(version, await server.weight_version())
+    if version is not None and foreign:
+        raise PreflightError(f"{target.name} {foreign}", hint="put it right: skyctl recover")
     model = await asyncio.to_thread(running_model, base)
     directory = Path(request.directory)
     partial = await asyncio.to_thread(_begin, directory)
     try:
         written = await write_weights(
-            engines.server(client, target, timeout_s=CALL_TIMEOUT_S),
+            server,
             model,
             partial,
             digest=state.server(target.name).weights_digest or "",

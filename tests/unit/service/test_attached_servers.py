@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyctl.core import observation
 from skyctl.core.observation import Observed
-from skyctl.core.requests import Pause, Resume, Sleep, Wake
+from skyctl.core.requests import Pause, Resume, SaveWeights, Sleep, Wake
+from skyctl.errors import PreflightError
 from skyctl.service import attached_recovery
+from skyctl.store.fleet_weights import FleetWeights
+from tests.stub import rows
 from tests.unit.service.attached_stubs import Servers, break_off, servers
 
 __all__ = ["servers"]
@@ -121,3 +125,19 @@ async def test_what_is_recorded_while_servers_are_observed_is_judged_by_its_own_
         monkeypatch.setattr(attached_recovery, "observe", observe)
         found = {row.server: row.condition for row in await fleet.findings()}
         assert found == {"far-0": "healthy", "far-1": "unreachable"}
+
+
+async def test_weights_of_another_label_are_not_saved_as_the_fleets(
+    servers: Servers, tmp_path: Path
+) -> None:
+    """Those of a server that was started again, or to which another fleet has pushed."""
+    engine = servers.stubs[0].engine
+    engine.contents = rows.of_checkpoint(engine.model)
+    async with servers.fleet(servers.urls[:1]) as fleet:
+        await fleet.resume()
+        fleet.state.set_weights(FleetWeights("v1"))
+        fleet.state.update_server("far-0", weight_version="v1")  # pushed with --no-verify
+        with pytest.raises(PreflightError, match="says that it holds default"):
+            await fleet.save_weights(SaveWeights(str(tmp_path / "saved")))
+        engine.weight_version = "v1"
+        assert (await fleet.save_weights(SaveWeights(str(tmp_path / "saved")))).version == "v1"
