@@ -42,9 +42,9 @@ def unrepaired_by_others(servers: AttachedServers, locks: ServerLocks) -> dict[s
     """
     marks = {target.name: locks.unrepaired(target.url) for target in servers.targets}
     return {
-        name: f"{reason}; type: skyctl recover --fleet {fleet}"
-        for name, (fleet, reason) in marks.items()
-        if fleet
+        name: f"{work.reason}; type: {work.command}"
+        for name, work in marks.items()
+        if work is not None
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 from urllib.parse import quote
 
 from skyctl.errors import ConflictError, StateUnwritable
@@ -17,14 +17,22 @@ from skyctl.store.locks import Lock, Locks, stopped_hint
 from skyctl.store.paths import FleetPaths, private_directory
 from skyctl.store.server_names import normalized
 
-if TYPE_CHECKING:
-    from skyctl.store.in_doubt import InDoubt
-
 _LONGEST_NAME = 200
 
 
 class Unrepaired(ConflictError):
     """Another fleet's push left this server, and that fleet has not repaired it: no wait helps."""
+
+
+class Unfinished(NamedTuple):
+    """What a fleet has to repair in a server that others list as well."""
+
+    fleet: str
+    """Its name."""
+    reason: str
+    """What its push left."""
+    command: str
+    """What to type."""
 
 
 class ServerLocks(Locks):
@@ -114,26 +122,22 @@ class ServerLocks(Locks):
             },
         )
 
-    def unrepaired(self, url: str) -> tuple[str, str]:
-        """Which other fleet has to repair this server before anybody else may touch it, and what
-        its push left; "" and "" if none has.
-        """
+    def unrepaired(self, url: str) -> Unfinished | None:
+        """What another fleet has to repair in this server before anybody else may touch it."""
         before = self.recorded(self._name(url))
         if before is None or not before.repairs or before.fleet == self.fleet:
-            return "", ""
-        record = self._doubt_of(before.fleet, normalized(url))
-        return (before.fleet, record.reason) if record is not None else ("", "")
+            return None
+        return self._left_by(before.fleet, normalized(url))
 
     def _refuse_unrepaired(self, lock: Lock) -> None:
         url = self._urls[lock.name]
-        fleet, reason = self.unrepaired(url)
-        if fleet:
+        if work := self.unrepaired(url):
             raise Unrepaired(
-                f"{url}: {reason}; that was fleet {fleet}, which has not repaired it",
-                hint=f"first: skyctl recover --fleet {fleet}",
+                f"{url}: {work.reason}; that was fleet {work.fleet}, which has not repaired it",
+                hint=f"first: {work.command}",
             )
 
-    def _doubt_of(self, fleet: str, url: str) -> InDoubt | None:
+    def _left_by(self, fleet: str, url: str) -> Unfinished | None:
         """What another fleet, by its record, has to repair in the server at this URL."""
         from skyctl.store.in_doubt import in_doubt, left_behind
         from skyctl.store.state import FleetState
@@ -146,8 +150,11 @@ class ServerLocks(Locks):
             for job in state.journal.orphans():
                 doubts |= left_behind(job, state.journal.events(job.id))
             for name, record in doubts.items():
-                if normalized(state.server(name).url) == url and not record.whole:
-                    return record
+                row = state.server(name)
+                if normalized(row.url) == url and not record.whole:
+                    # a recovery repairs what its fleet lists
+                    then = "" if row.located else f", once its file lists {url} again"
+                    return Unfinished(fleet, record.reason, f"skyctl recover --fleet {fleet}{then}")
         return None
 
     def _name(self, url: str, kind: str = "") -> str:

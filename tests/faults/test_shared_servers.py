@@ -152,6 +152,20 @@ async def test_a_recovery_does_not_wait_for_a_push_of_another_fleet_that_is_stop
         assert f"kill -CONT {push.pid}" in caught.value.hint
 
 
+def test_a_fleet_that_has_dropped_what_it_has_to_repair_is_to_list_it_again(
+    tmp_path: Path,
+) -> None:
+    near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
+    with fleet_state(tmp_path, "far") as state, pushing(tmp_path):
+        put_in_doubt(state, {"far-0": InDoubt("far-0", "push-1", "update", True, True)})
+    with fleet_state(tmp_path, "far") as state:
+        record_names(state, name_servers("far", [("", "http://10.0.0.2:8000")], {"far-0": URL}))
+    with pytest.raises(Unrepaired) as caught:
+        near.take_all({"near-0": URL}, "skyctl resume", shared=True)
+    hint = f"first: skyctl recover --fleet far, once its file lists {URL} again"
+    assert caught.value.hint == hint
+
+
 def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path: Path) -> None:
     with fleet_state(tmp_path, "far") as state:
         far = ServerLocks(FleetPaths(tmp_path, "far"), lambda: in_doubt(state))
