@@ -313,6 +313,7 @@ class FleetState(Database):
                 "adapters",
                 "adapter_versions",
                 "server_adapters",
+                "launches",
             ):
                 self.write(f"DELETE FROM {table}")
             self.write(
