@@ -148,7 +148,9 @@ def _processes(
         elif replica.state is not ReplicaState.UPDATING and (
             foreign := foreign_version(replica.weight_version, replica.reported_version)
         ):
-            detail = f"{foreign}: a program other than skyctl pushed to it"
+            pushed = "a program other than skyctl, or another fleet, pushed to it"
+            restarted = replica.reported_version == UNLABELLED
+            detail = f"{foreign}: {'it was started again' if restarted else pushed}"
             hint = "compare: skyctl weights verify; or put it right: skyctl recover"
             yield Finding(replica.name, Condition.OTHER_LABEL, detail, hint=hint)
     for name, front in (("router", router), ("tinker", tinker)):

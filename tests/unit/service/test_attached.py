@@ -132,6 +132,22 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+@pytest.mark.parametrize(
+    ("label", "cause"),
+    [("default", "it was started again"), ("theirs", "a program other than skyctl, or another")],
+)
+async def test_status_says_why_a_server_holds_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str, cause: str
+) -> None:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.resume()
+        fleet.state.update_server("far-0", weight_version="v1")
+        stub.engine.weight_version = label
+        (reason,) = (await fleet.status()).reasons
+        assert cause in reason.message
+
+
 async def test_a_server_that_another_fleet_has_woken_is_not_shown_as_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
