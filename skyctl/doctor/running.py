@@ -15,6 +15,7 @@ from skyctl.doctor.check_line import CheckLine, Result, error, ok, run_checks, w
 from skyctl.push.verify import comparable
 from skyctl.states import ReplicaState
 from skyctl.store.journal import PushRecord
+from skyctl.store.server_names import normalized
 from skyctl.store.state import ServerRow
 from skyctl.units import count_of, format_seconds
 
@@ -159,7 +160,8 @@ def router(facts: RunningFacts) -> Iterator[Result]:
     status = facts.status
     if status.router is None or facts.workers is None:
         return
-    listed = {url.rstrip("/") for url in facts.workers}
+    own = {normalized(replica.url): replica.url for replica in status.replicas if replica.url}
+    listed = {own.get(normalized(url), url.rstrip("/")) for url in facts.workers}
     problems = [(f.severity, f.message, f.hint) for f in from_routing(status, listed)]
     if any(replica.state is ReplicaState.READY for replica in status.replicas):
         problems += [

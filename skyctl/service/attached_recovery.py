@@ -29,6 +29,7 @@ from skyctl.store import adapters as store
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job
 from skyctl.store.server_locks import ServerLocks
+from skyctl.store.server_names import normalized
 from skyctl.store.state import FleetState
 
 _TURN_WAIT_S = 120.0
@@ -196,7 +197,10 @@ class _Actions:
                 routed = engines.router(
                     self.client, target.engine, router, timeout_s=_ROUTER_TIMEOUT_S
                 )
-                await routed.remove_worker(target.url)
+                for url in await routed.workers():
+                    spelled = engines.routing(target.engine).worker(url)
+                    if normalized(spelled) == normalized(target.url):
+                        await routed.remove_worker(url)
         return f"{reason}; quarantined: restart it where it was started, then: skyctl recover"
 
     def waits(self, name: str, reason: str) -> None:

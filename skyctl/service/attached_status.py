@@ -13,6 +13,7 @@ from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.states import ReplicaState
+from skyctl.store.server_names import normalized
 from skyctl.store.state import ServerRow
 
 ASK_TIMEOUT_S = 5.0
@@ -21,14 +22,17 @@ ASK_TIMEOUT_S = 5.0
 async def router(
     config: FleetConfig, client: ControlClient
 ) -> tuple[RouterStatus | None, frozenset[str] | None]:
-    """The router's status, None without one; and the URLs it routes to, None if unknown."""
+    """The router's status, None without one; and the URLs it routes to (`server_names.normalized`),
+    None if unknown.
+    """
     url = config.router
     if not isinstance(url, str):
         return None, None
     port = urlsplit(url).port
     try:
         request = engines.router(client, config.engine, url, timeout_s=ASK_TIMEOUT_S)
-        workers = frozenset(await request.workers())
+        urls = map(engines.routing(config.engine).worker, await request.workers())
+        workers = frozenset(map(normalized, urls))
     except SkyctlError as error:
         return RouterStatus(ReplicaState.UNREACHABLE, url, error.message, port=port), None
     return RouterStatus(ReplicaState.READY, url, port=port, workers=len(workers)), workers
@@ -59,7 +63,7 @@ async def server(
         state=state,
         url=target.url,
         reason=reason,
-        routed=None if workers is None else target.url in workers,
+        routed=None if workers is None else normalized(target.url) in workers,
         port=urlsplit(target.url).port,
         **(metrics.load() if isinstance(metrics, ServerMetrics) else {}),
         # before a push of skyctl, the weights come from another program

@@ -10,6 +10,7 @@ import pytest
 
 from skyctl.core import observation
 from skyctl.core.observation import Observed
+from skyctl.core.registry import FleetRef
 from skyctl.core.requests import Pause, Resume, SaveWeights, Sleep, Wake
 from skyctl.errors import PreflightError
 from skyctl.service import attached_recovery
@@ -125,6 +126,30 @@ async def test_what_is_recorded_while_servers_are_observed_is_judged_by_its_own_
         monkeypatch.setattr(attached_recovery, "observe", observe)
         found = {row.server: row.condition for row in await fleet.findings()}
         assert found == {"far-0": "healthy", "far-1": "unreachable"}
+
+
+async def test_a_router_may_spell_the_url_of_a_server_otherwise(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = [f"{url.upper().replace('HTTP', 'http')}:80" for url in servers.urls[:2]]
+
+    class Router:
+        async def workers(self) -> list[str]:
+            return list(workers)
+
+        async def remove_worker(self, url: str) -> None:
+            workers.remove(url)
+
+    monkeypatch.setattr("skyctl.engines.router", lambda *_, **__: Router())
+    async with servers.fleet(servers.urls[:2]) as fleet:
+        ref, router = fleet.ref, {"router": "http://router:9000"}
+        config = ref.config.model_copy(update=router)
+        fleet.ref = FleetRef(ref.name, ref.paths, config, ref.base_dir, None)
+        assert [row.routed for row in (await fleet.status()).replicas] == [True, True]
+        await fleet.resume()
+        servers.stubs[1].engine.dead = True
+        await fleet.recover()
+        assert workers == ["http://STUB-0:80"]
 
 
 async def test_weights_of_another_label_are_not_saved_as_the_fleets(
