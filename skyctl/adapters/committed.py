@@ -86,6 +86,30 @@ async def serve_exactly(
         await server.name_adapter(name, version.served_as)
 
 
+async def behind(
+    state: FleetState, client: ControlClient, targets: Sequence[ServerTarget], timeout_s: float
+) -> set[str]:
+    """The servers that answer and do not serve exactly what is committed; none amid a change."""
+    committed, ours = store.served(state), store.names(state)
+    if not ours or state.locks.taken(store.LOCK):
+        return set()
+    current = {
+        name: version.path
+        for version in committed.values()
+        for name in (version.name, version.served_as)
+    }
+
+    async def serves_others(target: ServerTarget) -> bool:
+        server = engines.server(client, target, timeout_s=timeout_s)
+        loaded = {a.name: a.path for a in await server.adapters() if not a.in_flight}
+        mine = {n: path for n, path in loaded.items() if {n, n.rpartition("@")[0]} & ours}
+        lacking = [name for name, version in committed.items() if loaded.get(name) != version.path]
+        return bool(lacking) or any(current.get(name) != path for name, path in mine.items())
+
+    outcomes = await fan_out(targets, serves_others, timeout_s=timeout_s)
+    return {outcome.server for outcome in outcomes if outcome.value}
+
+
 async def retire(fleet: AdapterFleet) -> None:
     """Remove the files of versions that no request uses any more, as far as servers can tell."""
     old = store.superseded(fleet.state, time.time() - RETIRE_AFTER_S)

@@ -30,6 +30,7 @@ _PLANS = {
     "end": "end leftover processes",
     "down": "finish `skyctl down`",
     "replace": "replace, the servers go on",
+    "load": "load the fleet's adapters",
 }
 
 

@@ -54,7 +54,7 @@ class Condition(StrEnum):
     UNRECORDED = "unrecorded"
     """The fleet's state cannot be written."""
     OTHER_SETTINGS = "other-settings"
-    """It is not what the fleet file says."""
+    """It is not what the fleet file says, or does not serve the fleet's adapters."""
     OTHER_INTENT = "other-intent"
     """It runs, is paused or sleeps, and was meant to do something else."""
     OFF_BASE = "off-base"
@@ -78,6 +78,7 @@ class Action(StrEnum):
     END = "end"
     DOWN = "down"
     REPLACE = "replace"
+    LOAD = "load"
 
     @property
     def needed(self) -> bool:

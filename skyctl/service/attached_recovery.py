@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from skyctl import engines
-from skyctl.adapters.committed import catch_up, withdraw
+from skyctl.adapters.committed import behind, catch_up, withdraw
 from skyctl.adapters.fleet import AdapterFleet
 from skyctl.adapters.given import keep
 from skyctl.core.arbiter import Act, Arbiter, Turn
@@ -22,6 +22,7 @@ from skyctl.errors import SkyctlError, WeightsGone, error_named
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
+from skyctl.push.servers import ENGINE_TIMEOUT_S
 from skyctl.service import attached_push
 from skyctl.service.attached_servers import AttachedServers
 from skyctl.states import UNLABELLED
@@ -76,6 +77,7 @@ async def find(
         if target.name in others:
             finding = Finding(target.name, Condition.HALF_UPDATED, others[target.name])
         judged.append(finding)
+    judged = await _with_adapters(judged, servers, client, state)
     # reported once: what a push left in a server that is gone matters when it comes back
     present = {target.name for target in servers.targets}
     gone = [
@@ -90,6 +92,26 @@ async def find(
         and not (rows[name].quarantine or "").startswith(_GONE)
     ]
     return (*judged, *gone)
+
+
+async def _with_adapters(
+    findings: Sequence[Finding], servers: AttachedServers, client: ControlClient, state: FleetState
+) -> list[Finding]:
+    """The findings, where nothing else is wrong with those that do not serve the adapters."""
+    well = {
+        finding.server
+        for finding in findings
+        if finding.condition is Condition.HEALTHY and not servers.rows()[finding.server].sleep_level
+    }
+    targets = [target for target in servers.targets if target.name in well]
+    lacking = await behind(state, client, targets, ENGINE_TIMEOUT_S)
+    detail = "it does not serve the fleet's adapters"
+    return [
+        Finding(finding.server, Condition.OTHER_SETTINGS, detail, Action.LOAD)
+        if finding.server in lacking
+        else finding
+        for finding in findings
+    ]
 
 
 async def recover(

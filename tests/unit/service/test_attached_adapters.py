@@ -77,6 +77,7 @@ async def test_recover_puts_right_what_a_killed_command_left(
             with pytest.raises(Killed):
                 await fleet.load_adapter(asked(tmp_path, 2))
         assert serve(stubs) == [{"x": "x@2"}] * 2
+        assert [finding.action for finding in await fleet.findings()] == ["load"] * 2
         await fleet.recover(Recover())
         assert serve(stubs) == [{"x": "x@1"}] * 2
         assert [one.servers for one in await fleet.adapters()] == [("far-0", "far-1")]
@@ -88,8 +89,11 @@ async def test_recover_gives_them_to_a_server_that_somebody_restarted(
     stubs = [StubServer(), StubServer()]
     async with attached(tmp_path, monkeypatch, *stubs) as fleet:
         await fleet.load_adapter(asked(tmp_path, 1))
+        assert not any(finding.action.needed for finding in await fleet.findings())
         stubs[1].adapters.served.clear()  # on record it has what it was given
-        await fleet.recover(Recover())
+        assert [finding.action for finding in await fleet.findings()] == ["nothing", "load"]
+        repairs = await fleet.recover(Recover())
+        assert [(repair.action, repair.ok) for repair in repairs][1] == ("load", True)
         assert serve(stubs) == [{"x": "x@1"}] * 2
 
 
