@@ -58,17 +58,20 @@ def recover(
       skyctl recover --yes --json
     """
     from skyctl.cli.fleet_calls import call_fleet
+    from skyctl.core.findings import Condition
     from skyctl.core.requests import Recover
 
     ref = find(file, fleet)
     findings = call_fleet(ref, lambda running: running.findings())
     wrong = [finding for finding in findings if finding.action.needed]
+    # where another fleet has to repair a server, the recovery says so, and fails
+    others = any(f.condition is Condition.HALF_UPDATED and f not in wrong for f in findings)
     data = {"findings": [finding.as_diagnosis() for finding in findings], "recovered": []}
-    if dry_run or not wrong:
+    if dry_run or not (wrong or others):
         message = "nothing to do" if not wrong else f"{len(wrong)} to repair: skyctl recover"
         output.emit({**data, "dry_run": dry_run}, _findings_table(findings), message)
         return
-    if not yes:
+    if wrong and not yes:
         if not output.interactive():
             raise UsageError("recover asks before it acts", hint="give --yes, or --dry-run")
         output.err.print(_findings_table(findings))
