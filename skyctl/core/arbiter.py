@@ -231,6 +231,12 @@ class Arbiter:
         """All who act on the fleet now."""
         return self._locks.holders(LOCK)
 
+    def pushing(self) -> bool:
+        """Whether a push has the turn."""
+        return self._locks.taken(LOCK) and any(
+            holder.subject.startswith("push-") for holder in self.holders()
+        )
+
     def stopped(self) -> list[Holder]:
         """Those whose process is stopped: they keep others out and do nothing."""
         return [holder for holder in self.holders() if holder.stopped]

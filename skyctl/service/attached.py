@@ -137,9 +137,9 @@ class AttachedFleet(RecordedFleet):
         targets = await self._servers.locate(within_s=_WATCHED_S)
         router, workers = await attached_status.router(self.ref.config, self._client)
         rows = self._servers.rows()
-        asking = (attached_status.server(self._client, t, rows[t.name], workers) for t in targets)
-        replicas = tuple(await asyncio.gather(*asking))
-        health, reasons = assess(replicas, router)
+        pushing = await asyncio.to_thread(self.arbiter.pushing)
+        replicas = await attached_status.servers(self._client, targets, rows, workers, pushing)
+        health, reasons = assess(replicas, router, pushing=pushing)
         reasons += tuple(map(stopped, await asyncio.to_thread(self.arbiter.stopped)))
         return FleetStatus(
             self.ref.name,

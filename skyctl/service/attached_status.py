@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from skyctl import engines
@@ -38,10 +39,27 @@ async def router(
     return RouterStatus(ReplicaState.READY, url, port=port, workers=len(workers)), workers
 
 
-async def server(
-    client: ControlClient, target: ServerTarget, row: ServerRow, workers: frozenset[str] | None
+async def servers(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    rows: Mapping[str, ServerRow],
+    workers: frozenset[str] | None,
+    pushing: bool,
+) -> tuple[ReplicaStatus, ...]:
+    """The servers as they answer now; `workers`: the URLs that the router lists, None if unknown.
+    `pushing`: a push of this fleet is under way, and has paused what nobody else has.
+    """
+    asking = (_server(client, t, rows[t.name], workers, pushing) for t in targets)
+    return tuple(await asyncio.gather(*asking))
+
+
+async def _server(
+    client: ControlClient,
+    target: ServerTarget,
+    row: ServerRow,
+    workers: frozenset[str] | None,
+    pushing: bool,
 ) -> ReplicaStatus:
-    """The server's row, asked now; `workers`: the URLs that the router lists, None if unknown."""
     control = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
     paused, metrics, version = await asyncio.gather(
         control.is_paused(), control.metrics(), control.weight_version(), return_exceptions=True
@@ -55,8 +73,10 @@ async def server(
         isinstance(metrics, ServerMetrics) and metrics.sleep_level
     ):
         state = ReplicaState.ASLEEP
+    elif paused:
+        state = ReplicaState.UPDATING if pushing and not row.paused else ReplicaState.PAUSED
     else:
-        state = ReplicaState.PAUSED if paused else ReplicaState.READY
+        state = ReplicaState.READY
     label = version if isinstance(version, str) else None
     return ReplicaStatus(
         name=target.name,

@@ -132,6 +132,22 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+async def test_status_does_not_say_to_resume_what_a_push_has_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = StubServer(), StubServer()
+    async with attached(tmp_path, monkeypatch, *stubs) as fleet:
+        await fleet.pause(Pause(servers=("far-1",)))
+        await stubs[0].engine.pause("keep")
+        fleet.state.update_server("far-0", weight_version="default")
+        with Arbiter(fleet.state.locks).take(Act.PUSH, "a push that is just starting") as turn:
+            turn.rename("push-1")
+            status = await fleet.status()
+        assert [replica.state for replica in status.replicas] == ["updating", "paused"]
+        assert status.health == "updating"
+        assert [reason.hint for reason in status.reasons if reason.hint] == ["skyctl resume far-1"]
+
+
 @pytest.mark.parametrize(
     ("label", "cause"),
     [("default", "it was started again"), ("theirs", "a program other than skyctl, or another")],
