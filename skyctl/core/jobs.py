@@ -36,8 +36,8 @@ from skyctl.store.in_doubt import (
     left_behind,
     open_sender,
     put_in_doubt,
+    record_cut_short,
     released_by,
-    settle,
     verified,
 )
 from skyctl.store.journal import DRY_RUN, PUSH, EventKind, Job, JobEvent, JobState, Journal
@@ -240,7 +240,7 @@ def _recorded(
     try:
         yield succeeded
     except asyncio.CancelledError:
-        settle(state, state.journal.job(job_id))
+        record_cut_short(state, state.journal.job(job_id))
         stopped = SkyctlError("the push was stopped")
         state.journal.end(job_id, JobState.INTERRUPTED, error=_error_json(stopped))
         raise

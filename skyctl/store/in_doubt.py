@@ -278,11 +278,11 @@ def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
     with state.understanding(), state.transaction():  # atomic: another process may do the same
         orphans = state.journal.interrupt_orphans(living=in_turn)
         for job in orphans:
-            settle(state, job)
+            record_cut_short(state, job)
     return orphans
 
 
-def settle(state: FleetState, job: Job) -> None:
+def record_cut_short(state: FleetState, job: Job) -> None:
     """Commit what a push that was cut short had verified, and record what it left in doubt."""
     events = state.journal.events(job.id)
     suspects = left_behind(job, events)

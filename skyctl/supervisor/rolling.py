@@ -213,7 +213,7 @@ async def _replace_fronts(running: RunningFleet, plan: FleetPlan, *, undo: bool)
     """Start the plan's router in the place of another. Raises SkyctlError if it is given up."""
     router = running.router
     serves = router is not None and router.phase is Phase.READY
-    old = router.planned if router and serves and _known(router) else None
+    old = router.planned if router and serves and _runs_as_planned(router) else None
     running.router_before = old if isinstance(old, RouterSpec) else None
     await rollout.remove_other_fronts(running, plan)
     rollout.start_router(running, plan)
@@ -274,7 +274,7 @@ def _reason(replica: Replica) -> str:
     return replica.row.quarantine or replica.reason or replica.phase
 
 
-def _known(router: RouterChild) -> bool:
+def _runs_as_planned(router: RouterChild) -> bool:
     """Whether it runs with its `planned` settings: an adopted one may run with others."""
     return router.running_hash == spec_hash(router.planned)
 
