@@ -57,7 +57,7 @@ class Step:
     patience_s: float = PATIENCE_S
     """How long rank 0 waits in it for others, and they for rank 0 to begin it."""
     lends: bool = False
-    """Servers may read this rank's memory until rank 0 answers: it waits, even if cancelled."""
+    """Servers may read this rank's memory until rank 0 answers: cancelled, even twice, it waits."""
 
 
 class _Channel:
@@ -294,8 +294,9 @@ class Link(Ranks):
             return await asyncio.shield(answering)
         except asyncio.CancelledError as error:
             self.fail(step, error)
-            if step.lends:
-                await asyncio.wait([answering])
+            while step.lends and not answering.done():
+                with suppress(asyncio.CancelledError):  # it may be cancelled more than once
+                    await asyncio.wait([answering])
             raise
         finally:
             answering.cancel()

@@ -135,6 +135,28 @@ async def test_a_rank_that_is_cancelled_fails_the_round_for_the_others() -> None
             await all_of(group[:1], step(1))[0]
 
 
+async def test_a_rank_whose_memory_is_read_waits_however_often_it_is_cancelled() -> None:
+    ended = asyncio.Event()
+
+    async def read(bodies: list[Body]) -> list[Body]:
+        await ended.wait()
+        return [{}] * len(bodies)
+
+    async with ranks(2) as group:
+        lent = replace(step(1, "write"), lends=True)
+        reading = asyncio.ensure_future(group[0].exchange(lent, {}, read))
+        lending = asyncio.ensure_future(group[1].exchange(lent, {}, read))
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            lending.cancel()
+        await asyncio.sleep(0.01)
+        assert not lending.done()
+        ended.set()
+        await reading
+        with pytest.raises(asyncio.CancelledError):
+            await lending
+
+
 async def test_a_rank_whose_round_rank_0_has_abandoned_does_not_wait_on() -> None:
     async with ranks(2) as group:
         late = asyncio.ensure_future(all_of(group[1:], step(1))[0])
