@@ -94,7 +94,10 @@ class RankMemory:
             "places": places,
             "pid": os.getpid(),
             "transport": self._transport,
-            "addresses": [tensor.untyped_storage().data_ptr() for tensor in firsts.values()],
+            "storages": [
+                (tensor.untyped_storage().data_ptr(), str(tensor.dtype))
+                for tensor in firsts.values()
+            ],
         }
         if described == self._described:
             return self.unchanged()
