@@ -108,6 +108,9 @@ class RankMemory:
         """The exports as they travel, none where this rank sends; and the places. Raises
         ValueError.
         """
+        devices = {str(tensor.device): None for tensor in tensors}
+        if len(devices) > 1:  # they are summed, and sent, on one
+            raise ValueError(f"its tensors are on {' and '.join(devices)}")
         if self._transport == IPC:
             exports, places = self._exporter.export(tensors)
             return [export.to_wire() for export in exports], places
