@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from skyctl.adapters.peft import CONFIG, PART, UNWRITTEN, WEIGHTS, module_of
 from skyctl.adapters.requests import SentTensors
 from skyctl.checkpoints.header import safetensors_name
-from skyctl.checkpoints.live import memory_of
+from skyctl.checkpoints.live import memory_of, synchronize
 from skyctl.errors import PreflightError, SkyctlError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ def write_adapter(tensors: Named, config: Mapping[str, Any] | None, directory: P
         UsageError: something that is not a tensor was given, or `config` lacks a key.
         SkyctlError: it cannot be written.
     """
-    plain = [(name, t.detach().to("cpu").contiguous()) for name, t in _in_file_order(tensors)]
+    ordered = _in_file_order(tensors)
+    synchronize(tensor for _, tensor in ordered)
+    plain = [(name, tensor.detach().to("cpu").contiguous()) for name, tensor in ordered]
     header = _header(plain)
     _write_config(config, plain, directory)
     sent = _examined(plain)
@@ -125,6 +127,7 @@ def _copied(tensors: Sequence[tuple[str, Tensor]], buffer: GatherBuffer) -> Sent
 
     memory, copies, begin = buffer.memory, [], 0
     with torch.no_grad(), torch.cuda.device(memory.device):
+        torch.cuda.synchronize()  # the trainer's other streams may still write
         for name, tensor in tensors:
             view = memory[begin : (begin := begin + tensor.nbytes)].view(tensor.dtype)
             copies.append((name, view.view(tensor.shape).copy_(tensor)))

@@ -70,6 +70,14 @@ def memory_of(tensor: Any) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())
 
 
+def synchronize(tensors: Iterable[Any]) -> None:
+    """Wait for the devices of these: the trainer's other streams may still write."""
+    import torch
+
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
 async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
     if isinstance(tensors, Mapping):
         tensors = tensors.items()

@@ -23,6 +23,7 @@ from skyctl.checkpoints.live import (
     header_bytes_for,
     in_thread,
     memory_of,
+    synchronize,
 )
 from skyctl.errors import PreflightError
 from skyctl.live.blocks import Block, Target
@@ -85,7 +86,7 @@ class Window:
         from skyctl.wire.finite import all_finite
 
         not_finite = ""
-        _synchronize(local for _, _, local in sent)
+        synchronize(local for _, _, local in sent)
         with torch.no_grad():
             for block, offset, local in sent:
                 dtype = getattr(torch, block.dtype)
@@ -119,7 +120,7 @@ async def write_tensors(
     with TensorFile(directory, running.config, header_bytes=header_bytes) as file:
 
         def add(pairs: Sequence[Pair]) -> None:
-            _synchronize(local for _, local in pairs)
+            synchronize(local for _, local in pairs)
             for block, local in pairs:
                 _refuse_part(block)
                 name = block.tensor
@@ -134,14 +135,6 @@ async def write_tensors(
             async for name, tensor in each_tensor(tensors):
                 await in_thread(add, read_pairs({name: tensor}, targets, dtype=dtype))
         await in_thread(file.finish)
-
-
-def _synchronize(tensors: Iterable[Any]) -> None:
-    """Wait for the devices of these: the trainer's other streams may still write."""
-    import torch
-
-    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
 
 
 def _torch_dtype(name: str) -> Any:

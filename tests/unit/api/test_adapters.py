@@ -145,3 +145,34 @@ async def test_a_change_tells_of_what_no_server_could_write(
 
 def answer(rpc: Any, method: str, kwargs: dict[str, Any]) -> Any:
     return "No space left" if method == "skyctl_adapter_write" else rpc(method, kwargs)
+
+
+class OnGpu(torch.Tensor):
+    """What is made of it is an ordinary tensor."""
+
+    device = torch.device("cuda:0")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_another_stream_of_the_trainer_still_writes_is_waited_for(
+    tmp_path: Path, gpu: list[Path], monkeypatch: pytest.MonkeyPatch, in_file: bool
+) -> None:
+    final = trained(1)
+    (tmp_path / "a").mkdir()
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in final.items()}
+
+    def finish(*_: Any) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(final[name])
+
+    monkeypatch.setattr(torch.cuda, "synchronize", finish)
+    if in_file:
+        given = [(name, tensor.as_subclass(OnGpu)) for name, tensor in tensors.items()]
+        in_memory.write_adapter(given, CONFIG, tmp_path / "a")
+        written = load_file(tmp_path / "a" / WEIGHTS)
+        assert all(torch.equal(written[name], tensor) for name, tensor in final.items())
+    else:
+        in_memory.gather([*tensors.items()], CONFIG, tmp_path / "a")
+        sent = b"".join(tensor.numpy().tobytes() for tensor in final.values())
+        assert gpu[0].read_bytes()[: len(sent)] == sent
