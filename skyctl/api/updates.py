@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyctl.adapters.fleet import AdapterChange
 from skyctl.adapters.given import CANNOT_TAKE, MAY_PASS
 from skyctl.adapters.requests import LoadAdapter, SentTensors, UnloadAdapter
-from skyctl.checkpoints.live import NamedTensors, each_tensor, running_model
+from skyctl.checkpoints.live import NamedTensors, each_tensor, in_thread, running_model
 from skyctl.checkpoints.staging import staged, sweep
 from skyctl.children import to_its_end
 from skyctl.core.requests import CloseUpdate, OpenUpdate, Staging
@@ -34,6 +34,7 @@ from skyctl.store.journal import Job, JobEvent
 from skyctl.store.paths import expanded
 
 if TYPE_CHECKING:
+    from skyctl.adapters.tensors import GatherBuffer
     from skyctl.api.session import SessionHolder
 
 
@@ -246,7 +247,8 @@ class Adapters:
             notes: tuple[str, ...] = ()
             if on_one_gpu(named_tensors) and not self._fleet._sends_files:
                 with room() as directory:
-                    sent, buffer = await asyncio.to_thread(gather, named_tensors, config, directory)
+                    gathering = asyncio.to_thread(gather, named_tensors, config, directory)
+                    sent, buffer = await to_its_end(gathering, undo=_freed)
                     try:
                         return await fleet.load_adapter(request(directory, sent))
                     except PreflightError as error:
@@ -257,6 +259,10 @@ class Adapters:
                     finally:
                         buffer.free()
             with room() as directory:
-                sent = await asyncio.to_thread(write_adapter, named_tensors, config, directory)
+                sent = await in_thread(write_adapter, named_tensors, config, directory)
                 change = await fleet.load_adapter(request(directory, sent))
                 return replace(change, notes=change.notes + notes)
+
+
+async def _freed(gathered: tuple[SentTensors, GatherBuffer]) -> None:
+    gathered[1].free()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -145,6 +147,32 @@ async def test_a_change_tells_of_what_no_server_could_write(
 
 def answer(rpc: Any, method: str, kwargs: dict[str, Any]) -> Any:
     return "No space left" if method == "skyctl_adapter_write" else rpc(method, kwargs)
+
+
+@pytest.mark.parametrize("method", ["gather", "write_adapter"])
+async def test_a_sync_that_is_cancelled_has_left_the_trainers_tensors_alone_when_it_ends(
+    tmp_path: Path, gpu: list[Path], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    read, begun, goes_on = getattr(in_memory, method), threading.Event(), threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return read(*given)
+
+    monkeypatch.setattr(in_memory, method, slowly)
+    monkeypatch.setattr(in_memory, "on_one_gpu", lambda _: method == "gather")
+    async with attached(tmp_path, stubs(tmp_path)) as fleet:
+        syncing = asyncio.create_task(fleet.adapters.load("math", trained(1), CONFIG))
+        assert await asyncio.to_thread(begun.wait, 30)
+        syncing.cancel()
+        done, _ = await asyncio.wait([syncing], timeout=0.2)
+        goes_on.set()
+        assert not done
+        with pytest.raises(asyncio.CancelledError):
+            await syncing
+        assert len(in_memory._FREE) == len(gpu) == (method == "gather")
+        assert not await fleet.adapters.list()
 
 
 class OnGpu(torch.Tensor):
