@@ -145,3 +145,21 @@ def test_a_copy_ends_where_another_begins(copies: Callable[[Any], Any], tmp_path
     with pytest.raises(RuntimeError, match="given up"):
         source.fill(KEY, 0)
     source.fill("another", 0)
+
+
+def test_the_end_of_a_process_ends_no_copy_that_another_drives(
+    copies: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from skyctl.engines.vllm.inside import worker_copies
+
+    ended: dict[int, Callable[[], None]] = {}
+    monkeypatch.setattr(worker_copies, "when_ended", lambda pids, act: ended.update({pids[0]: act}))
+    source = copies(worker(1))
+    for pid in (1, 2):
+        (tmp_path / f"{pid}").mkdir()
+        source.share(KEY, str(tmp_path / f"{pid}"), pid)
+    ended[1]()
+    source.fill(KEY, 0)
+    ended[2]()
+    with pytest.raises(RuntimeError, match="given up"):
+        source.fill(KEY, 1)

@@ -83,6 +83,7 @@ class WorkerCopies(WorkerPart):
         self._packed: dict[str, Any] = {}
         self._matrix: tuple[str, torch.Tensor] | None = None
         self._key = ""
+        self._driver = 0
         self._watched: set[int] = set()
 
     def share(self, key: str, directory: str, pid: int) -> WeightsOffer:
@@ -177,14 +178,16 @@ class WorkerCopies(WorkerPart):
                 torch.cuda.empty_cache()
 
     def _begin(self, key: str, pid: int) -> None:
-        self._key = key
+        self._key, self._driver = key, pid
         if pid not in self._watched:
             self._watched.add(pid)
             when_ended([pid], lambda: self._forget(pid))
 
     def _forget(self, pid: int) -> None:
-        self._watched.discard(pid)
-        self.release()
+        with self._lock:
+            self._watched.discard(pid)
+            if pid == self._driver:  # another may drive the next copy by now
+                self.release()
 
     def _problem(self) -> str:
         """Why the model cannot be copied tensor by tensor; "" if it can."""
