@@ -158,7 +158,7 @@ class LiveDelivery(Delivery):
         self._way = way
         self._live = way.live
         self._fleet = way.fleet
-        self._stages: dict[str, bool] = {}
+        self._stages: dict[str, list[bool]] = {}
         self._opened: list[PushedServer] = []
         self._ready = False
         by_loader = way.live.transport == GLOO
@@ -168,7 +168,7 @@ class LiveDelivery(Delivery):
         self._opened = list(servers)
         mapping = [server for server in servers if not self._has_mapped(server)]
         await self._all(mapping, WorkerMethod.LAYOUT_MAP, self._mapping)
-        staging, began = [server for server in servers if self._is_staged(server)], time.monotonic()
+        staging, began = self._that_stage(servers), time.monotonic()
         await self._all(staging, WorkerMethod.LAYOUT_STAGE, self._staging)
         joining = [] if self._live.group is None else mapping
         arriving = {server.name: server for server in (*joining, *staging)}.values()
@@ -187,9 +187,17 @@ class LiveDelivery(Delivery):
             for report in self._way.reports[server.name]
         )
 
-    def _is_staged(self, server: PushedServer) -> bool:
-        reports = self._way.reports[server.name]
-        return self._stages.get(server.name, any(r.stages or r.spare_bytes for r in reports))
+    def _that_stage(self, servers: Sequence[PushedServer]) -> list[PushedServer]:
+        """Those that copy beside their parameters first. Ranks send to all workers at once, so that
+        of a group all do, or none.
+        """
+        workers = {
+            name: self._stages.get(name, [bool(r.stages or r.spare_bytes) for r in reports])
+            for name, reports in self._way.reports.items()
+        }
+        if self._live.group is not None and not all(map(all, workers.values())):
+            return []
+        return [server for server in servers if any(workers[server.name])]
 
     def _mapping(self, server: PushedServer) -> dict[str, Any]:
         live = self._live
@@ -246,7 +254,7 @@ class LiveDelivery(Delivery):
         async def ask(server: PushedServer) -> None:
             answers = await server.control.ask_workers(method, arguments(server))
             if method == WorkerMethod.LAYOUT_MAP:
-                self._stages[server.name] = any(answers)
+                self._stages[server.name] = answers
 
         timeout_s = self._fleet.timeouts.update_s
         if reason := await all_or_none(servers, ask, timeout_s=timeout_s, call_name="map"):

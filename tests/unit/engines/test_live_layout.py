@@ -70,16 +70,17 @@ class Trainer:
             body["senders"] = sum(map(bool, plan.rows_by_rank()))
             sender.prepare([body])
 
-        def push(loader: Any, staged: bool) -> None:
+        def push(loader: Any, staged: bool, *, has_room: bool | None = None) -> None:
             group = {"meeting": meeting, "workers": [plan.layout]}
             for rank, sender in enumerate(senders):
                 sender.send(rank, group, self.exports[rank], None if rank else store)
             if not loader.key:
                 sources = [list(source) for source in plan.sources]
-                assert loader.join(plan.program, sources, "key", staged, meeting, RANKS) is staged
+                room = staged if has_room is None else has_room
+                assert loader.join(plan.program, sources, "key", room, meeting, RANKS) is room
             if staged:
                 loader.stage_numbered(None)
-            else:
+            elif not has_room:
                 with pytest.raises(RuntimeError, match="nothing is staged"):
                     loader.stage_numbered(None)
             loader.load(None, last=True)
@@ -156,7 +157,7 @@ def test_parameters_become_the_trainers(
         assert come_to(SimpleNamespace(loader=loader), model, list(numbers)) == numbers
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", [False, True, None])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("kind", "ranks"), [("dense", 1), ("dense", 2), ("experts", 2)])
 def test_parameters_become_what_the_ranks_send(
@@ -166,8 +167,9 @@ def test_parameters_become_what_the_ranks_send(
     kind: str,
     ranks: int,
     dtype: str,
-    staged: bool,
+    staged: bool | None,
 ) -> None:
+    """None: it could stage, and another worker could not."""
     import torch
 
     from skyctl.wire import batches
@@ -187,7 +189,7 @@ def test_parameters_become_what_the_ranks_send(
             for _ in range(2):  # the group stands from push to push
                 for parameter in model.parameters():
                     parameter.data.zero_()
-                push(loader, staged)
+                push(loader, bool(staged), has_room=staged is not False)
                 for name, parameter in model.named_parameters():
                     assert torch.equal(parameter, made[name]), name
         numbers = trainer.numbers(plan)

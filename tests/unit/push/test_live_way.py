@@ -11,7 +11,7 @@ import pytest
 from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.live.blocks import Block
-from skyctl.live.offer import CHANGED, Live, Offer, piece_row, planned
+from skyctl.live.offer import CHANGED, NCCL, Live, Offer, piece_row, planned
 from skyctl.push.live_way import LiveDelivery, LiveWay
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.servers import Holds, PushedServer
@@ -109,6 +109,23 @@ async def test_what_is_staged_has_arrived_before_the_freeze() -> None:
         *["skyctl_layout_arrived"] * 3,
         *FROZEN,
     ]
+
+
+@pytest.mark.parametrize("forms", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+async def test_what_ranks_send_all_servers_stage_or_none(forms: bool, second: bool) -> None:
+    opened = {} if forms else {"opened": f"{OFFER.key}-group"}
+    servers = [Server(**opened, stages=not forms and stages) for stages in (True, second)]
+    for server, stages in zip(servers, (True, second), strict=True):
+        server.stages = stages
+    names = {"demo-0": (LAYOUT,), "demo-1": (LAYOUT,)}
+    group = {"group": {"name": "group"}, "transport": NCCL, "servers": names, "forms": forms}
+    sites = [site(server, name=name) for server, name in zip(servers, names, strict=True)]
+    question: Any = SimpleNamespace(request=PushRequest(""))
+    way, _ = await LiveWay(replace(live(), **group), FLEET).plan(question, sites)
+    await way.delivery(SenderPool()).open(sites)
+    assert [("skyctl_layout_stage" in server.asked) for server in servers] == [second] * 2
+    assert all(("skyctl_layout_map" in server.asked) is forms for server in servers)
 
 
 async def test_a_trainer_that_ends_while_servers_drain_leaves_them_as_they_were() -> None:

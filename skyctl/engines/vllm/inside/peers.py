@@ -1,7 +1,8 @@
 """Weights that a trainer's ranks send this worker point to point, instead of memory that it maps.
 
 Per push:  map ─► stage ─► load     what arrives lies beside the parameters when the freeze begins
-           map ───────────► load    without room for that: it arrives in the parameters, frozen
+           map ───────────► load    without room for that, in any worker: it arrives in the
+                                    parameters, frozen
 
 The group forms, and weights arrive, in a thread: the model serves meanwhile, and a rank that dies
 stops nothing. On CPU vLLM packs weights, so they arrive as the trainer's tensors, are compared with
@@ -41,6 +42,7 @@ class PeerLoader(LayoutLoader):
         self._arrivals: Arrivals | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._arriving: Targets = {}
+        self._arrives_beside = False
         self._keys: dict[frozenset[int], str] = {}
 
     @property
@@ -96,6 +98,7 @@ class PeerLoader(LayoutLoader):
         elif self._beside is not None:
             self._require_proven()
             self._arrivals.receive(self._beside.parameters)
+            self._arrives_beside = True
         elif self._packs:
             self._stage_tensors(self._arrivals, numbers or {})
         else:
@@ -124,12 +127,14 @@ class PeerLoader(LayoutLoader):
         self._require_proven()
         if not self._in_place():
             raise RuntimeError("the model's parameters are not where they were")
-        if self._beside is None:
+        beside = self._beside if self._arrives_beside else None
+        self._arrives_beside = False
+        if beside is None:  # perhaps another worker had no room
             torch.cuda.synchronize(self._device)
             arrivals.receive(self._arriving)
         arrivals.wait()
-        if self._beside is not None:
-            self._beside.move()
+        if beside is not None:
+            beside.move()
         torch.cuda.synchronize(self._device)
         self._finish()
 
@@ -162,7 +167,7 @@ class PeerLoader(LayoutLoader):
 
     def close(self) -> None:
         arrivals, self._arrivals = self._arrivals, None
-        self._tensors, self._arriving = {}, {}
+        self._tensors, self._arriving, self._arrives_beside = {}, {}, False
         if arrivals is not None:
             arrivals.close()
         super().close()
