@@ -171,6 +171,8 @@ class FleetSide:
                 return last
             self.group.drop()
             self._offered = await self._fleet.offer(offer)
+            for memory in memories:  # its key names weights; servers may have other layouts now
+                memory.pop("key", None)
         except PreflightError as error:
             self.refused = error.message
         return self._offered

@@ -37,6 +37,8 @@ class Copying:
         self.offers: list[Offer] = []
         self.numbers: list[dict[str, int]] = []
         self.forgets = 0
+        self.changes = False
+        """At each offer, the order of the parameters."""
 
     async def offer(self, request: Offer, *_: Any) -> Live:
         self.offers.append(request)
@@ -45,6 +47,8 @@ class Copying:
             for name, shape in SHAPES.items()
             if (n := math.prod(shape))
         )
+        if self.changes and len(self.offers) % 2 == 0:
+            parameters = parameters[::-1]
         return planned(request, [LayoutReport(0, layout_digest(parameters), parameters)])
 
     async def push_live(
@@ -219,10 +223,12 @@ async def test_tensors_that_are_made_for_a_push_are_read_for_each(
 
 
 @pytest.mark.parametrize("forgets", [1, 2])
+@pytest.mark.parametrize("changes", [False, True])
 async def test_what_the_fleet_has_forgotten_is_offered_again(
-    tmp_path: Path, copying: Copying, forgets: int
+    tmp_path: Path, copying: Copying, forgets: int, changes: bool
 ) -> None:
     weights = state_dict(50)
+    copying.changes = changes
     async with opened(tmp_path, [weights]) as live:
         copying.forgets = forgets
         await push(live, 1)
