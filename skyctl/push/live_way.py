@@ -129,7 +129,10 @@ class LiveWay:
         self, question: Question, servers: Sequence[PushedServer]
     ) -> tuple[LiveWay, Plan]:
         live, request = self.live, question.request
-        reports = await _reports(servers, live.mapped_key, live.transport)
+        try:
+            reports = await _reports(servers, live.mapped_key, live.transport)
+        except PreflightError as error:  # nothing was in the way when they took the offer
+            raise PreflightError(f"{error.message}; it {CHANGED}", hint=error.hint) from error
         staged = {"gpu": True, "stream": False}.get(request.stage)
         if live.transport == GLOO:
             staged = None  # a loader takes what has arrived

@@ -162,8 +162,9 @@ async def test_what_cannot_be_copied_into_is_refused(changes: dict[str, Any], re
     if "proven" in changes and changes["proven"] is not False:
         server.changes = {"layout": "other"}
         server.ask_workers = _other_layout  # type: ignore[method-assign, assignment]
-    with pytest.raises(PreflightError, match=reason):
+    with pytest.raises(PreflightError, match=reason) as refusal:
         await delivered(server)
+    assert CHANGED in refusal.value.message  # the trainer offers again, and goes through a file
 
 
 async def _other_layout(method: str, kwargs: Any = None, **_: Any) -> list[Any]:
