@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from threading import Event
+from threading import Event, RLock, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ from skyctl.engines.vllm.inside.layout_memory import SPARE_BYTES
 from skyctl.wire import batches
 from skyctl.wire import peers as members
 from skyctl.wire.group_store import GroupStore
-from skyctl.wire.layouts import Copy, Program
+from skyctl.wire.layouts import Copy, LayoutReport, Program
 from skyctl.wire.peer_group import Meeting, Messages, PeerGroup
 
 pytestmark = pytest.mark.usefixtures("vllm")
@@ -134,6 +134,39 @@ def test_a_worker_lets_go_of_a_trainer_that_has_ended_and_of_no_later_one(
     assert (loader.key, loader._beside is None) == (("next", False) if next_trainer else ("", True))
     with pytest.raises(RuntimeError, match="let go"):
         loader.has_arrived("key")
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("layout", ()),
+        ("layout_open", ([Program("layout", (), ()).to_wire()],)),
+        ("layout_process", (0, True)),
+        ("layout_receive", ([],)),
+        ("layout_close", ()),
+    ],
+)
+def test_a_push_waits_while_a_trainer_that_has_ended_is_let_go(
+    method: str, arguments: tuple[Any, ...]
+) -> None:
+    """Else what the push has opened by then would be released in its place."""
+    from skyctl.engines.vllm.inside.worker import SkyctlWorkerExtension
+
+    lock, called = RLock(), Event()
+
+    def call(*_: Any) -> LayoutReport:
+        called.set()
+        return LayoutReport(0)
+
+    calls = dict.fromkeys(("report", "open", "process", "receive", "close"), call)
+    worker = SkyctlWorkerExtension()
+    worker._skyctl_layout_loader = SimpleNamespace(lock=lock, rank=0, **calls)
+    with lock:
+        pushing = Thread(target=getattr(worker, f"skyctl_{method}"), args=arguments)
+        pushing.start()
+        assert not called.wait(0.1)
+    pushing.join(30.0)
+    assert called.is_set()
 
 
 @pytest.mark.parametrize("amid", ["a transfer", "the meeting"])

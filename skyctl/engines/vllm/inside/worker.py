@@ -267,7 +267,9 @@ class SkyctlWorkerExtension:
         """How parameters are made of checkpoint tensors (`layout.py`), less those `described`; what
         a trainer's `key` has mapped stays mapped.
         """
-        return self._skyctl_loader().report(described, key).to_wire()
+        loader = self._skyctl_loader()
+        with loader.lock:
+            return loader.report(described, key).to_wire()
 
     def skyctl_layout_open(
         self,
@@ -278,11 +280,15 @@ class SkyctlWorkerExtension:
     ) -> None:
         """Get ready for the program of this worker's rank; see `layout_load.py`."""
         loader = self._skyctl_loader()
-        loader.open(Program.from_wire(programs[loader.rank]), payload, offsets, buffer_bytes)
+        program = Program.from_wire(programs[loader.rank])
+        with loader.lock:
+            loader.open(program, payload, offsets, buffer_bytes)
 
     def skyctl_layout_process(self, chunk: int, keep: bool) -> None:
         """Process the parameters that this chunk completes as their layers would."""
-        self._skyctl_loader().process(chunk, keep)
+        loader = self._skyctl_loader()
+        with loader.lock:
+            loader.process(chunk, keep)
 
     def skyctl_layout_map(
         self,
@@ -336,7 +342,9 @@ class SkyctlWorkerExtension:
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
-        self._skyctl_loader().receive(sizes)
+        loader = self._skyctl_loader()
+        with loader.lock:
+            loader.receive(sizes)
 
     def skyctl_layout_trust(self, layouts: Sequence[str]) -> None:
         """The layout of this worker's rank was compared with what vLLM's loader made."""
@@ -345,7 +353,9 @@ class SkyctlWorkerExtension:
 
     def skyctl_layout_close(self) -> None:
         """Release the sender's memory."""
-        self._skyctl_loader().close()
+        loader = self._skyctl_loader()
+        with loader.lock:
+            loader.close()
 
     def _skyctl_copies(self) -> WorkerCopies:
         from skyctl.engines.vllm.inside.worker_copies import WorkerCopies
