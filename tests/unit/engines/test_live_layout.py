@@ -223,6 +223,12 @@ def test_what_a_trainer_has_mapped_stays_until_it_no_longer_fits(
         parameter = next(iter(model.parameters()))
         parameter.data = parameter.data.clone()
         assert loader.report(key="key").opened == ""
+        mapped()
+        norm = model.model.norm
+        norm.weight = type(norm.weight)(norm.weight.data.clone(), requires_grad=False)
+        assert loader.report(key="key").opened == ""
+        mapped()
+        assert loader.report(key="key").opened == "key"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -101,7 +101,10 @@ class LayoutLoader(WorkerPart):
             return LayoutReport(self.rank, reason="it has data-parallel ranks")
         if half_open(model):
             return LayoutReport(self.rank, reason="an earlier update broke off half-way")
+        before = self._description
         layout, parameters = self._described()
+        if self._description is not before:
+            self.close()  # it would copy into parameters that the model had before
         return LayoutReport(
             self.rank,
             layout,
