@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Event, RLock, Thread
 from types import SimpleNamespace
@@ -134,6 +134,35 @@ def test_a_worker_lets_go_of_a_trainer_that_has_ended_and_of_no_later_one(
     assert (loader.key, loader._beside is None) == (("next", False) if next_trainer else ("", True))
     with pytest.raises(RuntimeError, match="let go"):
         loader.has_arrived("key")
+
+
+def test_a_worker_lets_go_of_a_trainer_that_ends_while_its_memory_is_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from skyctl.engines.vllm.inside.worker import SkyctlWorkerExtension
+
+    trainers, watched = {4321}, list[Callable[[], object]]()
+    loader = loader_with(monkeypatch, free=0)
+
+    def watch(pids: Sequence[int], act: Callable[[], object]) -> None:
+        watched.extend(act for pid in pids if pid in trainers)  # an ended one cannot be seen
+
+    def map_memory(_program: Program, _exports: Any, key: str, _staged: bool | None) -> bool:
+        trainers.clear()
+        loader.key = key
+        return False
+
+    monkeypatch.setattr(type(loader), "rank", 0)
+    monkeypatch.setattr(f"{PEERS}.when_ended", watch)
+    loader.map = map_memory
+    worker = SkyctlWorkerExtension()
+    worker._skyctl_layout_loader = loader
+    programs = [Program("layout", (), ()).to_wire()]
+    assert worker.skyctl_layout_map(programs, [[]], "key", [4321], None) is False
+    assert loader.key == "key"
+    for act in watched:
+        act()
+    assert loader.key == ""
 
 
 @pytest.mark.parametrize(

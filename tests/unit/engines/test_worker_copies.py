@@ -153,8 +153,13 @@ def test_the_end_of_a_process_ends_no_copy_that_another_drives(
     from skyctl.engines.vllm.inside import worker_copies
 
     ended: dict[int, Callable[[], None]] = {}
-    monkeypatch.setattr(worker_copies, "when_ended", lambda pids, act: ended.update({pids[0]: act}))
     source = copies(worker(1))
+
+    def watch(pids: list[int], act: Callable[[], None]) -> None:
+        assert not source._buffers  # one that ended while they were taken could not be seen
+        ended[pids[0]] = act
+
+    monkeypatch.setattr(worker_copies, "when_ended", watch)
     for pid in (1, 2):
         (tmp_path / f"{pid}").mkdir()
         source.share(KEY, str(tmp_path / f"{pid}"), pid)

@@ -308,13 +308,11 @@ class SkyctlWorkerExtension:
         loader = self._skyctl_loader()
         rank = loader.rank
         program = Program.from_wire(programs[rank])
+        loader.release_when_ended(pids, key)  # before: one that ends meanwhile is not seen after
         with loader.lock:
             if group is None:
-                stages = loader.map(program, exports[rank], key, staged)
-            else:
-                stages = loader.join(program, exports[rank], key, staged, group, place + rank)
-        loader.release_when_ended(pids, key)
-        return stages
+                return loader.map(program, exports[rank], key, staged)
+            return loader.join(program, exports[rank], key, staged, group, place + rank)
 
     def skyctl_layout_stage(self, numbers: Sequence[Mapping[str, int]] | None = None) -> None:
         """Begin to copy what a trainer exports, or sends, to beside the parameters. `numbers`, by

@@ -96,6 +96,7 @@ class WorkerCopies(WorkerPart):
         """
         with self._lock:
             self.close()
+            self._watch(pid)
             if reason := self._problem():
                 return WeightsOffer(reason=reason)
             try:
@@ -104,7 +105,7 @@ class WorkerCopies(WorkerPart):
             except (RuntimeError, OSError) as error:
                 self.close()
                 return WeightsOffer(reason=str(error))
-            self._begin(key, pid)
+            self._key = key
             return WeightsOffer(self._form(), self._end, self._buffer_bytes, self._sources)
 
     def fill(self, key: str, chunk: int) -> None:
@@ -127,6 +128,7 @@ class WorkerCopies(WorkerPart):
         """
         with self._lock:
             self.close()
+            self._watch(pid)
             if reason := self._problem():
                 raise RuntimeError(reason)
             self._describe()
@@ -140,7 +142,7 @@ class WorkerCopies(WorkerPart):
                 else opened(Export.from_wire(source), self._device)
                 for source in offer.sources
             ]
-            self._begin(key, pid)
+            self._key = key
 
     def copy(self, key: str, chunk: int, last: bool) -> None:
         """Copy a chunk into the parameters; after the `last` one the model can compute.
@@ -177,8 +179,9 @@ class WorkerCopies(WorkerPart):
                 torch.cuda.ipc_collect()
                 torch.cuda.empty_cache()
 
-    def _begin(self, key: str, pid: int) -> None:
-        self._key, self._driver = key, pid
+    def _watch(self, pid: int) -> None:
+        """Before anything is taken: a process that has ended by now is not seen."""
+        self._driver = pid
         if pid not in self._watched:
             self._watched.add(pid)
             when_ended([pid], lambda: self._forget(pid))
