@@ -234,6 +234,7 @@ _skyctl() {
                 --rolling) true; return ;;
                 --trial) _skyctl_files; return ;;
                 --sleep-after) true; return ;;
+                --verify|--no-verify) true; return ;;
                 --scan-nan|--no-scan) true; return ;;
                 --allow-config) true; return ;;
                 --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
