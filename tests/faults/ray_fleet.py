@@ -100,9 +100,7 @@ class RayCluster:
 
     def begin(self, nodes: Sequence[str] = ADDRESSES) -> None:
         """Start the head and the nodes."""
-        only = [f"--port={self.port}", f"--temp-dir={self.directory}/r", "--num-gpus=0"]
-        head = self._starting(HEAD, "--head", *only, "--include-dashboard=false")
-        self._until_there(HEAD, head)
+        self._until_there(HEAD, self._node(HEAD))
         starting = {address: self._node(address) for address in nodes}
         for address, node in starting.items():
             self._until_there(address, node)
@@ -146,6 +144,9 @@ class RayCluster:
         shutil.rmtree(self.directory)
 
     def _node(self, address: str) -> subprocess.Popen[str]:
+        if address == HEAD:
+            only = ("--head", f"--port={self.port}", "--num-gpus=0", "--include-dashboard=false")
+            return self._starting(HEAD, *only, f"--temp-dir={self.directory}/r")
         return self._starting(address, f"--address={self.address}", f"--num-gpus={self._gpus}")
 
     def _starting(self, address: str, *arguments: str) -> subprocess.Popen[str]:
