@@ -88,6 +88,7 @@ def trainer_of(checkpoint: Path, output: Path, steps: int, rollout: Any) -> Any:
             logging_steps=1,
             max_steps=steps,
             learning_rate=1e-2,
+            lr_scheduler_type="constant",
             beta=0.0,
             num_generations=GENERATIONS,
             per_device_train_batch_size=2 * GENERATIONS,
