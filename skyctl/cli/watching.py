@@ -90,7 +90,8 @@ class _Watch:
     async def _push_next(self, running: FleetService) -> bool:
         """Whether a checkpoint was pushed, or refused."""
         pushes = (await running.weights()).pushes
-        checkpoint = await asyncio.to_thread(self._watched.next, pushes)
+        kept = [version.kept for version in await running.kept_versions()]
+        checkpoint = await asyncio.to_thread(self._watched.next, pushes, kept)
         if checkpoint is None:
             return False
         try:

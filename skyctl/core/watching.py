@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError
 from skyctl.push.source import read_content
 from skyctl.store.journal import PushRecord
+from skyctl.store.kept_weights import KeptWeights
 
 _DEEPEST = 3
 """Levels below the directory: `global_step_20/actor/huggingface`."""
@@ -28,11 +30,12 @@ class Watched:
         self._refused: dict[Path, str] = {}
         self._same_content: dict[str, bool] = {}
 
-    def next(self, pushes: Sequence[PushRecord]) -> Checkpoint | None:
+    def next(self, pushes: Sequence[PushRecord], kept: Sequence[KeptWeights]) -> Checkpoint | None:
         """The newest that is whole and was neither pushed nor refused; None if one that was pushed
-        is newer. `pushes` are those of the fleet's history. Call it at intervals: two scans decide.
+        is newer. `pushes` are those of the fleet's history, `kept` the fleet's own copies. Call it
+        at intervals: two scans decide.
         """
-        done = [push for push in pushes if push.ok]
+        done = [_of_source(push, kept) for push in pushes if push.ok]
         last_scan, self._last_scan = self._last_scan, {}
         for path in sorted(_checkpoints(self.directory), key=_written_at, reverse=True):
             try:
@@ -64,6 +67,14 @@ class Watched:
     def refuse(self, checkpoint: Checkpoint) -> None:
         """Do not return it again before its files change."""
         self._refused[checkpoint.path] = checkpoint.identity_digest
+
+
+def _of_source(push: PushRecord, kept: Sequence[KeptWeights]) -> PushRecord:
+    """A push from the fleet's own copy (`--keep`) as one of the files that the copy was made of."""
+    for own in kept:
+        if (own.checkpoint, own.checkpoint_digest) == (push.checkpoint, push.checkpoint_digest):
+            return replace(push, checkpoint=own.source, checkpoint_digest=own.source_digest)
+    return push
 
 
 def _checkpoints(directory: Path, depth: int = _DEEPEST) -> Iterator[Path]:

@@ -50,8 +50,8 @@ def fleet(tmp_path: Path) -> Iterator[StubFleet]:
 class Watch:
     """The command, which prints a line for each push."""
 
-    def __init__(self, fleet: StubFleet) -> None:
-        self.process = fleet.start("sync-weights", "--watch", "runs", "--json")
+    def __init__(self, fleet: StubFleet, *options: str) -> None:
+        self.process = fleet.start("sync-weights", "--watch", "runs", "--json", *options)
 
     def line(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -85,12 +85,14 @@ def test_each_checkpoint_of_a_run_is_pushed_once_it_is_whole(fleet: StubFleet) -
         assert watch.pushed() == "checkpoint-3"
     watch.end()
     write_checkpoint(fleet.directory / "runs" / "checkpoint-4", tiny_tensors(4))
-    watch = Watch(fleet)  # it knows from the history what was pushed
+    watch = Watch(fleet, "--keep")  # it knows from the history what was pushed
     assert watch.pushed() == "checkpoint-4"
+    write_checkpoint(fleet.directory / "runs" / "checkpoint-5", tiny_tensors(5))
+    assert watch.pushed() == "checkpoint-5"
     watch.end()
     pushes = fleet.json("weights", "history")["data"]["pushes"]
     assert [push["version"].partition("@")[0] for push in pushes] == [
-        f"checkpoint-{step}" for step in (4, 3, 2, 1)
+        f"checkpoint-{step}" for step in (5, 4, 3, 2, 1)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from skyctl.core.watching import Watched
 from skyctl.push.source import read_content
 from skyctl.store.journal import PushRecord
+from skyctl.store.kept_weights import KeptWeights
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -21,6 +23,7 @@ class Run:
         self.directory = directory
         self.watched = Watched(directory)
         self.pushes: list[PushRecord] = []
+        self.kept: list[KeptWeights] = []
         self._clock = 1_000_000_000
 
     def write(self, name: str, seed: int = 1) -> Path:
@@ -36,13 +39,13 @@ class Run:
             os.utime(file, (self._clock, self._clock))
 
     def look(self) -> str | None:
-        checkpoint = self.watched.next(self.pushes)
+        checkpoint = self.watched.next(self.pushes, self.kept)
         return None if checkpoint is None else checkpoint.path.name
 
     def push(self) -> str | None:
         """Look until a checkpoint is chosen, and have it pushed."""
         self.look()
-        checkpoint = self.watched.next(self.pushes)
+        checkpoint = self.watched.next(self.pushes, self.kept)
         if checkpoint is None:
             return None
         record = PushRecord(
@@ -52,6 +55,15 @@ class Run:
         )
         self.pushes.insert(0, record)
         return checkpoint.path.name
+
+    def keep(self) -> None:
+        """The latest push was made from a copy of the fleet's own (`--keep`)."""
+        record = self.pushes[0]
+        copy = str(self.directory.parent / "kept" / Path(record.checkpoint).name)
+        digests = f"copy of {record.checkpoint_digest}", str(record.checkpoint_digest)
+        self.pushes[0] = replace(record, checkpoint=copy, checkpoint_digest=digests[0])
+        kept = KeptWeights("v", copy, record.checkpoint, *digests, record.content_digest, 1, 0.0)
+        self.kept.insert(0, kept)
 
 
 @pytest.fixture
@@ -116,13 +128,24 @@ def test_what_the_history_has_is_not_pushed_again(run: Run) -> None:
     assert run.push() == "checkpoint-1"
 
 
+def test_what_was_pushed_from_the_fleets_own_copy_is_not_pushed_again(run: Run) -> None:
+    path = run.write("checkpoint-1")
+    assert run.push() == "checkpoint-1"
+    run.keep()
+    assert run.push() is None
+    run.touch(path)
+    assert run.push() is None
+    run.write("checkpoint-2", 2)
+    assert run.push() == "checkpoint-2"
+
+
 def test_a_refused_checkpoint_waits_for_a_change_and_the_next_older_takes_its_place(
     run: Run,
 ) -> None:
     run.write("checkpoint-1")
     bad = run.write("checkpoint-2", 2)
     run.look()
-    checkpoint = run.watched.next([])
+    checkpoint = run.watched.next([], [])
     assert checkpoint is not None and checkpoint.path == bad
     run.watched.refuse(checkpoint)
     run.look()
