@@ -253,8 +253,11 @@ class Journal:
 
     @understood
     def jobs(self, limit: int = LATEST) -> list[Job]:
-        """The latest jobs, newest first."""
-        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
+        """The latest jobs, newest first; a clock that is set back changes no order of pushes."""
+        order = "ORDER BY at DESC, abs(number) DESC"
+        at = "max(created_at) OVER (PARTITION BY number > 0 ORDER BY abs(number)) AS at"
+        latest = f"SELECT number AS listed, {at} FROM jobs {order} LIMIT ?"
+        return self._jobs(f"JOIN ({latest}) ON number = listed {order}", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:

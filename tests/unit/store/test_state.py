@@ -144,6 +144,21 @@ def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
         assert state.journal.job(job.id).result == {"version": "v"}
 
 
+def test_jobs_are_listed_by_their_numbers_though_the_clock_was_set_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((1000.0, 1001.0, 1002.0, 400.0, 401.0))
+    monkeypatch.setattr("skyctl.store.journal.time.time", lambda: next(times))
+    with FleetState(path) as state:
+        for kind in ("push", "dry-run", "push", "push", "dry-run"):
+            state.journal.begin(kind, {})
+        listed = [job.id for job in state.journal.jobs()]
+        pushes = [name for name in listed if name.startswith("push")]
+        assert pushes == ["push-3", "push-2", "push-1"]
+        assert listed.index("dry-run-2") < listed.index("dry-run-1")
+        assert state.journal.jobs(1)[0].id == "push-3"
+
+
 @pytest.mark.parametrize(
     "job_id", ["push-9", "9", "", "other-1", "push-" + "9" * 30, "push-" + "9" * 5000]
 )
