@@ -87,13 +87,16 @@ class Housekeeping:
         """Checkpoints that no client can name any more, or whose time is over."""
         used = (
             "SELECT checkpoints.*, json_extract(config, '$.lora.rank') AS rank, (SELECT MAX(used) "
-            "FROM samplers WHERE samplers.path = checkpoints.path) AS last FROM checkpoints"
+            "FROM samplers WHERE samplers.path = checkpoints.path) AS last, path IN (SELECT "
+            "samplers.path FROM requests JOIN samplers ON samplers.id = owner WHERE "
+            "state = 'accepted' AND samplers.path IS NOT NULL) AS in_use FROM checkpoints"
         )
         return await self.ledger.rows(
             f"WITH seen AS ({used}), ranked AS (SELECT *, ROW_NUMBER() OVER "
             "(PARTITION BY model, hidden ORDER BY created DESC) AS place FROM seen) "
-            "SELECT * FROM ranked WHERE expires < ? OR (hidden AND (last IS NULL OR last <= "
-            "CASE rank WHEN 0 THEN ? ELSE ? END OR (rank AND place > ? AND last <= ?)))",
+            "SELECT * FROM ranked WHERE expires < ? OR (hidden AND NOT in_use AND "
+            "(last IS NULL OR last <= CASE rank WHEN 0 THEN ? ELSE ? END "
+            "OR (rank AND place > ? AND last <= ?)))",
             now,
             now - UNUSED_MODEL_S,
             now - self.keep.samplers_s,

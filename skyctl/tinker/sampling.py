@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import sqlite3
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ class Sampling:
             except Exception as error:
                 _LOG.exception("%s", request)
                 outcome = Outcome(f"the sample failed: {error!r}".encode(), category="server")
-            await self._ledger.insist(lambda c: record_outcome(c, row, outcome))
+            await self._ledger.insist(lambda c: _record(c, row, outcome))
             self._bell.ring(request, row["owner"])
 
     async def _sample(self, row: sqlite3.Row) -> bytes:
@@ -283,6 +284,13 @@ class Sampling:
         await self._worker.ensure()
         _, answer = await self._worker.call(header, targets)
         return answer
+
+
+def _record(connection: sqlite3.Connection, row: sqlite3.Row, outcome: Outcome) -> None:
+    """Give a sample its outcome; until now its sampler was in use."""
+    record_outcome(connection, row, outcome)
+    sql = "UPDATE samplers SET used = ? WHERE id = ?"
+    connection.execute(sql, (time.time(), row["owner"]))
 
 
 def _is_adapter(checkpoint: sqlite3.Row) -> bool:

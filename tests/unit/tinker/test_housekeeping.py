@@ -80,6 +80,33 @@ async def test_disk_and_rows_stay_as_many_after_300_rounds_of_unnamed_samplers(
     assert (samplers, after) == (300, 0)  # there is no such session
 
 
+@pytest.mark.parametrize("rank", [0, 8])
+async def test_weights_stay_while_samples_of_them_wait(
+    ledger: Ledger, tmp_path: Path, rank: int
+) -> None:
+    house, directory = housekeeping(ledger, tmp_path), tmp_path / "0"
+    directory.mkdir()
+    config = json.dumps({"lora": {"rank": rank}})
+    extra = {"path": "tinker://m/0", "sampler": "s:sample:0", "session": "s", "inflight": False}
+    kind = requests.SAVE_SAMPLER
+
+    def commit(connection: sqlite3.Connection) -> None:
+        statements = requests.add_checkpoint("m", kind, str(directory), config, 1, extra)
+        for sql, parameters in (*statements, *requests.add_sampler("m", extra)):
+            connection.execute(sql, parameters)
+        records.add_request(connection, "s:sample:0", 1, "sample")
+        connection.execute("UPDATE samplers SET used = 0")  # when the last of them was accepted
+
+    await ledger.run(commit)
+    await house.remove_old()
+    assert directory.exists()
+    await ledger.write("UPDATE requests SET state = 'done'")
+    await ledger.write("INSERT INTO samplers VALUES ('base', 's', NULL, NULL, 0, 0)")
+    await ledger.run(lambda c: records.add_request(c, "base", 1, "sample"))
+    await house.remove_old()
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("ending", ["finished", "gone", "waits", "alive"])
 async def test_a_run_whose_client_is_gone_leaves_its_checkpoints_only(
     ledger: Ledger, tmp_path: Path, ending: str

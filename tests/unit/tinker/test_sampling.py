@@ -148,6 +148,7 @@ async def test_a_sample_whose_sampler_moved_on_before_its_adapter_was_loaded_has
         yield
 
     async def complete(*_: Any) -> dict[str, Any]:
+        await ledger.write("UPDATE samplers SET used = 0")  # the answer took long
         logprobs = {"token_logprobs": [0.0]}
         choice = {"index": 0, "token_ids": [1], "logprobs": logprobs, "finish_reason": "stop"}
         return {"choices": [choice]}
@@ -158,6 +159,8 @@ async def test_a_sample_whose_sampler_moved_on_before_its_adapter_was_loaded_has
     await sampling_of(ledger)._carry_out(await accept(ledger, 0))
     (row,) = await ledger.rows("SELECT state, category FROM requests")
     assert tuple(row) == ("done", "") and used == ["/1", "/2"]
+    (row,) = await ledger.rows("SELECT used FROM samplers")
+    assert row["used"] > 0  # its weights stay for as long after its last answer
 
 
 @pytest.mark.parametrize("rank", [8, 0])
