@@ -198,8 +198,9 @@ class ServedWeights:
             version = job.request.get("weight_version") or ""
             ours = version.startswith(LABEL_PREFIX)
             if job.state is JobState.SUCCEEDED:
-                unsure = bool(failed) if ours else any(failed)
-                return _MIXED if unsure else version if ours else None
+                if bool(failed) if ours else any(failed):
+                    return _MIXED
+                return version if ours and await self._is_current(version) else None
             failed.append(ours)
         if any(failed):
             return _MIXED
@@ -210,6 +211,13 @@ class ServedWeights:
         versions = {row.weight_version or "" for row in state.servers}
         trained = {version for version in versions if version.startswith(LABEL_PREFIX)}
         return (_MIXED if failed or len(versions) > 1 else trained.pop()) if trained else None
+
+    async def _is_current(self, label: str) -> bool:
+        """Whether the fleet's weights have this label: what is pushed ends with `skyctl down`, and
+        its job stays on record.
+        """
+        path = await patiently(self._fleet.model_path, FleetDownError, DeadlineExceeded)
+        return path is not None and label_of(path) == label
 
 
 class OneAtATime:

@@ -23,12 +23,13 @@ DONE = Job("", "push", JobState.SUCCEEDED, "resume", 0, 0, {}, {}, 0.0)
 
 class Fleet:
     """Has the checkpoint that was pushed last; `fails` makes the next push fail, `away` is how
-    often its supervisor does not answer, and `row` is what its servers are on record at."""
+    often its supervisor does not answer, `row` is what its servers are on record at, and `before`
+    the number of pushes into servers that went down since."""
 
     def __init__(self) -> None:
         self.done: list[Job] = []
         self.fails = False
-        self.away = 0
+        self.away = self.before = 0
         self.row = SimpleNamespace(weight_version=None, checkpoint=None)
 
     @property
@@ -51,7 +52,7 @@ class Fleet:
         return SimpleNamespace(servers=[self.row])
 
     async def model_path(self) -> str:
-        good = [job for job in self.done if job.state == "succeeded"]
+        good = [job for job in self.done[self.before :] if job.state == "succeeded"]
         return good[-1].request["checkpoint"] if good else "/base"
 
     async def start_push(self, request: Any) -> str:
@@ -201,6 +202,18 @@ async def test_the_fleets_own_weights_are_what_it_had_before(
     fleet.row = SimpleNamespace(weight_version="by-a-trainer", checkpoint=None)
     with pytest.raises(SkyctlError, match="in no file"):
         await at(fleet, served(fleet, tmp_path), trained["a"])
+
+
+async def test_what_was_pushed_before_the_fleet_went_down_is_pushed_again(
+    tmp_path: Path, trained: dict[str, str]
+) -> None:
+    fleet = Fleet()
+    assert await at(fleet, served(fleet, tmp_path), trained["a"]) == "a"
+    fleet.before = 1
+    assert await at(fleet, served(fleet, tmp_path), trained["a"]) == "a"
+    fleet.before = 2
+    assert await at(fleet, served(fleet, tmp_path), None) == "base"
+    assert fleet.pushed == ["a", "a"]
 
 
 async def test_a_push_that_fails_is_an_error_and_the_next_is_made(
