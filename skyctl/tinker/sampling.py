@@ -154,16 +154,17 @@ class Sampling:
         Raises:
             SkyctlError: they cannot be taken off now; nothing was deleted.
         """
-        directory, sql = str(checkpoint["directory"]), "DELETE FROM checkpoints WHERE path = ?"
+        # by its directory: another may be saved under its path before it is gone
+        directory, sql = str(checkpoint["directory"]), "DELETE FROM checkpoints WHERE directory = ?"
         if _is_adapter(checkpoint):
-            await self._ledger.write(sql, checkpoint["path"])
+            await self._ledger.write(sql, directory)
             try:
                 await self._servers.unload(label_of(directory))
             except SkyctlError as error:
                 _LOG.warning("%s: %s", label_of(directory), error)
         else:
             async with self._servers.leaving(directory):
-                await self._ledger.write(sql, checkpoint["path"])
+                await self._ledger.write(sql, directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     async def _record_cancelled(self, request: str) -> None:

@@ -175,6 +175,28 @@ async def test_an_adapter_is_deleted_though_no_server_can_be_told_and_a_whole_mo
     assert (tmp_path / "c").exists() is (rank == 0)
 
 
+async def test_a_checkpoint_that_takes_the_path_of_one_that_is_being_deleted_stays(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, extra = json.dumps({"lora": {"rank": 0}}), {"path": "tinker://m/weights/latest"}
+
+    async def save(directory: str) -> None:
+        saved = [*requests.add_checkpoint("m", requests.SAVE, directory, config, 1, extra)]
+        await ledger.run(lambda c: [c.execute(*statement) for statement in saved])
+
+    @asynccontextmanager
+    async def leaving(self: Busy, directory: str) -> AsyncIterator[None]:
+        await save("/2")  # its run goes on meanwhile
+        yield
+
+    monkeypatch.setattr(Busy, "leaving", leaving)
+    await save("/1")
+    (row,) = await ledger.rows("SELECT * FROM checkpoints")
+    await sampling_of(ledger).delete(row)
+    (row,) = await ledger.rows("SELECT path, directory FROM checkpoints")
+    assert tuple(row) == (extra["path"], "/2")
+
+
 class Fleet:
     """Notes what is loaded; `broken` makes the next change fail."""
 
