@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from skyctl.core.registry import FleetRef, known_fleets, select
 from skyctl.core.tinker import storage_directory
@@ -158,7 +159,8 @@ async def delete_checkpoints(ref: FleetRef, names: Sequence[str]) -> list[Stored
         headers=headers, trust_env=False, timeout=_DELETE_S, verify=verify
     ) as client:
         for entry in chosen:
-            name = entry.path.removeprefix(f"{SCHEME}{entry.run}/")
+            # `#` is in the path of one that was overwritten
+            name = quote(entry.path.removeprefix(f"{SCHEME}{entry.run}/"))
             url = f"{place.url}/api/v1/training_runs/{entry.run}/checkpoints/{name}"
             try:
                 answer = await client.delete(url)

@@ -9,9 +9,11 @@ from pathlib import Path
 from skyctl.tinker import files
 from skyctl.tinker.ledger import Ledger
 
+FINAL = "tinker://run/weights/final"
 
-def store_checkpoint(storage: Path) -> None:
-    """Store `tinker://run/weights/final`, as a Tinker API does."""
+
+def store_checkpoint(storage: Path, path: str = FINAL) -> None:
+    """Store a checkpoint, as a Tinker API does."""
     directory = storage / "checkpoints" / "c"
 
     def write(beside: Path) -> None:
@@ -19,7 +21,7 @@ def store_checkpoint(storage: Path) -> None:
 
     size = files.write_checkpoint(directory, write, {})
     columns = "path, model, kind, name, directory, config, optimizer, created, size"
-    path, config = "tinker://run/weights/final", json.dumps({"base": "b", "lora": {"rank": 8}})
+    config = json.dumps({"base": "b", "lora": {"rank": 8}})
     row = (path, "run", "training", "final", str(directory), config, 0, 0.0, size)
     ledger = Ledger(storage / "ledger.sqlite")
     asyncio.run(
