@@ -387,18 +387,20 @@ def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Jo
 def prune(database: Database) -> None:
     """Forget old jobs, pushes and events.
 
-    Never a running job, one that left servers in doubt, or the latest `RECENT`; never the latest
-    pushes of a version that a server has or the fleet keeps.
+    Never a running job, one that left servers in doubt, or the latest `RECENT`, with as many dry
+    runs, whose numbers are their own; never the latest pushes of a version that a server has or the
+    fleet keeps.
     """
     before = time.time() - database.retention.days * _DAY_S
     latest = max(database.retention.pushes, RECENT)
     with database.transaction():
         database.write(
             "DELETE FROM jobs WHERE state <> 'running' "
-            "AND (number <= (SELECT max(number) FROM jobs) - ? OR created_at < ?) "
-            "AND number <= (SELECT max(number) FROM jobs) - ? "
-            "AND kind || '-' || number NOT IN (SELECT job FROM in_doubt)",
-            latest, before, RECENT,
+            "AND kind || '-' || number NOT IN (SELECT job FROM in_doubt) AND number IN ("
+            "SELECT number FROM (SELECT number, created_at, row_number() OVER "
+            "(PARTITION BY number > 0 ORDER BY abs(number) DESC) AS age FROM jobs) "
+            "WHERE age > ? AND (age > ? OR created_at < ?))",
+            RECENT, latest, before,
         )  # fmt: skip
         database.write("DELETE FROM job_events WHERE job NOT IN (SELECT number FROM jobs)")
         database.write(

@@ -13,7 +13,7 @@ from skyctl.fleetfile.sections import HistorySection
 from skyctl.store.database import Retention
 from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
-from skyctl.store.journal import RECENT, JobEvent
+from skyctl.store.journal import RECENT, JobEvent, JobState
 from skyctl.store.kept_weights import KeptWeights, remember
 from skyctl.store.state import FleetState
 
@@ -155,3 +155,18 @@ def test_the_fleet_file_says_how_much() -> None:
     assert Retention(**HistorySection(pushes=7, events=8, days=9).model_dump()) == Retention(
         7, 8, 9.0
     )
+
+
+def test_dry_runs_are_kept_beside_many_pushes_and_their_numbers_not_used_again(
+    state: FleetState,
+) -> None:
+    state.retention = Retention(pushes=1)
+    for number in range(RECENT + 30):
+        push(state, f"v{number}")
+    for number in range(1, RECENT + 41):
+        job = state.journal.begin("dry-run", {})
+        state.journal.end(job.id, JobState.SUCCEEDED, result=RESULT)
+        assert job.id == f"dry-run-{number}"
+        assert state.journal.job(job.id).ended
+    state.prune()
+    assert count(state, "jobs") == 2 * RECENT
