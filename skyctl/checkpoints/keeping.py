@@ -79,6 +79,8 @@ def keep_copy(
 def delete_copy(copy: Path, directory: Path) -> None:
     """Remove a copy that `keep_copy` made in `directory`; anything else is left alone."""
     if copy.parent.parent.resolve() == directory.resolve():
+        with suppress(OSError):  # first: what is left if this process dies goes with the next sweep
+            (copy.parent / _RECORDED).unlink(missing_ok=True)
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from skyctl.checkpoints import keeping
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded, sweep_kept
 from skyctl.core import jobs
 from skyctl.core import keeping as core_keeping
 from skyctl.core.arbiter import Turn
@@ -289,6 +289,19 @@ def test_what_a_dead_push_copied_is_swept_by_the_next(tmp_path: Path) -> None:
     delete_copy(first, tmp_path / "kept")
     delete_copy(source.path, tmp_path / "kept")
     assert not first.parent.exists() and source.path.exists()
+
+
+def test_a_copy_whose_deletion_broke_off_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+    copy = keep_copy(source, tmp_path / "kept", ())
+    mark_recorded(copy)
+    with monkeypatch.context() as dying:
+        dying.setattr("skyctl.checkpoints.keeping.shutil.rmtree", lambda *_, **__: None)
+        delete_copy(copy, tmp_path / "kept")
+    sweep_kept(tmp_path / "kept", ())
+    assert list((tmp_path / "kept").iterdir()) == []
 
 
 def test_copies_are_on_record_without_the_links_on_the_way_to_them(tmp_path: Path) -> None:
