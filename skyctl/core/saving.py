@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shutil
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate, read_checkpoint
 from skyctl.checkpoints.keeping import copy_small_files, mark_recorded, sweep_kept
-from skyctl.checkpoints.live import running_model
+from skyctl.checkpoints.live import in_thread, running_model
 from skyctl.core.diagnosis import foreign_version
 from skyctl.core.requests import SaveWeights
 from skyctl.core.results import SavedWeights
@@ -65,7 +66,7 @@ async def save_weights(
             digest=state.server(target.name).weights_digest or "",
             timeout_s=CALL_TIMEOUT_S,
         )
-        await asyncio.to_thread(_finish, partial, directory, base)
+        await in_thread(_finish, partial, directory, base)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -122,7 +123,6 @@ async def keep_weights(
             bytes=checkpoint.total_bytes,
             at=time.time(),
         )
-        await asyncio.to_thread(sync_directory, copy.parent)
         _record(state, own)
     except BaseException:
         shutil.rmtree(copy.parent, ignore_errors=True)
@@ -184,8 +184,16 @@ def _begin(directory: Path) -> Path:
 
 
 def _finish(partial: Path, directory: Path, base: str | None) -> None:
+    """Complete the checkpoint, and give it its name once all of it is on the disk."""
     source = locate(base) if base else None
-    if source is not None:
-        copy_small_files(source, partial)
-    sync_directory(partial)
-    partial.rename(directory)
+    try:
+        if source is not None:
+            copy_small_files(source, partial)
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # also what the server's workers have written
+        sync_directory(partial)
+        partial.rename(directory)
+        sync_directory(directory.parent)
+    except OSError as error:
+        raise SkyctlError(f"cannot write {directory}: {error.strerror or error}") from error

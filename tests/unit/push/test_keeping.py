@@ -9,6 +9,7 @@ import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ import pytest
 from skyctl.checkpoints import keeping
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded, sweep_kept
-from skyctl.core import jobs
+from skyctl.core import jobs, saving
 from skyctl.core import keeping as core_keeping
 from skyctl.core.arbiter import Turn
 from skyctl.core.keeping import place_copies
+from skyctl.core.requests import SaveWeights
 from skyctl.core.saving import source_of
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.http.target import ServerTarget
@@ -361,6 +363,33 @@ def test_a_kept_copy_goes_before_the_directory_of_then(state: FleetState) -> Non
     with pytest.raises(SkyctlError, match="no version v9") as caught:
         rollback(PushRequest(""), state.journal.pushes(), kept_weights(state), "v9")
     assert caught.value.hint == "its versions: v2, v1"
+
+
+async def test_what_is_saved_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, state: FleetState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, synced, sync = tmp_path / "saved", set[str](), os.fsync
+
+    async def write_weights(server: Any, model: Any, directory: Path, **_: Any) -> Any:
+        write_checkpoint(directory, tiny_tensors(5))
+        return SimpleNamespace(tensors=1, total_bytes=1, digest="")
+
+    async def weight_version() -> None:
+        return None
+
+    def note(descriptor: int) -> None:
+        if not to.exists():
+            synced.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    monkeypatch.setattr(saving, "write_weights", write_weights)
+    server = SimpleNamespace(weight_version=weight_version)
+    monkeypatch.setattr(saving.engines, "server", lambda *_, **__: server)
+    monkeypatch.setattr(os, "fsync", note)
+    targets, client = [ServerTarget("a", "http://127.0.0.1:1")], SimpleNamespace()
+    request = SaveWeights(str(to))
+    await saving.save_weights(request, targets, base=None, state=state, client=client)  # type: ignore[arg-type]
+    assert files_of(to).keys() < synced
 
 
 def test_a_server_with_other_files_under_the_fleets_label_is_no_source(state: FleetState) -> None:
