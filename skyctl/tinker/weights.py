@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from skyctl.checkpoints.staging import is_staged
 from skyctl.children import to_its_end
 from skyctl.core.results import job_error
 from skyctl.core.tinker import LABEL_PREFIX
@@ -149,7 +150,9 @@ class ServedWeights:
     async def _remember_own(self) -> None:
         """Record what to push back, before other weights take its place."""
         state = await patiently(self._fleet.weights, FleetDownError, DeadlineExceeded)
-        if any(row.weight_version and not row.checkpoint for row in state.servers):
+        paths = [row.checkpoint for row in state.servers if row.weight_version]
+        # a push out of memory is kept there only as long as servers have it
+        if any(not path or is_staged(path) for path in paths):
             raise SkyctlError(
                 "servers have weights that are in no file: nothing could bring them back",
                 hint="push a checkpoint: skyctl sync-weights CKPT",

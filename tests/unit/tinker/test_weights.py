@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
+from skyctl.checkpoints.staging import staged
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.store.journal import LATEST, Job, JobState
 from skyctl.tinker import files
@@ -199,9 +200,11 @@ async def test_the_fleets_own_weights_are_what_it_had_before(
     # also for the next process
     assert await at(fleet, served(fleet, tmp_path), None) == "theirs"
     assert fleet.pushed == ["theirs", "a", "theirs"]
-    fleet.row = SimpleNamespace(weight_version="by-a-trainer", checkpoint=None)
-    with pytest.raises(SkyctlError, match="in no file"):
-        await at(fleet, served(fleet, tmp_path), trained["a"])
+    with staged(tmp_path / "weights", needed_bytes=1, in_memory=False) as memory:
+        for checkpoint in (None, str(memory)):  # which goes when servers have others
+            fleet.row = SimpleNamespace(weight_version="by-a-trainer", checkpoint=checkpoint)
+            with pytest.raises(SkyctlError, match="in no file"):
+                await at(fleet, served(fleet, tmp_path), trained["a"])
 
 
 async def test_what_was_pushed_before_the_fleet_went_down_is_pushed_again(
