@@ -272,9 +272,9 @@ class OpenModels:
         life, (dropped, parked) = self._worker.life, self._displaced_by(model)
         for name in dropped:
             copies[name].life = copies[name].tried = 0
-            await self._ask(None, "close", name)
+            await self._ask(life, "close", name)
         for name in parked:
-            await self._ask(None, "park", name)
+            await self._ask(life, "park", name)
             copies[name].parked = True
         copies[model].tried = life
 
@@ -301,7 +301,7 @@ class OpenModels:
         return dropped, parked
 
     async def _ask(
-        self, life: int | None, do: str, model: str, body: bytes = b"", **fields: Any
+        self, life: int, do: str, model: str, body: bytes = b"", **fields: Any
     ) -> tuple[dict[str, Any], bytes]:
         """The worker's answer, in this life of it. Raises WorkerDied, Refused."""
         return await self._worker.call({"do": do, "model": model, **fields}, body, life=life)

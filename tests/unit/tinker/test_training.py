@@ -17,7 +17,7 @@ from skyctl.tinker.housekeeping import Housekeeping, Keep
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.open_models import Run
 from skyctl.tinker.training import Training
-from skyctl.tinker.training_process import WorkerDied
+from skyctl.tinker.training_process import Refused, WorkerDied
 from tests.unit.tinker.recording_worker import Notes, Sliced, training_of
 
 
@@ -301,6 +301,27 @@ async def test_a_model_whose_place_was_taken_is_parked_and_not_rebuilt(
     for _ in range(3):
         await scheduler._carry_out(models[4])
     assert worker.calls.count("close") == 1 and models[0] not in worker.opened
+
+
+async def test_a_model_that_is_to_be_parked_when_the_worker_dies_fails_no_request(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    class Dying(Notes):
+        async def call(self, header: Any, body: bytes = b"", *, life: int | None = None) -> Any:
+            if header["do"] == "park" and self.life == 1:  # a sample has another one started first
+                self.life, self.opened = 2, set()
+            if life not in (None, self.life):
+                raise WorkerDied("another worker lives now")
+            if header["do"] == "park" and header["model"] not in self.opened:
+                raise Refused("the trainer failed: KeyError", "server")
+            return await super().call(header, body, life=life)
+
+    scheduler = training_of(ledger, tmp_path, Dying(), open_models=1)
+    for name in "ab":
+        await add(ledger, scheduler, name, requests.CREATE)
+    running = asyncio.create_task(scheduler.run())
+    assert [await until_ended(ledger, name) for name in "ab"] == [["done"], ["done"]]
+    running.cancel()
 
 
 @pytest.mark.parametrize("joined", [True, False])
