@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skyctl import engines
 from skyctl.core.registry import FleetRef
+from skyctl.core.repeated import published
 from skyctl.core.requests import Outcomes, Pause
+from skyctl.core.results import WeightsState
 from skyctl.core.urls import api_key
-from skyctl.errors import ServerError, SkyctlError
+from skyctl.errors import ServerError, SkyctlError, WeightsGone
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult, RetryPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
+from skyctl.push.source import BASE
 from skyctl.service import connect
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import begin_up, follow_operation
 from skyctl.states import ReplicaState
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.journal import JobState
 from skyctl.units import count_of, format_bytes, format_seconds
 
@@ -66,8 +70,8 @@ class FleetUnderTest:
     """The longest context of the servers, in tokens."""
     answers: dict[str, list[int]] = field(default_factory=dict)
     """The greedy tokens of each server before the first push."""
-    checkpoint: str | None = None
-    """The checkpoint that those were computed with; None if unknown."""
+    weights: FleetWeights | None = None
+    """The weights that those were computed with; None if no file is known to have them."""
 
     async def find_endpoints(self, fleet: FleetService) -> None:
         """Every server and the router, and the model they serve.
@@ -170,7 +174,7 @@ async def generate(run: FleetUnderTest) -> str:
     """Every server and the router answer a prompt."""
     async with connect(run.ref) as fleet:
         await run.find_endpoints(fleet)
-        run.checkpoint = await _checkpoint_now(run, fleet)
+        run.weights = weights_now(await fleet.weights())
     answers = await run.ask(list(run.endpoints))
     run.answers = {name: answers[name] for name in run.servers}
     alike = len({tuple(tokens) for tokens in answers.values()}) == 1
@@ -246,21 +250,19 @@ async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) 
 async def push_other(run: FleetUnderTest) -> str:
     """Another checkpoint arrives on every server."""
     assert run.options.checkpoint is not None  # the step is planned only then
-    message = await _push(run, run.options.checkpoint)
+    if run.options.reuse:
+        await _same(run)  # or nothing could bring back what they have
+    message = await _push(run, PushRequest(run.options.checkpoint))
     answers = await run.ask(run.servers)
     changed = sum(answers[name] != run.answers[name] for name in run.servers)
     return f"{message}; answers changed on {changed} of {len(run.servers)} servers"
 
 
 async def push_base(run: FleetUnderTest) -> str:
-    """A push of the checkpoint that gave the first answers brings the same ones, whatever the fleet
-    runs now.
+    """A push of the weights that gave the first answers, under their label, brings the same ones,
+    whatever the fleet runs now.
     """
-    if run.checkpoint is None:
-        raise Skipped("skyctl did not start these servers: their checkpoint is unknown")
-    if not await asyncio.to_thread(Path(run.checkpoint).is_dir):
-        raise Skipped(f"{run.checkpoint} is not a directory on this machine")
-    message = await _push(run, run.checkpoint)
+    message = await _push(run, await _same(run))
     answers = await run.ask(run.servers)
     changed = [name for name in run.servers if answers[name] != run.answers[name]]
     if changed:
@@ -269,6 +271,16 @@ async def push_base(run: FleetUnderTest) -> str:
             hint="compare the servers: skyctl weights verify",
         )
     return f"{message}; every answer as before"
+
+
+async def _same(run: FleetUnderTest) -> PushRequest:
+    """The push of the weights that gave the first answers. Raises Skipped: they are in no file."""
+    if run.weights is None:
+        raise Skipped("no file is known to have the weights of these servers")
+    try:
+        return await asyncio.to_thread(published, run.weights)
+    except WeightsGone as error:
+        raise Skipped(error.message) from error
 
 
 async def verify(run: FleetUnderTest) -> str:
@@ -301,9 +313,9 @@ async def down(run: FleetUnderTest) -> str:
     return f"stopped {_listed(list(done.stopped)) if done.stopped else 'nothing'}"
 
 
-async def _push(run: FleetUnderTest, checkpoint: str) -> str:
+async def _push(run: FleetUnderTest, request: PushRequest) -> str:
     async with connect(run.ref) as fleet:
-        job_id = await fleet.start_push(PushRequest(checkpoint))
+        job_id = await fleet.start_push(request)
         job = await fleet.wait_job(job_id)
     if job.state is not JobState.SUCCEEDED or job.result is None:
         error: dict[str, Any] = job.error or {}
@@ -316,12 +328,27 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
     )
 
 
-async def _checkpoint_now(run: FleetUnderTest, fleet: FleetService) -> str | None:
-    """What the fleet computes with, if skyctl knows."""
-    if run.ref.config.attached:
-        pushes = (await fleet.weights()).pushes
-        return next((push.checkpoint for push in pushes if push.ok), None)
-    return await fleet.model_path()
+def weights_now(recorded: WeightsState) -> FleetWeights | None:
+    """What every server has, as recorded; None if they differ, or no file is known to have it."""
+    given = {(r.weight_version, r.checkpoint, r.checkpoint_digest) for r in recorded.servers}
+    if len(given) != 1:
+        return None
+    [(version, checkpoint, digest)] = given
+    if version is None:
+        return FleetWeights(BASE, recorded.base, recorded.base_digest) if recorded.base else None
+    if not checkpoint:
+        return None
+    push = next((p for p in recorded.pushes if p.ok and p.version == version), None)
+    if push is None:
+        return FleetWeights(version, checkpoint, digest)
+    return FleetWeights(
+        version,
+        checkpoint,
+        digest,
+        content_digest=push.content_digest,
+        draft=push.draft,
+        draft_digest=push.draft_digest,
+    )
 
 
 def _finished(result: GenerationResult, length: int) -> None:

@@ -95,7 +95,8 @@ def test_a_running_fleet_is_refused_unless_it_is_to_be_reused(fleet: StubFleet) 
     assert refused["error"]["kind"] == "ConflictError"
     assert "--reuse" in refused["error"]["hint"]
     pids = {row["pid"] for row in fleet.replicas().values()}
-    fleet.run("sync-weights", "b")
+    fleet.run("sync-weights", "b", "--weight-version", "blue")
     # what it has is compared with itself, not with what it was started with
-    fleet.run("smoke", "--reuse")
+    fleet.run("smoke", "--reuse", "--checkpoint", "model")
     assert {row["pid"] for row in fleet.replicas().values()} == pids
+    assert {row["weight_version"] for row in fleet.replicas().values()} == {"blue"}

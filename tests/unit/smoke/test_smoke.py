@@ -9,11 +9,23 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.registry import FleetRef
+from skyctl.core.results import WeightsState
 from skyctl.errors import SkyctlError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.smoke import smoke
-from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, steps_for
+from skyctl.smoke.steps import (
+    FleetUnderTest,
+    Skipped,
+    SmokeOptions,
+    Step,
+    push_base,
+    push_other,
+    steps_for,
+    weights_now,
+)
+from skyctl.store.fleet_weights import FleetWeights
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import ServerRow
 
 
 @pytest.fixture
@@ -118,6 +130,29 @@ async def test_a_reused_fleet_is_left_up(ref: FleetRef) -> None:
     options = SmokeOptions(reuse=True)
     await smoke(ref, options, steps=[step("a", done)], last=step("down", done))
     assert done == ["a"]
+
+
+async def test_weights_that_cannot_be_pushed_back_are_not_replaced(
+    ref: FleetRef, tmp_path: Path
+) -> None:
+    run = FleetUnderTest(ref, SmokeOptions(checkpoint="b", reuse=True))
+    for weights in (None, FleetWeights("step-9", str(tmp_path / "gone"))):
+        run.weights = weights
+        for push in (push_base, push_other):
+            with pytest.raises(Skipped):
+                await push(run)
+
+
+def test_the_weights_of_servers_are_what_is_recorded_of_all_of_them() -> None:
+    def now(*rows: ServerRow, base: str | None = "m") -> FleetWeights | None:
+        return weights_now(WeightsState(rows, (), base, "d" if base else None))
+
+    pushed = ServerRow("a", weight_version="step-1", checkpoint="c", checkpoint_digest="e")
+    assert now(ServerRow("a"), ServerRow("b")) == FleetWeights("base", "m", "d")
+    assert now(pushed) == FleetWeights("step-1", "c", "e")
+    assert now(ServerRow("a"), base=None) is None
+    assert now(ServerRow("a"), pushed) is None
+    assert now(ServerRow("a", weight_version="live")) is None, "a trainer's memory had them"
 
 
 async def test_an_attached_fleet_can_only_be_reused(tmp_path: Path) -> None:
