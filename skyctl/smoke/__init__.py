@@ -22,6 +22,7 @@ from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, SkyctlError, UsageError
 from skyctl.service import connect
+from skyctl.service.unsupervised import left_alone
 from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, down, steps_for
 from skyctl.units import format_seconds
 
@@ -164,7 +165,7 @@ def _refuse(ref: FleetRef, options: SmokeOptions) -> None:
             f"fleet {ref.name} is attached: skyctl cannot start its servers",
             hint="test it as it is: skyctl smoke --reuse",
         )
-    if supervisor_running(ref.paths):
+    if supervisor_running(ref.paths) or left_alone(ref.paths):
         raise ConflictError(
             f"fleet {ref.name} is running, and smoke would start it and take it down",
             hint="test it as it is and leave it up: skyctl smoke --reuse; or first: skyctl down",

@@ -10,7 +10,7 @@ import pytest
 
 from skyctl.core.registry import FleetRef
 from skyctl.core.results import WeightsState
-from skyctl.errors import SkyctlError, UsageError
+from skyctl.errors import ConflictError, SkyctlError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.smoke import smoke
 from skyctl.smoke.steps import (
@@ -24,8 +24,10 @@ from skyctl.smoke.steps import (
     weights_now,
 )
 from skyctl.store.fleet_weights import FleetWeights
+from skyctl.store.identity import own_identity
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import ServerRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState, ServerRow
 
 
 @pytest.fixture
@@ -153,6 +155,16 @@ def test_the_weights_of_servers_are_what_is_recorded_of_all_of_them() -> None:
     assert now(ServerRow("a"), base=None) is None
     assert now(ServerRow("a"), pushed) is None
     assert now(ServerRow("a", weight_version="live")) is None, "a trainer's memory had them"
+
+
+async def test_servers_that_run_on_without_a_supervisor_are_not_taken_down(ref: FleetRef) -> None:
+    done: list[str] = []
+    row = ProcessRow("a", "server", "running", "t", own_identity(), "h", "127.0.0.1", 8000)
+    with FleetState(ref.paths.database) as state:
+        state.save_process(row)
+    with pytest.raises(ConflictError, match="running"):
+        await smoke(ref, SmokeOptions(), steps=[step("a", done)], last=step("down", done))
+    assert done == []
 
 
 async def test_an_attached_fleet_can_only_be_reused(tmp_path: Path) -> None:
