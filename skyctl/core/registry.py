@@ -191,9 +191,8 @@ def remember(ref: FleetRef) -> None:
     _copy(json.dumps(origin).encode(), ref.paths.origin)
 
 
-def keep_applied(paths: FleetPaths) -> None:
-    """The fleet file is applied. The one before it is kept for `rollout undo`."""
-    text = paths.fleet_file.read_bytes()
+def keep_applied(paths: FleetPaths, text: bytes) -> None:
+    """This fleet file is applied. The one before it is kept for `rollout undo`."""
     if paths.applied_file.exists() and (before := paths.applied_file.read_bytes()) != text:
         _copy(before, paths.previous_file)
     _copy(text, paths.applied_file)

@@ -159,9 +159,11 @@ class Supervisor(OperatedFleet, SupervisorService):
         self._refuse_while_busy()
         if (canary := self.state.canary()) is not None:
             refuse(plan, canary)
+        # read now: one that is refused meanwhile takes its place
+        keep = self._keeper_of_file() if kind is OperationKind.UP else lambda paths: None
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
-            self._keep_file(keep_applied)
+            self._keep_file(keep)
             return Begun(0)
         if self.plan is not None:
             self.member.require_awake()
@@ -170,10 +172,15 @@ class Supervisor(OperatedFleet, SupervisorService):
             self.state.set("going_down", "")
         detail = "" if before is None else str(self.changes(plan))
         self._take(plan)
-        return Begun(self._begin(kind, detail, self._bring_to(plan, before, parallel, undo)))
+        return Begun(self._begin(kind, detail, self._bring_to(plan, before, parallel, undo, keep)))
 
     async def _bring_to(
-        self, plan: FleetPlan, before: FleetPlan | None, parallel: int, undo: bool
+        self,
+        plan: FleetPlan,
+        before: FleetPlan | None,
+        parallel: int,
+        undo: bool,
+        keep: Callable[[FleetPaths], None],
     ) -> None:
         self.before = before
         if before is None:
@@ -184,13 +191,21 @@ class Supervisor(OperatedFleet, SupervisorService):
             self.take_in_force()
             raise
         self.before = None
-        self._keep_file(keep_applied)
+        self._keep_file(keep)
 
     def take_in_force(self) -> None:
         """After a change that was not completed: what runs is the plan, and not the new one."""
         if self.before is not None:
             self._take(rolling.in_force(self, self.before))
             self._keep_file(restore_applied)
+
+    def _keeper_of_file(self) -> Callable[[FleetPaths], None]:
+        """Keeps the fleet file, as it is now, as the one that is applied."""
+        try:
+            return partial(keep_applied, text=self.paths.fleet_file.read_bytes())
+        except OSError as error:
+            self.state.add_event("fleet", f"the fleet file in force was not kept: {error}")
+            return lambda paths: None
 
     def _keep_file(self, work: Callable[[FleetPaths], None]) -> None:
         """Keep or restore the fleet file; the fleet itself needs neither."""

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from skyctl.core.requests import CancelJob, Down, Pause, Restart, Resume, StatusQuery
-from skyctl.core.status import BY_CANCEL, INTERRUPTED
+from skyctl.core.status import BY_CANCEL, INTERRUPTED, OperationKind
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError
@@ -118,6 +118,21 @@ async def test_of_two_ups_at_once_the_second_joins_the_first(tmp_path: Path) -> 
         with pytest.raises(ConflictError, match="busy: up"):
             supervisor.change_to(fleet_plan([stub_server("other")]))
         assert await ended(supervisor) == ""
+
+
+async def test_only_the_file_of_an_up_that_was_accepted_counts_as_applied(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        paths, a = supervisor.paths, stub_server("a")
+        paths.fleet_file.write_text("first")
+        supervisor.change_to(fleet_plan([a]))
+        paths.fleet_file.write_text("refused")
+        with pytest.raises(ConflictError, match="busy: up"):
+            supervisor.change_to(fleet_plan([stub_server("other")]))
+        assert await ended(supervisor) == ""
+        assert paths.applied_file.read_text() == "first"
+        supervisor.change_to(fleet_plan([a, stub_server("b")]), OperationKind.SCALE)
+        assert await ended(supervisor) == ""
+        assert paths.applied_file.read_text() == "first" and not paths.previous_file.exists()
 
 
 async def test_a_changed_plan_touches_only_what_differs(tmp_path: Path) -> None:
