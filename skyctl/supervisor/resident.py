@@ -27,7 +27,7 @@ from skyctl.core.expectations import verify_servers
 from skyctl.core.findings import Finding
 from skyctl.core.keeping import place_copies
 from skyctl.core.pinning import pin
-from skyctl.core.plan import FleetPlan, ServerSpec, local_url
+from skyctl.core.plan import FleetPlan, ServerSpec, config_digest, local_url
 from skyctl.core.planning import planned, ports_of
 from skyctl.core.recovery import Recovered
 from skyctl.core.registry import keep_applied, restore_applied
@@ -717,4 +717,5 @@ def _same(plan: FleetPlan, other: FleetPlan) -> bool:
         specs = (*plan.servers, plan.router, plan.tinker)
         return [spec_hash(spec) if spec else "" for spec in specs]
 
-    return hashes(plan) == hashes(other)
+    same = config_digest(plan.config) == config_digest(other.config)
+    return same and hashes(plan) == hashes(other)

@@ -117,6 +117,8 @@ async def test_of_two_ups_at_once_the_second_joins_the_first(tmp_path: Path) -> 
         assert supervisor.change_to(plan) == Begun(first, joined=True)
         with pytest.raises(ConflictError, match="busy: up"):
             supervisor.change_to(fleet_plan([stub_server("other")]))
+        with pytest.raises(ConflictError, match="busy: up"):
+            supervisor.change_to(fleet_plan([*plan.servers], drain_timeout_s=2))  # a policy
         assert await ended(supervisor) == ""
 
 
