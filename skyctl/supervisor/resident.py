@@ -228,12 +228,15 @@ class Supervisor(OperatedFleet, SupervisorService):
         return self._begin(OperationKind.ADOPT, "", work)
 
     async def scale(self, request: Scale) -> int:
-        scale = self.require_plan().config.scale
-        if scale is not None and (reason := scale.refusal(request.replicas)):
-            hint = "change the file, then: skyctl up"
-            raise UsageError(f"cannot scale to {request.replicas}: {reason}", hint=hint)
-        plan = await asyncio.to_thread(resized, self, request.replicas)
-        return self.change_to(plan, OperationKind.SCALE).operation
+        while True:
+            before = self.require_plan()
+            scale = before.config.scale
+            if scale is not None and (reason := scale.refusal(request.replicas)):
+                hint = "change the file, then: skyctl up"
+                raise UsageError(f"cannot scale to {request.replicas}: {reason}", hint=hint)
+            plan = await asyncio.to_thread(resized, self, request.replicas)
+            if self.plan is before:  # else it would undo what was taken meanwhile
+                return self.change_to(plan, OperationKind.SCALE).operation
 
     async def findings(self) -> tuple[Finding, ...]:
         self.require_plan()

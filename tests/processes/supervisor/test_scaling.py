@@ -1,4 +1,4 @@
-"""A replica that leaves by load, when something else acts on the fleet in between."""
+"""A change of the number of replicas, when something else acts on the fleet in between."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from skyctl.core.plan import FleetPlan
+from skyctl.core.requests import Scale
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.supervisor import rollout
+from skyctl.supervisor import resident, rollout
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.scaling import Scaling
@@ -136,3 +139,27 @@ async def test_the_removal_of_one_that_was_added_in_vain_goes_on_after_an_operat
             await supervisor.scaler.stop()
         await supervisor.scaler.step()
         assert list(supervisor.replicas) == ["a"]
+
+
+async def test_scale_keeps_settings_that_were_applied_while_it_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b, loop = stub_server("a"), stub_server("b"), asyncio.get_running_loop()
+        await bring_up(supervisor, fleet_plan([a]))
+        later = [fleet_plan([a], drain_timeout_s=2)]
+
+        async def apply(plan: FleetPlan) -> None:
+            supervisor.change_to(plan)
+
+        def while_another_is_applied(running: RunningFleet, replicas: int) -> FleetPlan:
+            plan = replace(running.require_plan(), servers=(a, b))
+            if later:
+                asyncio.run_coroutine_threadsafe(apply(later.pop()), loop).result()
+            return plan
+
+        monkeypatch.setattr(resident, "resized", while_another_is_applied)
+        await supervisor.scale(Scale(2))
+        assert await ended(supervisor) == ""
+        assert list(supervisor.replicas) == ["a", "b"]
+        assert supervisor.require_plan().config.drain_timeout_s == 2
