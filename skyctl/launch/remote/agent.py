@@ -305,7 +305,7 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
     identities = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
     write_json(paths.directory / "server.json", {**identities, "grace_s": grace_s})
     lease, since, ended = 0, time.monotonic(), False
-    while (touched := lease_time(paths)) is not None:
+    while (touched := lease_time(paths, unreadable=lease)) is not None:
         if process.exited.is_set() and not ended:
             ended = True
             write_json(paths.directory / "ended", {"how": process.exit_text()})
@@ -343,7 +343,7 @@ def _end_abandoned(ours: FleetPaths) -> None:
         paths = hosted_paths(lease.parent.name)
         recorded = read_json(paths.directory / "server.json") or {}
         patience_s = float(recorded.get("grace_s", MARKED_S)) + _ABANDONED_S
-        untouched_s = (now - (lease_time(paths) or now)) / 1e9
+        untouched_s = (now - (lease_time(paths, unreadable=now) or now)) / 1e9
         if untouched_s > patience_s and not ("keeper" in recorded and is_alive(recorded["keeper"])):
             _end(paths, STOP_TIMEOUT_S)
 

@@ -80,10 +80,14 @@ def touch_lease(paths: FleetPaths) -> None:
         os.utime(paths.directory / "lease", follow_symlinks=False)
 
 
-def lease_time(paths: FleetPaths) -> int | None:
-    with contextlib.suppress(OSError):
+def lease_time(paths: FleetPaths, unreadable: int | None = None) -> int | None:
+    """None where it is gone. A network file system that fails for a moment says nothing of that."""
+    try:
         return (paths.directory / "lease").stat().st_mtime_ns
-    return None
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return unreadable
 
 
 def reserve_room(paths: FleetPaths) -> None:

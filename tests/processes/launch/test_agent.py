@@ -128,6 +128,30 @@ def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_t
     agent.communicate(timeout=30)
 
 
+def test_a_server_outlives_a_moment_in_which_its_lease_cannot_be_read(tmp_path: Path) -> None:
+    """As where its directory is on a network file system."""
+    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
+    keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
+    agent = started(tmp_path)
+    assert agent.stdin is not None and agent.stdout is not None
+    agent.stdin.write(json.dumps(keep) + "\n")
+    agent.stdin.flush()
+    reports = (json.loads(line) for line in agent.stdout if "pid" in line)
+    pid = next(report["pid"] for report in reports if report["pid"] is not None)
+    lease = tmp_path / "hosted/fleets/hosted-new/lease"
+    kept, loop = lease.with_name("kept"), lease.with_name("loop")
+    os.link(lease, kept)
+    loop.symlink_to(lease)
+    loop.replace(lease)  # to itself: it is there, and reading it fails
+    time.sleep(1.0)  # its keeper looks five times
+    kept.replace(lease)
+    agent.stdin.close()
+    agent.wait(timeout=30)
+    assert identify(pid) is not None
+    ask(tmp_path, do="stop", token="hosted-new", timeout_s=5.0)
+    assert identify(pid) is None
+
+
 def test_a_server_is_not_started_where_nothing_could_be_told_of_it(tmp_path: Path) -> None:
     """On a full disk; and one that runs as the disk fills still says how it ended."""
     new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
