@@ -72,5 +72,6 @@ def _changes(ref: FleetRef, processes: Processes, status: FleetStatus) -> Change
     fronts = {row.role: row.spec_hash for row in processes.rows if row.role != "server"}
     # `up --no-router` was deliberate, not drift
     config = at_present(ref.config, processes.ports)
-    plan = planned(config, ref.base_dir, processes.ports, router="router" in fronts)
+    ports, pins, router = processes.ports, processes.pins, "router" in fronts
+    plan = planned(config, ref.base_dir, ports, pins=pins, router=router)
     return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

@@ -93,6 +93,7 @@ def test_a_model_that_is_a_link_is_the_directory_that_it_led_to(tmp_path: Path) 
     try:
         latest.unlink()
         latest.symlink_to("step-2")
+        assert fleet.json("status", "--exit-code")["data"]["drift"] == []  # `up` changes nothing
         pids.kill(fleet.json("status")["data"]["supervisor_pid"])  # its successor plans anew
         kill(fleet, "stubs-0")
         assert fleet.json("weights", "verify")["data"]["agree"] is True
