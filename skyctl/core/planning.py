@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,12 +124,16 @@ def without_router(config: FleetConfig) -> FleetConfig:
     return config.model_copy(update={"router": RouterSection(enabled=False)})
 
 
-def came_up_with_router(applied: Sequence[FleetConfig], digest: str) -> bool:
+def came_up_with_router(applied: Sequence[FleetConfig], digest: str, replicas: int = 0) -> bool:
     """Whether the fleet of this config digest came up with the router of its file, one of those
-    that were `applied` last, and not by `up --no-router`.
+    that were `applied` last, and not by `up --no-router`. It may have been scaled to `replicas`.
     """
-    return any(config_digest(config) == digest for config in applied) or not any(
-        config_digest(without_router(config)) == digest for config in applied
+    candidates = list(applied)
+    for config in applied:
+        with suppress(UsageError):  # it cannot have been
+            candidates.append(scaled(config, replicas))
+    return any(config_digest(config) == digest for config in candidates) or not any(
+        config_digest(without_router(config)) == digest for config in candidates
     )
 
 

@@ -205,7 +205,8 @@ async def earlier(ref: FleetRef) -> tuple[FleetRef, bool, Preview]:
     if not status.config_digest:
         raise down_error(ref.name)
     kept, digest = kept_files(ref), status.config_digest
-    router = came_up_with_router([candidate.config for candidate in kept], digest)
+    applied = [candidate.config for candidate in kept]
+    router = came_up_with_router(applied, digest, len(status.replicas))
     for number, candidate in enumerate(kept):
         config = candidate.config if router else without_router(candidate.config)
         changes = await preview_of(candidate, (await _planned(candidate, router))[0])

@@ -144,6 +144,9 @@ def test_undo_of_a_fleet_without_its_files_router_starts_none(fleet: StubFleet) 
     fleet.write(replicas=2)
     fleet.run("up", "--no-router")
     assert "no earlier file" in fleet.json("rollout", "undo", expect=4)["error"]["message"]
+    fleet.run("scale", "3")
+    shown = fleet.json("rollout", "undo", "--dry-run")["data"]["changes"]
+    assert [change["name"] for change in shown if change["kind"] != "keep"] == ["stubs-2"]
     fleet.write(replicas=2, extra="args: {max-model-len: 2048}")
     fleet.run("up", "--no-router")
     shown = fleet.json("rollout", "undo", "--dry-run")["data"]["changes"]
