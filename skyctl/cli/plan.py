@@ -91,7 +91,8 @@ def _emit_attached(ref: FleetRef) -> None:
 def _overview(planned: FleetPlan) -> Text:
     origin = ""
     if not Path(planned.model_path).is_absolute():
-        commit = next((pin for name, pin in planned.pins.items() if planned.base.endswith(pin)), "")
+        pins = planned.pins.values()
+        commit = next((pin for pin in pins if planned.base.endswith(f"@{pin}")), "")
         where = f"commit {commit[:12]} of the local cache" if commit else "the servers download it"
         origin = f"  (from the hub: {where})"
     rows = [

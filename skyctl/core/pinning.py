@@ -1,5 +1,6 @@
 """What the models of a fleet mean when it comes up: commits for branches of the hub, directories
-for links. Kept until the fleet goes down: a server that restarts gets what its siblings have.
+for links. Kept until the fleet goes down: a server that restarts gets what its siblings have. So is
+`device: auto` once it has meant cuda.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from skyctl.store.paths import expanded
 
 Pins = Mapping[str, str]
 """By reference: `ORG/NAME@REVISION` to a commit, an absolute path to one without links."""
+DEVICE = "device"
+"""The pin of a fleet whose `device: auto` is cuda, which an nvidia-smi that fails does not change:
+its servers would be started again on CPU."""
 
 
 def model_of(config: FleetConfig, base_dir: Path) -> str:
@@ -39,7 +43,7 @@ def pin(
     Models that are not in the local cache are left out: their servers download them.
     """
     model, engine = model_of(config, base_dir), ENGINES[config.engine]
-    pins: dict[str, str] = {}
+    pins = {DEVICE: earlier[DEVICE]} if DEVICE in earlier else dict[str, str]()
     if Path(model).is_absolute():
         pins[model] = earlier.get(model) or os.path.realpath(model)
     if config.launcher != "local":

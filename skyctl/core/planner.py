@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import config_of, locate
-from skyctl.core.pinning import Pins, model_of, references, with_revisions
+from skyctl.core.pinning import DEVICE, Pins, model_of, references, with_revisions
 from skyctl.core.placement import (
     Place,
     Replica,
@@ -113,7 +113,7 @@ class _Planner:
         self.replicas = expand_replicas(config)
         self.remote = bool(self.machines)
         self.machines = self.machines or (self.local,)
-        visible = all(machine.gpus for machine in self.machines)
+        visible = DEVICE in self.pins or all(machine.gpus for machine in self.machines)
         self.trainer = self._trainer_node()
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
@@ -169,8 +169,12 @@ class _Planner:
             python=self.python,
             free_gpus=free,
             tinker=self._tinker(router or servers[0], servers[0].base),
-            pins=dict(self.pins),
+            pins=self._kept_pins(),
         )
+
+    def _kept_pins(self) -> dict[str, str]:
+        auto = self.config.device == "auto" and self.device == "cuda"
+        return {**self.pins, **({DEVICE: self.device} if auto else {})}
 
     def _as_many_as_run(self, servers: Iterable[ServerSpec]) -> tuple[ServerSpec, ...]:
         """All servers; where load decides how many run, so many of them: first those that have a

@@ -101,3 +101,27 @@ def test_a_model_that_is_a_link_is_the_directory_that_it_led_to(tmp_path: Path) 
         assert (data["base"], data["model"]) == (str(tmp_path / "step-1"), "latest")
     finally:
         fleet.run("down")
+
+
+def test_gpu_servers_stay_on_their_gpus_while_the_driver_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\nfor gpu in 0 1 2; do echo $gpu, GPU-$gpu, Made Up, 81920; done\n")
+    driver.chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fleet = StubFleet(tmp_path, environ={"PATH": f"{driver.parent}:{os.environ['PATH']}"})
+    fleet.write(extra="weight_transfer: {transport: disk}")
+    file = tmp_path / "fleet.yaml"
+    file.write_text(file.read_text().replace("device: cpu\n", ""))
+    fleet.run("up")
+    try:
+        before = {name: row["pid"] for name, row in fleet.replicas().items()}
+        driver.write_text("#!/bin/sh\nexit 15\n")  # as where one was lost
+        for change in (["up"], ["scale", "3"]):
+            error = fleet.json(*change, expect=2)["error"]
+            assert "this machine has no NVIDIA GPU" in error["message"]
+        assert {name: row["pid"] for name, row in fleet.replicas().items()} == before
+    finally:
+        fleet.run("down")
