@@ -93,11 +93,13 @@ class Fleet(WeightsFleet, GeneratingFleet):
 
         Raises:
             UsageError: the plan has problems, or the fleet is attached; nothing was started.
-            ConflictError: the supervisor is busy with something else.
+            ConflictError: the supervisor is busy with something else; or the fleet runs from
+                another file of its name.
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
         ref, fresh = self._local_ref("up"), True
+        bring_up.refuse_another_file(ref)
         try:
             begun = await bring_up.begin_up(ref, router=router)
             fresh = begun.fresh

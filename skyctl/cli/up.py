@@ -15,7 +15,6 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import (
     Files,
     is_url,
-    refuse_another_file,
     select,
     select_paths,
     supervisor_running,
@@ -104,6 +103,7 @@ def up(
       skyctl up --attach
     """
     from skyctl.cli.fleet_view import status_view
+    from skyctl.service.bring_up import refuse_another_file
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")

@@ -242,15 +242,16 @@ def was_attached(paths: FleetPaths) -> bool:
     return origin_of(paths).get("kind") == "attached"
 
 
-def refuse_another_file(ref: FleetRef) -> None:
+def refuse_another_file(ref: FleetRef, *, left_alone: bool = False) -> None:
     """A copied directory is a likely mistake: it would take over another fleet's servers, or the
-    records of them. A file that was moved goes on where it was.
+    records of them. A file that was moved goes on where it was. `left_alone`: its servers run on
+    without a supervisor.
 
     Raises:
         ConflictError: the fleet runs, or is attached, from another file of the same name, which
             still exists.
     """
-    runs = supervisor_running(ref.paths)
+    runs = left_alone or supervisor_running(ref.paths)
     origin = origin_of(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
     before = Path(origin.get("file") or "")
     if ref.file is None or not before.is_file() or before.samefile(ref.file):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from skyctl.core import registry
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan, config_digest
 from skyctl.core.planning import (
@@ -68,6 +69,11 @@ def refuse_attached(ref: FleetRef) -> None:
     """Raise UsageError for a fleet whose servers skyctl did not start."""
     if ref.config.attached:
         raise attached_error(ref.name)
+
+
+def refuse_another_file(ref: FleetRef) -> None:
+    """Raise ConflictError for the file of a copied directory, while the fleet runs from another."""
+    registry.refuse_another_file(ref, left_alone=left_alone(ref.paths))
 
 
 def _forget_attached(ref: FleetRef) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from skyctl import Fleet
 from skyctl.api import OutcomeStatus
+from skyctl.core.registry import remember, select
 from skyctl.errors import (
     ConflictError,
     FleetFileError,
@@ -23,6 +24,9 @@ from skyctl.errors import (
     ServerError,
     UsageError,
 )
+from skyctl.store.identity import own_identity
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from tests.stub.faults import Fault
 from tests.unit.api.fleets import attached, in_memory, state_dict, stubs
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -354,3 +358,20 @@ async def test_a_fleet_is_found_by_its_name_afterwards(
         Fleet.named("nobody")
     with pytest.raises(FleetFileError):
         Fleet.load(tmp_path / "absent.yaml")
+
+
+async def test_up_from_a_copied_directory_takes_over_nobodys_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    files = [tmp_path / name / "fleet.yaml" for name in ("project", "copy")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("name: demo\nmodel: org/tiny\ndevice: cpu\n")
+    first = select([files[0]], None)
+    remember(first)
+    row = ProcessRow("demo-0", "server", "running", "t", own_identity(), "h", "127.0.0.1", 8000)
+    with FleetState(first.paths.database) as state:  # no supervisor is left
+        state.save_process(row)
+    with pytest.raises(ConflictError, match=f"demo is up already, from {files[0]}"):
+        await Fleet.load(files[1]).up()
