@@ -152,16 +152,14 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
         raise UsageError(
             f"fleet {config.name} has replica groups", hint="change their counts and: skyctl up"
         )
-    if config.scale is not None:  # with ports for as many as there may be
-        return config.model_copy(update={"replicas": replicas})
     ports = config.ports
-    if ports and len(ports) < replicas:
+    if config.scale is None and ports and len(ports) < replicas:
         raise UsageError(
             f"the fleet file names {len(ports)} ports for {replicas} replicas",
             hint="add to `ports`, or leave it out",
         )
-    changes = {"replicas": replicas, "ports": ports[:replicas] if ports else None}
-    return config.model_copy(update=changes)
+    # with all ports: it may grow again
+    return config.model_copy(update={"replicas": replicas})
 
 
 def at_present(config: FleetConfig, ports: Mapping[str, int]) -> FleetConfig:

@@ -477,3 +477,10 @@ def test_a_fleet_is_scaled_to_no_more_than_its_file_may_say(replicas: int) -> No
     with pytest.raises(UsageError, match=f"cannot scale to {replicas}"):
         scaled(config, replicas)
     assert scaled(config, 512).replicas == 512
+
+
+def test_a_fleet_that_shrank_has_the_ports_of_its_file_when_it_grows_again() -> None:
+    config = FleetConfig(name="demo", model="x", replicas=3, ports=[8001, 8002, 8003])
+    assert scaled(scaled(config, 1), 3) == config
+    with pytest.raises(UsageError, match="names 3 ports for 4 replicas"):
+        scaled(config, 4)
