@@ -379,8 +379,8 @@ class _Planner:
         return ports
 
     def _port(self, owner: str, next_port: Callable[[], int] | None = None) -> int:
-        if owner in self.known_ports:
-            return self.known_ports[owner]
+        if port := self.known_ports.get(owner):
+            return port
         for _ in range(_PORT_TRIES):
             port = (next_port or self.local.next_port)()
             if port and port not in self.taken:

@@ -192,8 +192,10 @@ def usable(
 
 
 def ports_of(plan: FleetPlan) -> dict[str, int]:
-    """Every port of a plan by name; the router has two, and a server on several machines."""
-    ports = {spec.name: spec.port for spec in plan.servers if spec.port}
+    """Every port of a plan by name; the router has two, and a server on several machines. 0 where
+    one is chosen only when its server starts.
+    """
+    ports = {spec.name: spec.port for spec in plan.servers}
     masters = {spec.name: spec.master_port for spec in plan.servers if spec.master_port}
     ports |= {master_of(name): port for name, port in masters.items()}
     if plan.router is not None:
