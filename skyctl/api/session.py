@@ -18,10 +18,12 @@ from skyctl.generate.requests import (
     COMPLETIONS,
     DETOKENIZE,
     TOKENIZE,
+    Endpoint,
     GenerationClient,
     GenerationResult,
     failure,
 )
+from skyctl.http.trust import needs_trust
 from skyctl.service import FleetService, connect
 from skyctl.service.endpoint import find_endpoint
 
@@ -43,6 +45,7 @@ class Session:
         self._opening = asyncio.Lock()
         self._connected: FleetService | None = None
         self._generation: dict[str | None, GenerationClient] = {}
+        self._located: set[str | None] = set()
         self.users = 0
 
     async def connected(self) -> FleetService:
@@ -63,20 +66,31 @@ class Session:
         """
         fleet = await self.connected()
         async with self._opening:
-            if server not in self._generation:
-                client = GenerationClient(
-                    await find_endpoint(fleet, server=server, timeout_s=timeout_s)
-                )
-                self._generation[server] = await self._stack.enter_async_context(client)
+            if server not in self._located:
+                endpoint = await find_endpoint(fleet, server=server, timeout_s=timeout_s)
+                client = self._generation.get(server)
+                if client is None or not _interchangeable(client.endpoint, endpoint):
+                    client = await self._stack.enter_async_context(GenerationClient(endpoint))
+                    self._generation[server] = client
+                client.endpoint = endpoint
+                self._located.add(server)
             return self._generation[server]
 
     def forget_endpoints(self) -> None:
-        """Look the endpoints up again at the next request: the fleet may have changed."""
-        self._generation.clear()
+        """Look the endpoints up again at the next request: the fleet may have changed. The clients
+        stay: one more after each failure would pile up connections in a long job.
+        """
+        self._located.clear()
 
     async def close(self) -> None:
         """Close every connection."""
         await self._stack.aclose()
+
+
+def _interchangeable(before: Endpoint, endpoint: Endpoint) -> bool:
+    """Whether one client can go on at another endpoint, with its requests under way."""
+    needs_tls = {needs_trust(e.url, *e.server_urls) for e in (before, endpoint)}
+    return before.model == endpoint.model and len(needs_tls) == 1
 
 
 class SessionHolder:

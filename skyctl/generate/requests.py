@@ -85,7 +85,8 @@ class Endpoint:
 
 
 class GenerationClient:
-    """Sends generation requests to one endpoint. Use as an async context manager.
+    """Sends generation requests to one endpoint, of which each attempt reads the current value. Use
+    as an async context manager.
 
     `transport` and `sleep` replace the network and the waits in tests.
     """
@@ -98,7 +99,7 @@ class GenerationClient:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._http = httpx.AsyncClient(
@@ -210,7 +211,7 @@ class GenerationClient:
     async def _ask_once(
         self, base: str, path: str, body: Mapping[str, Any], session_id: str | None
     ) -> dict[str, Any]:
-        whole = {"model": self._endpoint.model, **body}
+        whole = {"model": self.endpoint.model, **body}
         try:
             async with self._answer(base, path, whole, session_id) as response:
                 answer = json.loads(await response.aread())
@@ -295,11 +296,11 @@ class GenerationClient:
         does.
         """
         path, body = request_body(
-            request, self._endpoint.model, progress.prompt_ids, progress.tokens
+            request, self.endpoint.model, progress.prompt_ids, progress.tokens
         )
         if progress.without_ids:
             del body["return_token_ids"]
-        async with self._answer(self._endpoint.url, path, body, request.session_id) as response:
+        async with self._answer(self.endpoint.url, path, body, request.session_id) as response:
             async for piece in read_pieces(event_lines(response.aiter_text())):
                 progress.add(piece)
                 if on_text is not None and piece.text:
@@ -323,7 +324,7 @@ class GenerationClient:
         progress.unclear = 0
 
     async def _ends_inside_character(self, tokens: Sequence[int]) -> bool:
-        body = {"model": self._endpoint.model, "tokens": list(tokens[-_CHARACTER_TOKENS:])}
+        body = {"model": self.endpoint.model, "tokens": list(tokens[-_CHARACTER_TOKENS:])}
         for url in self._bases(DETOKENIZE):
             with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
                 response = await self._http.post(
@@ -337,13 +338,13 @@ class GenerationClient:
 
     def _bases(self, path: str) -> tuple[str, ...]:
         """URLs to try for `path`: the router strips some paths of the key."""
-        direct = self._endpoint.server_urls if path in (TOKENIZE, DETOKENIZE) else ()
-        return direct or (self._endpoint.url,)
+        direct = self.endpoint.server_urls if path in (TOKENIZE, DETOKENIZE) else ()
+        return direct or (self.endpoint.url,)
 
     def _headers(self, session: str | None) -> dict[str, str]:
         headers = {"X-Weight-Version-Fields": "true"}
-        if self._endpoint.api_key:
-            headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
+        if self.endpoint.api_key:
+            headers["Authorization"] = f"Bearer {self.endpoint.api_key}"
         if session:
             headers["X-Session-ID"] = session
         return headers

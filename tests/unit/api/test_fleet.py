@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from skyctl import Fleet
@@ -125,6 +126,17 @@ async def test_a_request_the_server_refuses_is_not_sent_again(tmp_path: Path, ba
         assert "does not exist" in results[0].error
         with pytest.raises(ServerError):
             await fleet.generate("ab", model="another")
+
+
+async def test_requests_that_fail_leave_no_connections_behind(tmp_path: Path, base: Path) -> None:
+    async with attached(tmp_path, stubs(base, 1)) as fleet, fleet:
+        await fleet.generate(["ab"], model="another", check=False)
+        before = psutil.Process().num_fds()
+        for _ in range(5):
+            await fleet.generate(["ab"], model="another", check=False)
+            with pytest.raises(ServerError):
+                await fleet.chat([{"role": "user", "content": "hi"}], model="another")
+        assert psutil.Process().num_fds() <= before
 
 
 async def test_several_answers_to_each_prompt_come_one_after_the_other(
