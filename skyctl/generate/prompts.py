@@ -232,15 +232,14 @@ VERSION_COMMENT = ": weight-version "
 
 async def event_lines(chunks: AsyncIterable[str]) -> AsyncIterator[str]:
     """The lines of an event stream. httpx splits as `str.splitlines` does, also at characters that
-    JSON has as they are, such as U+0085 and U+2028.
+    JSON has as they are, such as U+0085 and U+2028. A line without an end was cut off, and is none:
+    behind a proxy that closes connections in good order nothing else shows it.
     """
     unfinished = ""
     async for chunk in chunks:
         *lines, unfinished = (unfinished + chunk).split("\n")
         for line in lines:
             yield line.removesuffix("\r")
-    if unfinished:
-        yield unfinished
 
 
 async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:

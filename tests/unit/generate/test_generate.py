@@ -107,7 +107,7 @@ async def test_text_may_hold_any_character_that_ends_a_line_elsewhere() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 async def test_lines_of_a_stream_end_at_line_feeds_wherever_it_is_cut(size: int) -> None:
-    sent = "data: a\r\n\r\ndata: \u2028b\n\n: c"
+    sent = "data: a\r\n\r\ndata: \u2028b\n\n: c\ndata: d"
 
     async def chunks() -> AsyncIterator[str]:
         for begin in range(0, len(sent), size):
@@ -145,6 +145,7 @@ async def test_a_cut_answer_without_token_ids_begins_anew() -> None:
         stream(event([97], prompt=[7]), done=False),
         stream(event([97], prompt=[7]), {"error": {"message": "engine died", "code": 500}}),
         stream(event([97], prompt=[7]), done=True),
+        httpx.Response(200, text=f"{stream(event([97], prompt=[7]), done=False).text}data: {{"),
     ],
 )
 async def test_a_stream_that_breaks_is_gone_on_with(cut: httpx.Response) -> None:
