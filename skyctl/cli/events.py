@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,9 +82,19 @@ def event_lines(events: Sequence[Event], *, dated: bool = False) -> list[Text]:
 
 async def _follow(running: FleetService, query: EventQuery) -> None:
     """Print the events, then each new one; never returns."""
+    async for listed in followed(running, query):
+        for line in event_lines(listed, dated=True):
+            output.out.print(line, soft_wrap=True)
+
+
+async def followed(
+    running: FleetService, query: EventQuery, *, poll_s: float = _POLL_S
+) -> AsyncIterator[Sequence[Event]]:
+    """The events of the query, then again and again all that are new, however many; endless."""
+    listed = await running.events(replace(query, limit=max(1, query.limit)))
+    yield listed if query.limit else ()  # of none, the last is read: it says which are new
     while True:
-        if listed := await running.events(query):
-            query = EventQuery(ALL_LINES, listed[-1].sequence)
-            for line in event_lines(listed, dated=True):
-                output.out.print(line, soft_wrap=True)
-        await asyncio.sleep(_POLL_S)
+        after = listed[-1].sequence if listed else query.after
+        query = replace(query, limit=ALL_LINES, after=after)
+        await asyncio.sleep(poll_s)
+        yield (listed := await running.events(query))
