@@ -181,13 +181,15 @@ class GeneratingFleet(SessionHolder):
             on_done: receives each result as it finishes.
 
         Raises:
-            UsageError: a prompt is invalid, or `n` is used with a single text.
+            UsageError: a prompt or `concurrency` is invalid, or `n` is used with a single text.
             PartialFailure: with `check`, some requests were given up; `outcomes` has the results.
             ServerError, DeadlineExceeded: with `check`, all of them were.
         """
         single = isinstance(prompts, str)
         if single and n != 1:
             raise UsageError("several answers are a list", hint="generate([prompt], n=…)")
+        if concurrency < 1:
+            raise UsageError(f"concurrency={concurrency} would send no request")
         requests = _requests(
             [prompts] if isinstance(prompts, str) else prompts,
             {"n": n, **sampling},

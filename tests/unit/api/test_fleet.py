@@ -148,6 +148,8 @@ async def test_several_answers_to_each_prompt_come_one_after_the_other(
         assert all(len(result.token_ids) == 2 for result in results)
         with pytest.raises(UsageError, match="several answers are a list"):
             await fleet.generate("ab", n=2)
+        with pytest.raises(UsageError, match="concurrency=0 would send no request"):
+            await asyncio.wait_for(fleet.generate(["ab"], concurrency=0), 2)
 
 
 @pytest.mark.parametrize("prompt", [["ab", 3], [{"nothing": 1}], [""], [{"prompt": "a", "n": 0}]])
