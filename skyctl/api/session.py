@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.errors import ServerError, UsageError
-from skyctl.generate.prompts import GenerationRequest, check_session, parse_request
+from skyctl.generate.prompts import GenerationRequest, check_body, check_session, parse_request
 from skyctl.generate.requests import (
     CHAT,
     COMPLETIONS,
@@ -267,6 +267,7 @@ class GeneratingFleet(SessionHolder):
         if body.get("stream"):
             raise UsageError("an answer comes in one piece here", hint="take it out: stream")
         check_session(session_id, path)
+        check_body(body, path)
         async with self._session() as session:
             client = await session.generation(timeout_s=timeout_s)
             try:

@@ -96,10 +96,7 @@ def parse_request(
     body = _with_max_tokens({**defaults, **line}, where)
     session = body.pop("session_id", None)
     check_session(session, where)
-    try:
-        json_body([identity, value, body])
-    except (ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
+    check_body([identity, value, body], where)
     count, seed = body.pop("n", 1), body.get("seed")
     if type(count) is not int or count < 1:
         raise UsageError(f"{where}: n is a positive integer, not {count!r}")
@@ -167,6 +164,14 @@ def check_session(value: Any, where: str) -> None:
         and value == value.strip()
     ):
         raise UsageError(f"{where}: session_id is a text of printable ASCII, not {value!r:.60}")
+
+
+def check_body(value: Any, where: str) -> None:
+    """Raise UsageError unless `value` can be sent as JSON."""
+    try:
+        json_body(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
 
 
 def _check_prompt(key: str, value: Any, where: str) -> None:

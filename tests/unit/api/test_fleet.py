@@ -100,6 +100,9 @@ async def test_openai_requests_and_tokens(tmp_path: Path, base: Path) -> None:
         assert await fleet.detokenize([97, 98]) == "ab"
         with pytest.raises(UsageError, match="one piece"):
             await fleet.chat(messages, stream=True)
+        for value in (float("nan"), "\ud800", object()):
+            with pytest.raises(UsageError, match="/v1/completions: it cannot be sent as JSON"):
+                await fleet.completion("ab", user=value)
 
 
 async def test_a_completion_waits_out_an_abort(tmp_path: Path, base: Path) -> None:
