@@ -37,6 +37,8 @@ class Listed(StrEnum):
     """Its supervisor does not answer."""
     OTHER_VERSION = "other skyctl"
     """Its supervisor is of another version."""
+    UNREADABLE = "unreadable"
+    """It has no supervisor, and its state file cannot be used here."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class FleetLine:
     url: str | None = None
     """At which its supervisor listens, if that is on another machine."""
     reason: str | None = None
-    """Why its supervisor does not answer."""
+    """Why its supervisor does not answer, or its state cannot be read."""
 
 
 async def list_fleets(elsewhere: RemoteRef | None = None) -> list[FleetLine]:
@@ -78,7 +80,10 @@ async def _line(paths: FleetPaths) -> FleetLine:
     if was_attached(paths):
         return FleetLine(paths.name, Listed.ATTACHED, file)
     if not supervisor_running(paths):
-        alone = await asyncio.to_thread(left_alone, paths)
+        try:
+            alone = await asyncio.to_thread(left_alone, paths)
+        except SkyctlError as error:
+            return FleetLine(paths.name, Listed.UNREADABLE, file, reason=error.message)
         return FleetLine(paths.name, Listed.ALONE if alone else Health.DOWN, file)
     fleet = SupervisorClient.on_this_machine(paths)
     return replace(await _answered(paths.name, fleet), file=file)
