@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.registry import FleetRef, supervisor_running, was_attached
 from skyctl.core.requests import Down, TakenDown
 from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
-from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S, end_stopped_processes
+from skyctl.service.revive import end_stopped_processes, up_lock
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -80,10 +80,9 @@ async def _stop_leftovers(paths: FleetPaths, timeout_s: float) -> tuple[str, ...
     """Stop every recorded process tree that still exists; returns their names. None, and nothing is
     touched, if another supervisor was started meanwhile: these are its processes.
     """
-    with (
-        FleetState(paths.database) as state,
-        state.locks.hold(UP_LOCK, "skyctl down", wait_s=UP_LOCK_WAIT_S),
-    ):
+    async with AsyncExitStack() as stack:
+        state = stack.enter_context(FleetState(paths.database))
+        await stack.enter_async_context(up_lock(state.locks, "skyctl down"))
         if supervisor_running(paths):
             return None
         host = host_of(state)
@@ -109,11 +108,10 @@ async def end_leftovers(ref: FleetRef) -> bool:
 
     False, and nothing is touched, if something is alive after all.
     """
-    with (
-        FleetState(ref.paths.database) as state,
+    async with AsyncExitStack() as stack:
+        state = stack.enter_context(FleetState(ref.paths.database))
         # no other command may start or take over meanwhile
-        state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
-    ):
+        await stack.enter_async_context(up_lock(state.locks, "ending what is left"))
         going_down, rows = bool(state.get("going_down")), state.processes()
         if supervisor_running(ref.paths):
             return False

@@ -39,7 +39,7 @@ from skyctl.errors import (
 )
 from skyctl.kill_points import reached
 from skyctl.service.bring_down import after_down, attached_error, goes_down
-from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
+from skyctl.service.revive import up_lock
 from skyctl.service.supervised import SupervisedFleet
 from skyctl.service.switching import take_gpus, would_sleep
 from skyctl.service.unsupervised import left_alone
@@ -163,7 +163,7 @@ async def _hand_over(
     ref: FleetRef, router: bool, parallel: int, undo: bool, request_id: str
 ) -> Begun:
     # two `up` at once: the second plans with the ports the first has chosen
-    with Locks(ref.paths.directory).hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S):
+    async with up_lock(Locks(ref.paths.directory), "skyctl up"):
         plan = usable(*await _planned(ref, router), ref.source)
         _forget_attached(ref)
         remember(ref)

@@ -7,14 +7,15 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled, servers_of
 from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.requests import StatusQuery
-from skyctl.errors import SkyctlError, VersionMismatch
+from skyctl.errors import ConflictError, SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
 from skyctl.store.locks import Holder, Locks
 from skyctl.store.paths import FleetPaths
@@ -26,7 +27,29 @@ from skyctl.supervisor.interface import Adopt, SupervisorClient
 UP_LOCK = "up"
 UP_LOCK_WAIT_S = 30.0
 ADOPT_WAIT_S = 5.0
+_LOCK_POLL_S = 0.05
 _STOPPED_S = 1.0
+
+
+@asynccontextmanager
+async def up_lock(locks: Locks, activity: str) -> AsyncIterator[None]:
+    """Hold the lock of commands that start a fleet's supervisor, or take over without it. Another
+    task of this event loop may hold it: that goes on while it is waited for.
+
+    Raises:
+        ConflictError: it is not free after `UP_LOCK_WAIT_S`.
+    """
+    deadline = time.monotonic() + UP_LOCK_WAIT_S
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locks.hold(UP_LOCK, activity))
+                break
+            except ConflictError:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_LOCK_POLL_S)
+        yield
 
 
 async def revive(ref: FleetRef) -> None:
@@ -40,7 +63,7 @@ async def revive(ref: FleetRef) -> None:
         return
     from skyctl.supervisor import daemon
 
-    with Locks(ref.paths.directory).hold(UP_LOCK, "taking over the fleet", wait_s=UP_LOCK_WAIT_S):
+    async with up_lock(Locks(ref.paths.directory), "taking over the fleet"):
         if not left_alone(ref.paths):  # another command was faster
             return
         plan = as_it_ran(ref)

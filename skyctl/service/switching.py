@@ -30,7 +30,7 @@ from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.service import connect
 from skyctl.service.bring_down import after_down, goes_down
-from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
+from skyctl.service.revive import up_lock
 from skyctl.service.unsupervised import left_alone
 from skyctl.states import ReplicaState
 from skyctl.store.locks import Locks
@@ -155,7 +155,7 @@ async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
         if not awake:
             group.give(name)
             return ""
-        if _took_of_one_that_is_down(awake, name, group):
+        if await _took_of_one_that_is_down(awake, name, group):
             return ""
         try:
             return awake if await _put_to_sleep(awake, name, group, note) else ""
@@ -163,18 +163,18 @@ async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
             if not goes_down(error):
                 raise
             await after_down(_leaving(awake))
-            if not _took_of_one_that_is_down(awake, name, group):
+            if not await _took_of_one_that_is_down(awake, name, group):
                 raise
             return ""
 
 
-def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
+async def _took_of_one_that_is_down(awake: str, name: str, group: SleepGroup) -> bool:
     paths = fleet_paths(awake)
     if not paths.directory.is_dir():
         group.give(name)
         return True
     # whoever starts its supervisor holds this
-    with Locks(paths.directory).hold(UP_LOCK, f"skyctl switch {name}", wait_s=UP_LOCK_WAIT_S):
+    async with up_lock(Locks(paths.directory), f"skyctl switch {name}"):
         if _runs(awake):
             return False
         group.give(name)

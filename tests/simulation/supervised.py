@@ -527,8 +527,6 @@ SEAMS: dict[str, Any] = {
     # who follows something asks less often: nothing is learned from it here
     "skyctl.core.following.FOLLOW_POLL_S": 0.7,
     "skyctl.service.bring_up.FOLLOW_POLL_S": 1.1,
-    # a blocking wait would stop everybody here: who finds it taken is refused at once
-    "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,
+    # who finds it taken is refused at once
     "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
-    "skyctl.service.bring_down.UP_LOCK_WAIT_S": 0.0,
 }
