@@ -69,7 +69,8 @@ class SupervisedFleet(RemoteFleet):
     def __init__(self, ref: FleetRef) -> None:
         super().__init__(ref.name, by_socket(ref.paths), paths=ref.paths)
         self.ref = ref
-        self._looked = False
+        self._reviving = asyncio.Lock()
+        self._revived = False
         self._stopped_since: float | None = None
 
     async def _ask(self, verb: Verb[Q, R], request: Q, result: type[R]) -> R:
@@ -82,7 +83,7 @@ class SupervisedFleet(RemoteFleet):
             reached(before)
             answer = await super()._ask(verb, request, result)
             reached(after)
-            self._stopped_since = None
+            self._stopped_since, self._revived = None, False
         except FleetDownError as error:
             follows = isinstance(request, JobQuery) and request.wait_s > 0
             if not on_record or (follows and self._stopped_for_long(error)):
@@ -153,16 +154,17 @@ class SupervisedFleet(RemoteFleet):
             return await handlers(fleet)[verb].answer(request)
 
     async def _revive(self) -> None:
-        """Start a supervisor for servers that were left without one, once per connection.
+        """Start a supervisor for servers that were left without one: once, until one has answered.
 
         Raises:
             FleetDownError: it cannot be started.
         """
-        if self._looked:
-            return
-        self._looked = True
-        if supervisor_running(self.ref.paths):
-            return
+        async with self._reviving:
+            if not self._revived and not supervisor_running(self.ref.paths):
+                self._revived = True
+                await self._with_another()
+
+    async def _with_another(self) -> None:
         from skyctl.service.revive import revive
 
         try:

@@ -14,7 +14,9 @@ import pytest
 
 from skyctl import Fleet
 from skyctl.api import FleetStatus
+from skyctl.core.registry import supervisor_running
 from skyctl.errors import FleetDownError, SkyctlError
+from skyctl.store.paths import fleet_paths
 from skyctl.supervisor import daemon
 from tests import forking
 from tests.faults.stub_fleet import StubFleet
@@ -94,6 +96,23 @@ async def test_up_scale_restart_and_down(tmp_path: Path, monkeypatch: pytest.Mon
             await fleet.sync_weights({"w": torch.ones(1)})
         with pytest.raises(FleetDownError):
             await fleet.generate("ab")
+
+
+async def test_a_supervisor_that_dies_in_a_block_is_replaced_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with up(tmp_path, monkeypatch, replicas=1) as fleet:
+        server = (await fleet.status()).replicas[0].pid
+        for _ in range(2):
+            supervisor = (await fleet.status()).supervisor_pid
+            assert supervisor is not None
+            os.kill(supervisor, signal.SIGKILL)
+            while supervisor_running(fleet_paths("stubs")):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            paused, weights = await asyncio.gather(fleet.pause("keep"), fleet.model_path())
+            assert paused.ok and weights is not None
+            assert (await fleet.resume()).ok
+        assert (await fleet.status()).replicas[0].pid == server
 
 
 async def test_a_fleet_that_does_not_start_says_why(
