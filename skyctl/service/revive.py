@@ -16,6 +16,7 @@ from skyctl.core.planning import living, planned, scaled, servers_of
 from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.requests import StatusQuery
 from skyctl.errors import ConflictError, SkyctlError, VersionMismatch
+from skyctl.fleetfile.load import load_fleet
 from skyctl.service.unsupervised import left_alone
 from skyctl.store.locks import Holder, Locks
 from skyctl.store.paths import FleetPaths
@@ -73,20 +74,23 @@ async def revive(ref: FleetRef) -> None:
 
 
 def as_it_ran(ref: FleetRef) -> FleetPlan:
-    """The plan of what runs: the fleet file's, with the number of replicas that ran.
+    """The plan of what runs: that of the fleet file as it was at the last `up`, with the number of
+    replicas that ran.
 
     Raises:
-        SkyctlError: the fleet file cannot be planned here.
+        SkyctlError: that file cannot be planned here.
     """
     with FleetState(ref.paths.database) as state:
         ports: dict[str, int] = json.loads(state.get("ports") or "{}")
         ports_in_use = living(ports, state.processes())
         pins: dict[str, str] = json.loads(state.get("pins") or "{}")
-    servers, config = servers_of(ports), ref.config
+    servers, config, base_dir = servers_of(ports), ref.config, base_dir_of(ref)
+    if ref.paths.fleet_file.exists():  # the user's may have changed, and is not applied then
+        config = load_fleet(ref.paths.fleet_file, base_dir=base_dir).config
     if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
         config = scaled(config, len(servers))
     ran = {"router": "router" in ports, "tinker": "tinker" in ports}
-    return planned(config, base_dir_of(ref), ports_in_use, pins=pins, **ran)
+    return planned(config, base_dir, ports_in_use, pins=pins, **ran)
 
 
 async def replace_other(ref: FleetRef) -> None:

@@ -78,6 +78,22 @@ def test_status_and_plan_show_what_is_not_applied(fleet: StubFleet) -> None:
     assert fleet.json("status")["data"]["unapplied"] is False
 
 
+def test_a_file_that_is_not_applied_stays_so_when_another_supervisor_takes_over(
+    fleet: StubFleet,
+) -> None:
+    fleet.write(replicas=1)
+    fleet.run("up")
+    fleet.write(replicas=1, extra="args: {max-model-len: 2048}")
+    status = fleet.json("status")["data"]
+    os.kill(status["supervisor_pid"], signal.SIGKILL)
+    assert fleet.json("status")["data"]["unapplied"] is True
+    os.kill(pids(fleet)["stubs-0"], signal.SIGKILL)
+    while fleet.replicas()["stubs-0"]["restarts"] == 0:
+        pass
+    fleet.run("wait")
+    assert "--max-model-len  not set → 2048" in fleet.run("plan").stdout
+
+
 @pytest.mark.parametrize(("answer", "changed"), [("n", False), ("y", True)])
 def test_on_a_terminal_up_asks_before_it_restarts(
     fleet: StubFleet, answer: str, changed: bool
