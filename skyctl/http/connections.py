@@ -51,7 +51,11 @@ async def addresses(host: str, port: int) -> Sequence[str]:
     if key not in _running:
         _running[key] = key[0].create_future()
         named = f"lookup of {host}"
-        threading.Thread(target=_resolve, args=(key,), name=named, daemon=True).start()
+        try:
+            threading.Thread(target=_resolve, args=(key,), name=named, daemon=True).start()
+        except RuntimeError as error:  # too many threads or processes now
+            del _running[key]
+            raise OSError(f"{named}: {error}") from error
     return await asyncio.shield(_running[key])
 
 

@@ -64,3 +64,16 @@ async def test_a_name_that_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch)
     resolver(monkeypatch)
     with pytest.raises(CannotConnect, match="not known"):
         await KeptConnections().send(request(f"http://{NAME}:1"), timeout_s=5)
+
+
+async def test_a_lookup_for_which_there_is_no_thread_hinders_no_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    resolver(monkeypatch, "127.0.0.1")
+    with monkeypatch.context() as full, pytest.raises(CannotConnect, match="new thread"):
+        full.setattr(threading.Thread, "start", start)
+        await KeptConnections().send(request(f"http://{NAME}:1"), timeout_s=5)
+    assert await asyncio.wait_for(addresses(NAME, 1), 5) == ["127.0.0.1"]
