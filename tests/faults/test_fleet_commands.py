@@ -228,9 +228,11 @@ def test_a_fleet_whose_supervisor_was_killed_gets_another_with_the_next_command(
 
 
 def test_a_supervisor_that_cannot_be_replaced_is_missed_and_said_so(fleet: StubFleet) -> None:
+    fleet.write(extra="api_key_env: STUB_KEY_THAT_IS_NOT_SET")
+    fleet.environ["STUB_KEY_THAT_IS_NOT_SET"] = "key"
     fleet.run("up", "--no-router")
     kill(fleet.json("status")["data"]["supervisor_pid"])
-    fleet.write(extra="api_key_env: STUB_KEY_THAT_IS_NOT_SET")
+    fleet.environ.clear()
     left = fleet.run("status")  # with --exit-code it would plan, too
     assert "unsupervised" in left.stdout and "STUB_KEY_THAT_IS_NOT_SET" in left.stdout
     refused = fleet.json("pause", expect=4)["error"]
