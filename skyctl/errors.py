@@ -15,6 +15,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── WeightsGone                 1   the files of a version are not what they were
 ├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
+│   └── NotMapped               1   … because servers cannot map the trainer's memory
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug in skyctl
 └── PushError                   1   a push failed after it began; has the state of each server
@@ -157,6 +158,10 @@ class StateUnwritable(SkyctlError):
 
 class PreflightError(SkyctlError):
     """A push was refused before anything was paused."""
+
+
+class NotMapped(PreflightError):
+    """A server answered that it cannot map the trainer's memory, or cannot join its group."""
 
 
 class PushError(SkyctlError):

@@ -18,7 +18,7 @@ from skyctl.checkpoints.staging import StagedEntry, staged_entry
 from skyctl.core.requests import PushLive, Staging, Withdraw
 from skyctl.core.results import push_result
 from skyctl.core.service import FleetService
-from skyctl.errors import ConflictError, NotFoundError, PreflightError, SkyctlError
+from skyctl.errors import ConflictError, NotFoundError, NotMapped, PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.live.blocks import Block, Target, described, refuse_unlike, senders
 from skyctl.live.file import lay_out, targets_of
@@ -58,9 +58,13 @@ class _File:
 
 
 class FleetSide:
-    """What rank 0 does for all ranks. Belongs to one event loop."""
+    """What rank 0 does for all ranks. Belongs to one event loop.
 
-    def __init__(self, fleet: FleetService, name: str, ranks: Ranks) -> None:
+    Args:
+        by_file: weights may go through a file where servers cannot map the ranks' memory.
+    """
+
+    def __init__(self, fleet: FleetService, name: str, ranks: Ranks, *, by_file: bool) -> None:
         self._fleet = fleet
         self._name = name
         self._stack = ExitStack()
@@ -70,11 +74,15 @@ class FleetSide:
         self._ranks: list[list[Block]] = []
         self._memories: list[Body] = []
         self._replanned = False
+        self._planned: Outline | None = None
         self._offered: Offered | None = None
         self.refused = ""
         """Why servers cannot get at the ranks' memory."""
         self.unkept = ""
         """Why this push goes through a file although servers can get at the ranks' memory."""
+        self._by_file = by_file and not ranks.apart
+        self._unmapped = ""
+        """Why servers could not map the ranks' memory: it is not offered again."""
         self.group = TrainerGroup(ranks.address.host)
         self._local = [machine == ranks.machines[0] for machine in ranks.machines]
         self._shared = False
@@ -125,7 +133,7 @@ class FleetSide:
         self._ranks, self._targets, self._chosen = ranks, targets, senders(ranks)
         shares = shares_of(self._chosen)
         total = sum(share.nbytes for share in shares)
-        return Outline(
+        self._planned = Outline(
             "file",
             "each rank writes its blocks into a file in memory, which the servers read",
             len(targets),
@@ -133,11 +141,15 @@ class FleetSide:
             _FILES * total,
             shares,
         )
+        return self._planned
 
     async def offer(self, memories: Sequence[Body]) -> Offered | None:
         """What servers copy out of the ranks' memory, from how each rank describes its own; None
         where they cannot, and `outline` says why. Call `plan` first if blocks have changed.
         """
+        if self._unmapped:
+            self.refused = self._unmapped
+            return None
         unmoved = all("same" in memory for memory in memories)
         if self._offered is not None and unmoved and not self._replanned:
             return self._offered
@@ -177,8 +189,10 @@ class FleetSide:
             self.refused = error.message
         return self._offered
 
-    def outline(self, planned: Outline) -> Outline:
-        """The plan by the way that was chosen."""
+    def outline(self) -> Outline:
+        """The last plan by the way that was chosen."""
+        planned = self._planned
+        assert planned is not None
         if self._offered is None:
             return replace(planned, reason=f"{planned.reason} ({self.refused})")
         sent = [
@@ -239,7 +253,7 @@ class FleetSide:
         timeout_s: float | None,
     ) -> PushResult | None:
         """Push what was offered, all of whose parameters have these numbers. None: servers have
-        changed since, and it must be offered again.
+        changed since, and it must be offered again; or they cannot map it, and take a file.
 
         Raises as `Fleet.sync_weights`, but has ended then.
         """
@@ -268,7 +282,9 @@ class FleetSide:
             self._offered = None
             return None
         except PreflightError as error:
-            if CHANGED not in error.message:
+            if isinstance(error, NotMapped) and self._by_file and request.transport != LIVE:
+                self._unmapped = error.message
+            elif CHANGED not in error.message:
                 raise
             await self._withdraw()
             return None
@@ -307,6 +323,8 @@ class FleetSide:
         result = push_result(await self._fleet.wait_job(job, on_event, timeout_s))
         if self.unkept:
             result.notes.append(f"sent through a file, to be kept: {self.unkept}")
+        elif self._unmapped:
+            result.notes.append(f"sent through a file: {self._unmapped}")
         if result.checkpoint == request.checkpoint:
             result.notes.append(
                 f"a server that restarts loads {result.version} from {result.checkpoint}, in "

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder
     from skyctl.live.memory import RankMemory
 
-
 _SENT_TIMEOUT_S = 10.0
 """What servers have received was sent: it takes no time to learn of it."""
 _ATTEMPTS = 3
@@ -224,7 +223,8 @@ class Trainer:
             # no generator: the loop would close it with others at the end of a program
             await self._stack.enter_async_context(self._holder)
             fleet = await self._holder._current().connected()
-            self._side = FleetSide(fleet, self._holder._ref.name, self._ranks)
+            by_file = self._options.transport == "auto"
+            self._side = FleetSide(fleet, self._holder._ref.name, self._ranks, by_file=by_file)
             self._stack.push_async_callback(self._side.close)
             self._ranks.when_lost = self._side.group.drop
             targets = [target.to_wire() for target in await self._side.open()]
@@ -378,7 +378,7 @@ class Trainer:
                 )
             if offered is not None and all(b["memory"].get("key") == offered.key for b in bodies):
                 return [{"key": offered.key} for _ in bodies], offered
-            outline = side.outline(outline)
+            outline = side.outline()
         plan = outline.to_json()
         if offered is None:
             return [{"plan": plan} for _ in bodies], None

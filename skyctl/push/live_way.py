@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyctl import engines
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import NotMapped, PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.live.offer import CHANGED, GLOO, IPC, Live, Offer, planned
@@ -95,8 +95,8 @@ async def _reports(servers: Sequence[PushedServer], key: str, transport: str) ->
     return reports
 
 
-def _refused(reason: str) -> PreflightError:
-    return PreflightError(
+def _refused(reason: str, kind: type[PreflightError] = PreflightError) -> PreflightError:
+    return kind(
         f"servers cannot copy out of the trainer's memory: {reason}",
         hint="push from files, or from a file in memory",
     )
@@ -252,16 +252,28 @@ class LiveDelivery(Delivery):
         method: str,
         arguments: Callable[[PushedServer], dict[str, Any]],
     ) -> None:
-        """Have all of these servers get ready, or none. Raises PreflightError."""
+        """Have all of these servers get ready, or none.
+
+        Raises:
+            NotMapped: one answers that it cannot map.
+            PreflightError: anything else fails.
+        """
+        maps, kind = method == WorkerMethod.LAYOUT_MAP, PreflightError
 
         async def ask(server: PushedServer) -> None:
-            answers = await server.control.ask_workers(method, arguments(server))
-            if method == WorkerMethod.LAYOUT_MAP:
+            nonlocal kind
+            try:
+                answers = await server.control.ask_workers(method, arguments(server))
+            except ServerError as error:
+                if maps and error.status:  # one that does not answer may be able to
+                    kind = NotMapped
+                raise
+            if maps:
                 self._stages[server.name] = answers
 
         timeout_s = self._fleet.timeouts.update_s
         if reason := await all_or_none(servers, ask, timeout_s=timeout_s, call_name="map"):
-            raise _refused(reason)
+            raise _refused(reason, kind)
 
     async def start(self, servers: Sequence[PushedServer], *, scrubbing: bool = False) -> None:
         """Fail servers that have let go of the trainer: it may have ended while they drained, and

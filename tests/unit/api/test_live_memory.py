@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from skyctl.api import live as live_api
 from skyctl.api.live import FleetSide
-from skyctl.errors import PreflightError
+from skyctl.errors import NotMapped, PreflightError
 from skyctl.live.offer import Live, Offer, planned
 from skyctl.push import live_way
 from skyctl.push.request import PushResult
@@ -28,6 +29,7 @@ from skyctl.wire.device_digest import digest_on_device  # noqa: E402
 
 SHAPES = {name: tuple(tensor.shape) for name, tensor in state_dict(50).items()}
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PUSH_LIVE = FleetSide.push_live
 
 
 class Copying:
@@ -254,9 +256,49 @@ async def test_servers_that_cannot_copy_take_a_file(tmp_path: Path) -> None:
         side = live[0]._side
         memory = {"exports": [], "places": [[0, 0]] * len(SHAPES), "pid": 1}
         assert await side.offer([memory]) is None
-        outline = side.outline(live[0].plan())
+        outline = side.outline()
         assert outline.way == "file"
         assert "servers cannot copy out of the trainer's memory" in outline.reason
+
+
+@pytest.mark.parametrize(
+    ("opened_by", "pushed_by"), [("auto", "auto"), ("ipc", "auto"), ("auto", "live")]
+)
+async def test_memory_that_servers_cannot_map_is_offered_once_and_goes_through_a_file(
+    tmp_path: Path,
+    copying: Copying,
+    monkeypatch: pytest.MonkeyPatch,
+    opened_by: Any,
+    pushed_by: str,
+) -> None:
+    """As in another container. A way that was asked for is refused, each time."""
+    refusals = []
+
+    async def push_to_its_end(*_: Any) -> Any:
+        refusals.append(NotMapped("demo-0: map: no such file in /dev/shm"))
+        raise refusals[-1]
+
+    monkeypatch.setattr(FleetSide, "push_live", PUSH_LIVE)
+    monkeypatch.setattr(live_api, "push_to_its_end", push_to_its_end)
+    parts = halves()
+    given = [slices_of(parts, rank) for rank in (0, 1)]
+    servers = stubs(write_checkpoint(tmp_path / "base"))
+    async with (
+        attached(tmp_path, servers) as fleet,
+        fleet,
+        trainers(fleet, given, transport=opened_by) as live,
+    ):
+        for step in (1, 2):
+            pushing = [trainer.push(f"step-{step}", transport=pushed_by) for trainer in live]
+            if (opened_by, pushed_by) != ("auto", "auto"):
+                errors = await everywhere(pushing)
+                assert {error.message for error in errors} == {refusals[-1].message}
+                continue
+            for result in await asyncio.gather(*pushing):
+                assert result.version == f"step-{step}" and result.transport != "live"
+                assert f"sent through a file: {refusals[0].message}" in result.notes
+            assert live[0].plan().way == "file" and refusals[0].message in live[0].plan().reason
+    assert len(refusals) == (1 if opened_by == pushed_by else 2)
 
 
 async def test_tensors_on_a_gpu_are_copied_without_a_file(tmp_path: Path, copying: Copying) -> None:

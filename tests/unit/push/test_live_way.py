@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyctl.engines.base import Refusal
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import NotMapped, PreflightError, ServerError
 from skyctl.live.blocks import Block
 from skyctl.live.offer import CHANGED, NCCL, Live, Offer, piece_row, planned
 from skyctl.push.live_way import LiveDelivery, LiveWay
@@ -36,13 +36,15 @@ class Server(Workers):
     def __init__(self, **changes: Any) -> None:
         super().__init__()
         self.changes = changes
+        self.status = 500
+        """Of the answer by which the method fails; 0: it does not answer."""
         self.stages = False
         self.arrivals = [True]
 
     async def ask_workers(self, method: str, kwargs: Any = None, **_: Any) -> list[Any]:
         self.calls.append((method, kwargs or {}))
         if method == self.failing:
-            raise ServerError("out of memory", status=500)
+            raise ServerError("out of memory", status=self.status)
         answers = {
             "skyctl_layout": report(**self.changes),
             "skyctl_layout_map": self.stages,
@@ -172,14 +174,16 @@ async def _other_layout(method: str, kwargs: Any = None, **_: Any) -> list[Any]:
     return [LayoutReport(0, "other", parameters, ("other",)).to_wire()]
 
 
-async def test_a_server_that_cannot_map_refuses_the_push_and_is_as_it_was() -> None:
+@pytest.mark.parametrize("status", [500, 0])
+async def test_a_server_that_cannot_map_refuses_the_push_and_is_as_it_was(status: int) -> None:
     server = Server()
-    server.failing = "skyctl_layout_map"
+    server.failing, server.status = "skyctl_layout_map", status
     pushed = site(server)
     question: Any = SimpleNamespace(request=PushRequest(""))
     way, _ = await LiveWay(live(), FLEET).plan(question, [pushed])
-    with pytest.raises(PreflightError, match=r"demo-0: map: .*out of memory"):
+    with pytest.raises(PreflightError, match=r"demo-0: map: .*out of memory") as refusal:
         await way.delivery(SenderPool()).open([pushed])
+    assert isinstance(refusal.value, NotMapped) is (status == 500)
     assert not pushed.failure and pushed.holds is Holds.OLD
 
 
