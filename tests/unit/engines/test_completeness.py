@@ -17,6 +17,11 @@ from tests.unit.engines.vllm_models import vllm_model
 pytestmark = pytest.mark.usefixtures("vllm")
 
 EXPERTS = "model.layers.0.mlp.experts"
+ROUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "model.layers.1.mlp.gate": ("Glm4MoeConfig", {"n_routed_experts": 4}),
+    "model.layers.1.mlp": ("ExaoneMoeConfig", {"num_experts": 4}),
+}
+"""Models whose routers correct the scores of experts, by the layer that has the bias."""
 RANKS = [(0, 1, False), (1, 2, False), (0, 2, True), (1, 2, True)]
 """Rank, ranks, and whether ranks have different experts."""
 
@@ -52,6 +57,23 @@ def stacked(tensors: dict[str, Any], experts: int) -> dict[str, Any]:
         fused[f"{prefix}.gate_up_proj"] = torch.stack(both)
         fused[f"{prefix}.down_proj"] = torch.stack(parts["down"])
     return fused
+
+
+def routed_checkpoint(directory: Path, config_class: str, sizes: dict[str, Any]) -> Path:
+    """A checkpoint of such a model, with biases that are not zero."""
+    import torch
+    import transformers
+
+    width = dict.fromkeys(("vocab_size", "hidden_size", "moe_intermediate_size"), 64)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    common = {**width, **heads, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    config = getattr(transformers, config_class)(**common, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.fill_(0.5)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 @contextmanager
@@ -153,6 +175,42 @@ def test_what_no_checkpoint_has_and_what_is_loaded_uncounted_is_not_missing(
             assert update(tensors) == ([] if buffer_kept else ["model.norm"])
             del tensors["model.norm.weight"]
             assert update(tensors) == ["model.norm"]
+
+
+@pytest.mark.parametrize("layer", ROUTED)
+def test_a_bias_of_a_router_that_lacks_is_named_by_each_way_of_the_loader(
+    tmp_path: Path, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads it in place, uncounted. Where it is zero, no checkpoint may have had it."""
+    from skyctl.engines.vllm.inside import engine as engines
+    from skyctl.engines.vllm.inside import worker as workers
+
+    checkpoint = routed_checkpoint(tmp_path / "routed", *ROUTED[layer])
+    tensors = tensors_of(checkpoint)
+    bias = [name for name in tensors if name.endswith(".e_score_correction_bias")][-1]
+    short = {name: tensor for name, tensor in tensors.items() if name != bias}
+    lacking = rf"1 layers of the model .* {layer} \(no e_score_correction_bias\)$"
+    with vllm_model(checkpoint) as model, updates(model, monkeypatch) as update:
+        for module in (engines, workers):
+            monkeypatch.setattr(module, "update_problem", lambda model: "")
+        engine: Any = engines.SkyctlWeightTransferEngine.__new__(engines.SkyctlWeightTransferEngine)
+        engine.model, engine.model_config = model, SimpleNamespace(dtype=model.lm_head.weight.dtype)
+        engine._tied, engine._receiver = set(), None
+        worker = workers.SkyctlWorkerExtension()
+        worker.model_runner = SimpleNamespace(get_model=lambda: model)
+
+        def reload(pushed: dict[str, Any]) -> None:
+            worker.skyctl_watch_reload()
+            update(pushed, calls=1)
+            worker.skyctl_repack_tied()
+
+        for load in (engine.load_whole, reload):
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=lacking):
+                    load(short)
+                load(tensors)
+        model.get_submodule(layer).e_score_correction_bias.data.zero_()
+        engine.load_whole(short)
 
 
 def test_what_a_model_writes_to_a_buffer_by_itself_is_missing(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from functools import cache
+from collections.abc import Container, Iterator, Mapping
+from functools import cache, wraps
 from typing import Any
 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from skyctl.engines.vllm.inside.experts import tied_layers
 
@@ -35,12 +36,25 @@ _PROJECTIONS = {
 }
 _COUNTING = "online_process_loader"
 """The loader that a session gives to what it waits for (`reload/layerwise.py`)."""
+_BIAS = "e_score_correction_bias"
+"""What a router adds to the scores of experts. A session loads it in place, and waits for it
+nowhere."""
+_LOADED = "skyctl_loaded"
+"""Whether such a bias was loaded since the session began."""
 _SHOWN = 3
 
 
 def half_open(model: Any) -> bool:
     """Whether an earlier session left layers waiting for weights."""
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
+
+
+def watch_biases(model: Any) -> None:
+    """Have the biases of routers note that they are loaded; call when a session begins."""
+    for _, bias in _uncounted_biases(model):
+        if not hasattr(bias, _LOADED):
+            bias.weight_loader = _noting(bias)
+        setattr(bias, _LOADED, False)
 
 
 def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
@@ -51,7 +65,8 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
     completed at the end, layers of buffers alone keep them, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. Experts may be
     padded, too: they are told by what was loaded. `tied` layers use what another one loads
-    (`engines/vllm/inside/experts.py`).
+    (`engines/vllm/inside/experts.py`). Of biases that lack (`watch_biases`), those that are zero do
+    not count: there are models that have one, and checkpoints of them that do not.
     """
     missing = []
     for name, layer in model.named_modules():
@@ -71,6 +86,10 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
         elif method == _EXPERTS and (lacking := _lacking_experts(layer, info.loaded_weights)):
             more = f", {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
             missing.append(f"{shown} (no {', '.join(lacking[:_SHOWN])}{more})")
+    for name, bias in _uncounted_biases(model):
+        lacks = not getattr(bias, _LOADED, True) and bool(bias.any())
+        if lacks and name not in tied and name not in missing:
+            missing.append(f"{name} (no {_BIAS})")
     return missing
 
 
@@ -92,12 +111,40 @@ def watched_load(model: Any) -> list[str]:
 
     def load_weights(*arguments: Any, **options: Any) -> Any:
         del model.load_weights  # this one, from before the class's own
+        watch_biases(model)
         loaded = model.load_weights(*arguments, **options)
         missing.extend(missing_parameters(model, tied))
         return loaded
 
     model.load_weights = load_weights
     return missing
+
+
+def _uncounted_biases(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those of routers that no session counts, each once, with the layer that has it."""
+    seen: set[int] = set()
+    for name, layer in model.named_modules():
+        for bias in (layer._parameters.get(_BIAS), layer._buffers.get(_BIAS)):
+            if bias is not None and id(bias) not in seen and not _is_counted(bias):
+                seen.add(id(bias))
+                yield name, bias
+
+
+def _noting(bias: Any) -> Any:
+    """The loader of a bias, which notes on it that it was called."""
+    own = getattr(bias, "weight_loader", default_weight_loader)
+
+    @wraps(own)
+    def load(*arguments: Any, **options: Any) -> Any:
+        setattr(bias, _LOADED, True)
+        return own(*arguments, **options)
+
+    return load
+
+
+def _is_counted(tensor: Any) -> bool:
+    """Whether a session waits for it."""
+    return getattr(getattr(tensor, "weight_loader", None), "__name__", "") == _COUNTING
 
 
 def _awaited(tensors: Mapping[str, Any], kept: Container[str] = ()) -> list[int]:
@@ -108,7 +155,7 @@ def _awaited(tensors: Mapping[str, Any], kept: Container[str] = ()) -> list[int]
     return [
         getattr(tensor, "weight_loader_numel", tensor.numel())
         for name, tensor in tensors.items()
-        if getattr(getattr(tensor, "weight_loader", None), "__name__", "") == _COUNTING
+        if _is_counted(tensor)
         and (name not in kept or (not tensor.is_inference() and tensor._version))
     ]
 

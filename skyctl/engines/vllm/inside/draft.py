@@ -38,7 +38,11 @@ def load_draft(worker: Any, path: str) -> None:
         initialize_layerwise_reload,
     )
 
-    from skyctl.engines.vllm.inside.completeness import missing_parameters, require_complete
+    from skyctl.engines.vllm.inside.completeness import (
+        missing_parameters,
+        require_complete,
+        watch_biases,
+    )
     from skyctl.engines.vllm.inside.digest import digest_model
     from skyctl.engines.vllm.inside.experts import repack_tied_layers, tied_layers
     from skyctl.engines.vllm.inside.placement import partial_loads
@@ -55,6 +59,7 @@ def load_draft(worker: Any, path: str) -> None:
         shared = {name for name, layer in model.named_modules() if id(layer) in of_target}
         shared |= {name for name, _ in tied_layers(model)}
         initialize_layerwise_reload(model)
+        watch_biases(model)
         try:
             model.load_weights(tensors)
             missing = missing_parameters(model, shared)

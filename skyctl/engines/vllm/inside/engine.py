@@ -28,6 +28,7 @@ from skyctl.engines.vllm.inside.completeness import (
     half_open,
     missing_parameters,
     require_complete,
+    watch_biases,
 )
 from skyctl.engines.vllm.inside.experts import (
     pack_after_updates,
@@ -86,6 +87,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
             raise RuntimeError("an earlier weight update broke off half-way; start again")
         self._next_chunk = 0
         initialize_layerwise_reload(self.model)
+        watch_biases(self.model)
 
     def receive_weights(self, update_info: ChunkUpdate) -> None:
         """Fetch one chunk, check it and load it.
