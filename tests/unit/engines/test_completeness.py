@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +59,26 @@ def stacked(tensors: dict[str, Any], experts: int) -> dict[str, Any]:
         fused[f"{prefix}.gate_up_proj"] = torch.stack(both)
         fused[f"{prefix}.down_proj"] = torch.stack(parts["down"])
     return fused
+
+
+def quantized(checkpoint: Path, directory: Path) -> Path:
+    """A copy whose experts are in fp8, with a scale of each tensor."""
+    import torch
+    from safetensors.torch import save_file
+
+    attention = [
+        f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"
+    ]
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": attention}
+    shutil.copytree(checkpoint, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    tensors = tensors_of(checkpoint)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = torch.tensor(2.0)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def routed_checkpoint(directory: Path, config_class: str, sizes: dict[str, Any]) -> Path:
@@ -155,6 +177,33 @@ def test_each_part_of_an_expert_that_lacks_is_named_where_it_is_held(
                 held = not expert_parallel or expert // 2 == rank
                 lacking = f"{EXPERTS}.routed_experts (no {part} of expert {expert})"
                 assert missing == ([lacking] if held else []), name
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_each_part_of_a_quantized_expert_that_lacks_is_named(
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    expert_parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What quantizing has beside the weights must be there for all experts, or for none."""
+    checkpoint = quantized(checkpoints["experts"], tmp_path / "quantized")
+    tensors = tensors_of(checkpoint)
+    with (
+        vllm_model(checkpoint, ranks=2, expert_parallel=expert_parallel) as model,
+        updates(model, monkeypatch) as update,
+    ):
+        assert update(tensors) == []
+        assert update({n: t for n, t in tensors.items() if "weight_scale" not in n}) == []
+        for expert in (1, 3):
+            for part, called in (
+                ("up_proj.weight", "up_proj"),
+                ("down_proj.weight_scale", "down_proj weight_scale"),
+            ):
+                name = f"{EXPERTS}.{expert}.{part}"
+                missing = update({n: t for n, t in tensors.items() if n != name})
+                lacking = f"{EXPERTS}.routed_experts (no {called} of expert {expert})"
+                assert missing == ([] if expert_parallel and expert == 3 else [lacking]), name
 
 
 @pytest.mark.parametrize("buffer_kept", [True, False])

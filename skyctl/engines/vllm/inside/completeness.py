@@ -22,13 +22,10 @@ except ImportError:  # vLLM 0.26
 
 _UNQUANTIZED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS = "UnquantizedFusedMoEMethod"
-_OF_EXPERTS = {
-    "w13_weight": ("w1", "w3"),
-    "w13_bias": ("w1", "w3"),
-    "w2_weight": ("w2",),
-    "w2_bias": ("w2",),
-}
-"""Parameters of a layer of experts, and the parts that vLLM loads them in."""
+_OF_EXPERTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
+"""What parameters of a layer of experts begin with, and the parts that vLLM loads them in."""
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+"""What such parameters are called further if every checkpoint has them."""
 _PROJECTIONS = {
     "w1": "ckpt_gate_proj_name",
     "w2": "ckpt_down_proj_name",
@@ -83,7 +80,7 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
         padded = hasattr(layer, "num_embeddings_padded") or method not in _UNQUANTIZED
         if info.load_numel == 0 or (info.load_numel < total and not padded):
             missing.append(shown)
-        elif method == _EXPERTS and (lacking := _lacking_experts(layer, info.loaded_weights)):
+        elif lacking := _lacking_experts(layer, info.loaded_weights):
             more = f", {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
             missing.append(f"{shown} (no {', '.join(lacking[:_SHOWN])}{more})")
     for name, bias in _uncounted_biases(model):
@@ -167,13 +164,15 @@ def _method(layer: Any) -> str:
 
 
 def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
-    """What was not loaded of the experts that this worker holds. `loads`: vLLM's record of calls of
-    the parameters' loaders.
+    """What was not loaded of the experts that this worker holds; of another layer nothing. `loads`:
+    vLLM's record of calls of the parameters' loaders.
 
     Elements cannot tell: backends pad experts, and a rank may have nothing but padding of a part.
     What a model class calls otherwise than w1, w2 or w3 counts for all parts of the parameter.
     """
-    of_layer = {name: p for name in _OF_EXPERTS if (p := layer._parameters.get(name)) is not None}
+    if not hasattr(layer, "_map_global_expert_id_to_local_expert_id"):
+        return []
+    of_layer = _of_all_experts(layer, loads)
     local = cache(layer._map_global_expert_id_to_local_expert_id)
     loaded = set[tuple[str, int, str]]()
     for attribute, call in loads:
@@ -183,9 +182,10 @@ def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
         expert, shard = given.get("expert_id"), given.get("shard_id")
         if expert is not None and local(expert) < 0:
             continue  # another rank's
-        stacked = expert is None or given["loaded_weight"].dim() == parameter.dim()
+        stacked = _is_stacked(parameter, given)
         places = range(parameter.shape[0]) if stacked else (local(expert),)
-        parts = (shard,) if shard in _OF_EXPERTS[attribute] else _OF_EXPERTS[attribute]
+        one_part = shard in _parts(attribute) and _kind(attribute) in (*_WEIGHTS, "bias")
+        parts = (shard,) if one_part else _parts(attribute)
         loaded |= {(attribute, place, part) for place in places for part in parts}
     gated = getattr(layer.moe_config, "is_act_and_mul", True)
     numbers = {local(expert): expert for expert in range(layer.global_num_experts)}
@@ -193,12 +193,47 @@ def _lacking_experts(layer: Any, loads: list[tuple[str, Any]]) -> list[str]:
         f"{_named(layer, part, attribute)} of expert {numbers.get(place, place)}"
         for attribute, parameter in of_layer.items()
         for place in range(parameter.shape[0])
-        for part in _OF_EXPERTS[attribute][: None if gated else 1]
+        for part in _parts(attribute)[: None if gated else 1]
         if (attribute, place, part) not in loaded
     ]
+
+
+def _of_all_experts(layer: Any, loads: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The parameters of a layer that each expert must have.
+
+    A checkpoint may lack what quantizing has beside the weights, have it once for all experts if it
+    stacks them, and lack the scales of inputs, which are measured, of some.
+    """
+    parameters = {n: p for n, p in layer._parameters.items() if p is not None and _parts(n)}
+    arrived = {attribute for attribute, _ in loads}
+    kinds = {_kind(attribute) for attribute in arrived}.intersection(_WEIGHTS)
+    if _method(layer) == _EXPERTS:
+        kinds = {"weight", "bias"}
+    always = {name: p for name, p in parameters.items() if _kind(name) in kinds}
+    if any(n in always and _is_stacked(always[n], call.arguments) for n, call in loads):
+        return always
+    sizes = {len(parameter) for parameter in always.values()}
+    beside = {n: p for n, p in parameters.items() if n in arrived and "input" not in n}
+    return always | {n: p for n, p in beside.items() if p.dim() and len(p) in sizes}
+
+
+def _is_stacked(parameter: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call of a parameter's loader is about all experts."""
+    dimensions = given["loaded_weight"].dim()
+    stacked = dimensions == parameter.dim() and parameter.dim() > 1
+    return stacked or dimensions > 2 or given.get("expert_id") is None
+
+
+def _kind(attribute: str) -> str:
+    """The name of a parameter of experts without what it begins with."""
+    return attribute.partition("_")[2]
+
+
+def _parts(attribute: str) -> tuple[str, ...]:
+    return _OF_EXPERTS.get(attribute.partition("_")[0], ())
 
 
 def _named(layer: Any, part: str, attribute: str) -> str:
     """As the checkpoint calls it."""
     name = getattr(layer, _PROJECTIONS[part], None) or part
-    return f"{name} bias" if attribute.endswith("_bias") else name
+    return name if _kind(attribute) in _WEIGHTS else f"{name} {_kind(attribute)}"
