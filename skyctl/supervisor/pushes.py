@@ -252,7 +252,7 @@ class Pushes:
     ) -> None:
         running = self._running
         state, client = running.state, running.client
-        pids = {replica.name: replica.process and replica.process.pid for replica in up}
+        instances = {replica.name: replica.instance for replica in up}
         if request.rolling:  # one that leaves by scaling comes first: it then serves for the others
             up = sorted(up, key=lambda replica: replica.name not in running.held_out)
         try:
@@ -281,7 +281,7 @@ class Pushes:
             for replica in up:
                 replica.in_push = False
                 replica.reload_row()
-                if pids[replica.name] != (replica.process and replica.process.pid):
+                if instances[replica.name] != replica.instance:
                     # it died meanwhile: what the push reports is about a process that is gone, or
                     # about its successor, which may hold anything, and may be paused
                     if replica.name in in_doubt(state):
