@@ -29,7 +29,9 @@ class InDoubt:
     job: str
     """The push."""
     stage: str
-    """Where the push ended; where it was undone, the stage before the undo."""
+    """Where the push ended; where it was undone, the stage before the undo, or the undo of a server
+    in which a session was found, or stayed: it has whole weights only if its digest says so.
+    """
     half_updated: bool
     """Bytes may have been sent, so it may hold parts of several checkpoints; otherwise it has whole
     weights, perhaps behind an open session: those on record.
@@ -127,7 +129,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         name: InDoubt(
             name,
             job.id,
-            stages[-1],
+            stages[-1] if sent or name in woken else _undone_stage(stages[-1], state),
             half_updated=sent and name not in new,
             thaw=frozen_by_push.get(name, True),
             woken=name in woken,
@@ -137,6 +139,11 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         for name, state in last.items()
         if not given_back(name, state)
     }
+
+
+def _undone_stage(stage: PushStage, state: PushState) -> PushStage:
+    """The stage of a server that was sent nothing, whose last state this is."""
+    return PushStage.RECOVER if state is PushState.QUARANTINED else stage
 
 
 def released_by(events: Iterable[JobEvent]) -> set[str]:
@@ -178,7 +185,8 @@ def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
             record = replace(record, woken=record.woken or before.woken)
             if not record.version:
                 sent = before.half_updated and not record.half_updated
-                opened = before.stage == PushStage.START and PushStage(record.stage).before_sessions
+                session = before.stage in (PushStage.START, PushStage.RECOVER)
+                opened = session and PushStage(record.stage).before_sessions
                 if sent or opened:
                     # this push did not get to scrub, or to close, what that one left
                     stage = record.stage if before.whole else before.stage  # it is touched now

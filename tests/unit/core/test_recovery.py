@@ -186,6 +186,23 @@ async def test_weights_that_sleep_are_not_looked_at_before_they_are_woken(
     assert actions.state.server("stub-0").sleep_level == 1
 
 
+@pytest.mark.parametrize(
+    ("stage", "known", "action"),
+    [("start", False, "resume"), ("recover", False, "push"), ("recover", True, "resume")],
+)
+async def test_a_server_with_a_session_of_another_program_is_resumed_only_by_its_digest(
+    actions: Actions, stage: str, known: bool, action: str
+) -> None:
+    server = VLLMServer(actions.client, actions.targets["stub-0"])
+    digest = (await weights_digest(server, timeout_s=5)).digest if known else ""
+    findings = leave(actions, "stub-0", half=False)
+    left = replace(in_doubt(actions.state)["stub-0"], digest=digest, stage=stage)
+    put_in_doubt(actions.state, {"stub-0": left})
+    await actions.stubs[0].engine.pause("keep")
+    assert outcomes(await recover(findings, actions)) == [(action, True)]
+    assert actions.stubs[0].engine.paused == (action == "push")
+
+
 async def test_a_frozen_server_that_holds_something_else_is_pushed_to(actions: Actions) -> None:
     findings = leave(actions, "stub-0", half=False)
     actions.state.update_server("stub-0", weights_digest="what it had")

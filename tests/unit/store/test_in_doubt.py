@@ -65,6 +65,20 @@ def test_once_the_update_began_nobody_knows_what_it_holds(state: FleetState, las
     assert left(state, "pause", "start", "update", last) == {"a": (True, True)}
 
 
+def test_a_server_that_an_undone_push_did_not_give_back_may_hold_what_another_sent(
+    state: FleetState,
+) -> None:
+    """Another program's session was open in it. Until that is closed, and its digest compared, a
+    later push that does not come to it changes nothing."""
+    pausing = ("pause", "a:pausing", "b:pausing", "start")
+    job = journaled(state, *pausing, "recover", "b:ready", "a:quarantined=half updated")
+    put_in_doubt(state, left_behind(job, state.journal.events(job.id)))
+    put_in_doubt(state, {"a": InDoubt("a", "push-2", "pause", half_updated=False, thaw=True)})
+    [record] = in_doubt(state).values()
+    assert (record.server, record.job, record.stage) == ("a", job.id, "recover")
+    assert record.thaw and not record.half_updated
+
+
 def test_a_server_that_was_given_back_is_in_no_doubt(state: FleetState) -> None:
     found = left(
         state,
