@@ -46,8 +46,8 @@ def adapters(
     """The LoRA adapters that the fleet serves.
 
     \b
-    skyctl adapters load math ./math-adapter       requests with `model: math` use it
-    skyctl adapters sync math ./math-adapter-2     the next version, on all servers or on none
+    skyctl adapters load math ./math-adapter      # requests use `model: math`
+    skyctl adapters sync math ./math-adapter-2    # the next version
     skyctl adapters unload math
     """
     if context.invoked_subcommand is None:

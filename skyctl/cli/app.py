@@ -149,7 +149,14 @@ def register(verbs: Sequence[Verb]) -> None:
         if isinstance(command, typer.Typer):
             for below in command.registered_commands:
                 below.help = flowing(below.callback.__doc__ if below.callback else None)
-            app.add_typer(command, name=verb.name, rich_help_panel=verb.panel)
+            alone = command.registered_callback
+            app.add_typer(
+                command,
+                name=verb.name,
+                help=flowing(alone.callback.__doc__ if alone and alone.callback else None),
+                short_help=command.info.help,
+                rich_help_panel=verb.panel,
+            )
         else:
             text = flowing(command.__doc__)
             app.command(verb.name, help=text, rich_help_panel=verb.panel)(command)

@@ -58,9 +58,9 @@ def pause(
     resumed again, so that the fleet never runs half frozen by accident.
 
     \b
-    skyctl pause --mode keep             freeze requests where they are
+    skyctl pause --mode keep             # freeze requests where they are
     skyctl pause --mode wait --timeout 300
-    skyctl pause demo-0 demo-1           only these servers
+    skyctl pause demo-0 demo-1           # only these servers
     """
     from skyctl.core.requests import Pause
 

@@ -42,8 +42,8 @@ def tinker(
 
     \b
     skyctl tinker
-    skyctl adapters load math tinker://RUN/sampler_weights/final   serve an adapter by a name
-    skyctl sync-weights tinker://RUN/sampler_weights/final         a whole model, into the servers
+    skyctl adapters load math tinker://RUN/sampler_weights/final   # by a name
+    skyctl sync-weights tinker://RUN/sampler_weights/final         # whole model
     skyctl tinker export tinker://RUN/weights/final ./merged --merged
     """
     if context.invoked_subcommand is None:

@@ -71,6 +71,9 @@ def test_a_help_page_is_short_and_grouped(
     examples = [line for part in COMMANDS[name].help.split("\b")[1:] for line in part.split("\n")]
     written = {line.strip() for line in lines}
     assert not [line for line in examples if line.strip() and line.strip() not in written]
+    assert any(line.strip().startswith("skyctl ") for line in examples)
+    # what explains an example is a comment for the shell that it is pasted into
+    assert not [line for line in examples if re.search(r"\S {2,}[^# ]", line)]
     # what an option takes stands on one line
     words = set(page.split())
     kinds = {word for p in COMMANDS[name].params if p.metavar for word in p.metavar.split()}
