@@ -40,21 +40,17 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
     message, _, guess = complaint.replace("Value error, ", "").partition(" Did you mean ")
     message = message[:1].lower() + message[1:].removesuffix(".")
     if match := re.fullmatch(r"no such command '(.*)'", message):
-        return message, _other_command(match[1], guess.replace("'", ""))
-    if match := re.fullmatch(r"(no such option: \S+) \(Possible options: (.*)\)", message):
-        near = difflib.get_close_matches(match[1].split()[-1], match[2].split(", "), 1, 0.75)
-        guess = f"did you mean {near[0]}; " if near else ""
-        return match[1], f"{guess}all options: {help_hint}"
+        return message, _other_command(match[1], guess.replace("'", ""), command)
+    if match := re.fullmatch(r"(no such option: (\S+))(?: \(Possible options: (.*)\))?", message):
+        message, option, offered = match.groups()
+        if hint := _place_of_option(option, command):
+            return message, hint
+        if offered:
+            near = difflib.get_close_matches(option, offered.split(", "), 1, 0.75)
+            guess = f"did you mean {near[0]}; " if near else ""
+            return message, f"{guess}all options: {help_hint}"
     if guess:
         return message, f"did you mean {guess.replace(chr(39), '')}"
-    option = message.partition("no such option: ")[2]
-    if option in IN_THE_FILE:
-        return message, IN_THE_FILE[option]
-    if option in BEHIND_THE_COMMAND:
-        example = f"skyctl status {option} {BEHIND_THE_COMMAND[option]}".rstrip()
-        return message, f"it goes behind the command, as in: {example}"
-    if option == "--server" and command in TAKES_SERVERS:
-        return message, f"servers are named without an option: skyctl {command} SERVER"
     if command == "logs" and message == "option '-f' requires an argument":
         return message, "-f names the fleet file; to follow: skyctl logs --follow"
     extra = re.match(r"got unexpected extra arguments? *\((\S+)", message.replace("(s)", "s"))
@@ -73,8 +69,24 @@ def fleet_option(word: str) -> str:
     return f"a fleet is named with: --fleet {word}"
 
 
-def _other_command(typed: str, guess: str) -> str:
-    """A hint at the command that an unknown name probably stands for."""
+def _place_of_option(option: str, command: str) -> str:
+    """A hint at where what `option` stands for is given; "" if that is not known."""
+    if option in IN_THE_FILE:
+        return IN_THE_FILE[option]
+    if option in BEHIND_THE_COMMAND:
+        example = f"skyctl status {option} {BEHIND_THE_COMMAND[option]}".rstrip()
+        return f"it goes behind the command, as in: {example}"
+    if option == "--server" and command in TAKES_SERVERS:
+        return f"servers are named without an option: skyctl {command} SERVER"
+    return ""
+
+
+def _other_command(typed: str, guess: str, group: str) -> str:
+    """A hint at the command that an unknown name probably stands for; `group`: it was typed behind
+    this one.
+    """
+    if group:
+        return f"did you mean {guess}" if guess else f"its commands: skyctl {group} --help"
     if typed == "attach":
         return _ATTACH
     if typed in _SAME:

@@ -82,6 +82,30 @@ def test_help_texts_flow_but_examples_keep_their_lines() -> None:
         ),
         ("No such option: -f", "", "no such option: -f", None),
         (
+            "No such option: --file (Possible options: --quiet, --token-file)",
+            "",
+            "no such option: --file",
+            "it goes behind the command, as in: skyctl status --file FILE",
+        ),
+        (
+            "No such option: --model (Possible options: --help)",
+            "up",
+            "no such option: --model",
+            "`model:` in the fleet file",
+        ),
+        (
+            "No such command 'list'.",
+            "jobs",
+            "no such command 'list'",
+            "its commands: skyctl jobs --help",
+        ),
+        (
+            "No such command 'list'. Did you mean 'ls'?",
+            "tinker",
+            "no such command 'list'",
+            "did you mean ls?",
+        ),
+        (
             "Invalid value for '--mode': Value error, 'kepe' is not one of 'abort', 'wait'.",
             "pause",
             "invalid value for '--mode': 'kepe' is not one of 'abort', 'wait'",
