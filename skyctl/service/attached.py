@@ -398,4 +398,4 @@ class AttachedFleet(RecordedFleet):
         for name in servers:
             if name not in targets:
                 raise no_server(self.ref.name, name, targets)
-        return tuple(targets[name] for name in servers)
+        return tuple(targets[name] for name in dict.fromkeys(servers))

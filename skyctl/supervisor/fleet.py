@@ -108,12 +108,13 @@ class RunningFleet(RecordedFleet):
         return operation if operation is not None and operation.ended_at is None else None
 
     def named(self, names: Sequence[str]) -> list[Replica]:
-        """Replicas by name, all if empty. Raises NotFoundError for an unknown one."""
+        """Replicas by name, each once, all if empty. Raises NotFoundError for an unknown one."""
         self.require_plan()
         for name in names:
             if name not in self.replicas:
                 raise no_server(self.paths.name, name, self.replicas)
-        return [self.replicas[n] for n in names] if names else list(self.replicas.values())
+        once = dict.fromkeys(names) or self.replicas
+        return [self.replicas[name] for name in once]
 
     @staticmethod
     def urls_of(replicas: Iterable[Replica]) -> dict[str, str]:

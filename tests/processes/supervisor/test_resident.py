@@ -429,6 +429,13 @@ async def test_an_unknown_replica_is_refused_with_the_known_names(tmp_path: Path
         assert "a" in caught.value.hint
 
 
+async def test_a_replica_that_is_named_twice_is_changed_once(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
+        outcomes = await supervisor.pause(Pause(servers=("b", "b"), mode="keep", timeout_s=5.0))
+        assert [outcome.server for outcome in outcomes] == ["b"]
+
+
 async def test_a_rolling_restart_never_takes_out_two(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))

@@ -49,7 +49,8 @@ async def test_verbs_change_the_servers_and_status_sees_it(
         outcomes = await fleet.pause(Pause(mode="keep", clear_cache=False))
         assert [outcome.status for outcome in outcomes] == ["ok", "ok"]
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
-        await fleet.resume(Resume(servers=("far-1",)))
+        outcomes = await fleet.resume(Resume(servers=("far-1", "far-1")))
+        assert [outcome.server for outcome in outcomes] == ["far-1"]
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
 
 
