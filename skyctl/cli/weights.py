@@ -68,20 +68,21 @@ def weights(
             "pushes": [push.to_json() for push in pushes],
             "adapters": [adapter.to_json() for adapter in adapters],
         },
-        _servers_table(servers) if servers else "no server runs",
+        servers_table(servers) if servers else "no server runs",
         *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
 
 
-def _servers_table(servers: Sequence[ServerRow]) -> Table:
+def servers_table(servers: Sequence[ServerRow]) -> Table:
+    """The weights on record of each server, and why it is quarantined."""
     rows = [
         [
             row.name,
             row.weight_version or "(as started)",
             (row.weights_digest or "")[:12] or None,
             row.checkpoint,
-            output.styled(f"quarantined: {row.quarantine}") if row.quarantine else None,
+            output.styled(f"quarantined: {row.quarantine}") if row.quarantine else "",
         ]
         for row in servers
     ]

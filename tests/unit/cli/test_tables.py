@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from skyctl import output
+from skyctl.cli import weights
 from skyctl.cli.fleet_view import OperationView, status_view
 from skyctl.core.status import (
     FleetStatus,
@@ -19,6 +20,7 @@ from skyctl.core.status import (
     TrainerRank,
 )
 from skyctl.states import ReplicaState
+from skyctl.store.state import ServerRow
 
 NAMES = ("policy-qwen3-0", "policy-qwen3-1")
 VERSION = "step-2000@1f2e3d4c"
@@ -92,6 +94,14 @@ def test_a_pipe_gets_each_row_on_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("COLUMNS", raising=False)
     row = {"server": NAMES[0], "status": "failed", "elapsed_ms": 12.0, "detail": DETAIL * 5}
     assert shown(output.outcome_table([row]), width=80, terminal=False)[1].endswith(DETAIL * 5)
+
+
+def test_only_a_server_in_quarantine_has_a_text_behind_its_checkpoint() -> None:
+    sound = ServerRow(NAMES[0], weight_version="v1", weights_digest="0f" * 16, checkpoint="/b")
+    lines = shown(weights.servers_table([sound]), width=120)
+    assert lines[1] == f"{NAMES[0]}  v1       0f0f0f0f0f0f  /b"
+    lines = shown(weights.servers_table([sound, replace(sound, quarantine=DETAIL)]), width=200)
+    assert lines[1].endswith("/b") and lines[2].endswith(f"/b          quarantined: {DETAIL}")
 
 
 def test_the_progress_of_a_start_cuts_the_log_line_and_not_the_name() -> None:
