@@ -89,7 +89,7 @@ def restarts(facts: RunningFacts) -> Iterator[Result]:
     for replica in facts.status.replicas:
         if replica.restarts:
             yield warning(
-                f"{replica.name} was started again {replica.restarts} times"
+                f"{replica.name} was started again {count_of(replica.restarts, 'time')}"
                 + (f", last: {replica.restart_reason}" if replica.restart_reason else ""),
                 f"see why: skyctl logs {replica.name}",
             )

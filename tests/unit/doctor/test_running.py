@@ -76,6 +76,8 @@ def test_replicas_that_do_not_serve_are_found(state: str, severity: str) -> None
 
 def test_a_replica_that_died_often_is_worth_a_look() -> None:
     assert names(facts(replica(0, restarts=3), replica(1))) == [("warning", "restarts")]
+    [finding] = wrong(facts(replica(0, restarts=1)))
+    assert finding.message == "f-0 was started again 1 time"
 
 
 @pytest.mark.parametrize(
