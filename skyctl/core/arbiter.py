@@ -265,7 +265,10 @@ class Arbiter:
 
 def own_command() -> str:
     """This process's command and pid, as shown to others."""
-    words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
+    program = Path(sys.argv[0])
+    if program.name == "__main__.py":  # python -m PACKAGE
+        program = program.parent
+    words = [program.name or "python", *sys.argv[1:]]
     # an argument may be bytes that are not UTF-8: this goes into headers and databases
     typed = shlex.join(words)[:120].encode(errors="replace").decode()
     return f"`{typed}` (pid {os.getpid()})"

@@ -100,3 +100,10 @@ def test_what_thaws_needs_no_lock_where_none_can_be_made(tmp_path: Path) -> None
 def test_a_command_with_a_path_that_is_no_utf8_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["skyctl", "validate", os.fsdecode(b"\xff.yaml")])
     assert "validate '?.yaml'" in own_command().encode().decode()
+
+
+def test_a_command_that_python_started_as_a_module_has_the_packages_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/lib/skyctl/__main__.py", "recover", "--yes"])
+    assert own_command().startswith("`skyctl recover --yes`")
