@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from unicodedata import category
 
 from skyctl import engines
 from skyctl.checkpoints.finite import refuse_not_finite
@@ -226,6 +227,8 @@ def _refuse_unprintable(request: PushRequest) -> None:
             raise PreflightError(f"{text!a} is not UTF-8", hint="give it another name") from error
         if text and text.splitlines() != [text]:
             raise PreflightError(f"{text!a} is more than one line", hint="give it another name")
+        if any(category(character) == "Cc" for character in text):
+            raise PreflightError(f"{text!a} has control characters", hint="give it another name")
 
 
 def _records(

@@ -113,6 +113,7 @@ async def test_a_name_that_no_server_can_be_told_is_refused_untouched(
     for changes in ({"checkpoint": path}, {"weight_version": "\udcff"}):
         await refused(stubs, r"'.*\\udcff' is not UTF-8", **changes)
     await refused(stubs, r"'a\\nb' is more than one line", weight_version="a\nb")
+    await refused(stubs, r"'a\\x1b\[31mb' has control characters", weight_version="a\x1b[31mb")
 
 
 async def test_a_sleeping_server_is_refused_with_the_command_that_wakes_it(stubs: Stubs) -> None:
