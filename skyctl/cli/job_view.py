@@ -14,7 +14,7 @@ from skyctl.core.requests import StatusQuery
 from skyctl.core.results import job_error
 from skyctl.errors import SkyctlError
 from skyctl.output import LiveView
-from skyctl.push.request import live_source
+from skyctl.push.request import PushRequest, live_source
 from skyctl.units import count_of, format_bytes, format_rate, format_seconds, waits_for
 
 if TYPE_CHECKING:
@@ -146,6 +146,15 @@ def _state_after(job: Job, *, down: bool) -> str:
         if rolling
         else "the servers keep their old weights"
     )
+
+
+def request_rows(request: dict[str, Any]) -> list[list[Any]]:
+    """What was asked of a job beyond the defaults, a row each."""
+    return [
+        [name.replace("_", " "), ", ".join(value) if isinstance(value, list) else value]
+        for name, value in request.items()
+        if value not in (None, "", [], getattr(PushRequest, name, None))
+    ]
 
 
 def job_views(job: Job) -> list[RenderableType]:

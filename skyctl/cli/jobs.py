@@ -95,7 +95,7 @@ def show(
     skyctl jobs show push-3 --timeline
     """
     from skyctl.cli.bars_view import legend, timeline_view
-    from skyctl.cli.job_view import job_views
+    from skyctl.cli.job_view import job_views, request_rows
     from skyctl.core.requests import JobQuery
     from skyctl.core.results import job_error
     from skyctl.core.timeline import timeline as timeline_of
@@ -115,11 +115,7 @@ def show(
         ["stage", job.stage],
         ["done", _percent(job)],
         ["started", format_ago(job.created_at)],
-        *(
-            [key.replace("_", " "), value]
-            for key, value in job.request.items()
-            if value is not None
-        ),
+        *request_rows(job.request),
     ]
     if error is not None:
         rows.append(["error", error.message])
