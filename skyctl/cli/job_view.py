@@ -41,6 +41,7 @@ class JobView:
         self._began = time.time()
         self._waits: dict[str, int] = {}  # how many requests the stage waits for, by server
         self._done = self._total = 0
+        self._warned: set[tuple[str, str, str]] = set()
 
     def render(self) -> RenderableType:
         size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
@@ -65,7 +66,10 @@ class JobView:
         elif event.kind == "note":
             output.note(data["message"])
         elif event.kind == "server" and data["state"] in _REPORTED:
-            output.warn(f"{data['server']} {data['state']}: {data['detail']}")
+            report = (data["server"], data["state"], data["detail"])
+            if report not in self._warned:  # later stages report the server again
+                self._warned.add(report)
+                output.warn(f"{report[0]} {report[1]}: {report[2]}")
         elif event.kind == "server":
             self.show_wait(data["server"], data.get("requests", 0), live)
         live.refresh()
