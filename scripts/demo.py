@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,13 +42,13 @@ class Demo:
 
     def show(self, *arguments: str) -> None:
         """Print a command, run it on this terminal, and stop the demo when it fails."""
-        print(f"\n\033[1m$ skyctl {' '.join(arguments)}\033[0m", flush=True)
+        print(f"\n\033[1m$ skyctl {shlex.join(arguments)}\033[0m", flush=True)
         command = [SKYCTL, *arguments]
         done = subprocess.run(
             command, cwd=self.directory, env=self.env, timeout=STEP_TIMEOUT_S, check=False
         )
         if done.returncode != 0:
-            raise DemoFailed(f"`skyctl {' '.join(arguments)}` exited {done.returncode}")
+            raise DemoFailed(f"`skyctl {shlex.join(arguments)}` exited {done.returncode}")
 
     def data(self, *arguments: str) -> dict[str, Any]:
         """The data of a command's JSON envelope, not shown."""
@@ -62,7 +63,7 @@ class Demo:
             check=False,
         )
         if done.returncode != 0:
-            raise DemoFailed(f"`skyctl {' '.join(arguments)}` exited {done.returncode}")
+            raise DemoFailed(f"`skyctl {shlex.join(arguments)}` exited {done.returncode}")
         data: dict[str, Any] = json.loads(done.stdout)["data"]
         return data
 
