@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +99,8 @@ def logs(
         moment("--until", until),
     )
     if follow:
-        follow_logs(_paths(file, fleet), query)
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way out
+            follow_logs(_paths(file, fleet), query)
         return
     endings = (_remote_endings if remote else _local_endings)(file, fleet, query)
     printer = LinePrinter(list(endings))

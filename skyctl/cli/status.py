@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,7 +58,8 @@ def status(
     if watch:
         if as_json:
             raise UsageError("--watch and --json do not go together")
-        in_loop(_watch(ref, interval))
+        with contextlib.suppress(KeyboardInterrupt):  # the usual way out
+            in_loop(_watch(ref, interval))
         return
 
     async def read_status(running: FleetService) -> tuple[FleetStatus, list[Finding] | None]:

@@ -55,6 +55,15 @@ def test_events_are_shown_since_a_time_and_followed(fleet: StubFleet) -> None:
     assert "--since: 'yesterday' is not a time" in refused
 
 
+@pytest.mark.parametrize("typed", ["logs --follow", "status --watch"])
+def test_what_runs_until_ctrl_c_ends_well_with_it(fleet: StubFleet, typed: str) -> None:
+    fleet.run("up")
+    shown = fleet.start(*typed.split())
+    assert shown.stdout is not None and shown.stdout.readline()
+    shown.send_signal(signal.SIGINT)
+    assert shown.wait(20) == 0
+
+
 def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
     assert fleet.json("status")["data"]["health"] == "down"
     fleet.json("status", "--exit-code", expect=4)
