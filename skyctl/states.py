@@ -19,6 +19,11 @@ UNLABELLED = "default"
 """The weight version that a server reports which was never given one."""
 
 
+def label_matches(reported: str | None, recorded: str | None) -> bool:
+    """Whether a server's label is the one on record; True if its engine reports none."""
+    return reported in (None, recorded or UNLABELLED)
+
+
 class FleetEvent(StrEnum):
     """Events that a fleet file can have a command for (`on_event:`)."""
 

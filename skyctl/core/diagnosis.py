@@ -15,7 +15,7 @@ from skyctl.core.status import (
     RouterStatus,
     RunningCanary,
 )
-from skyctl.states import UNLABELLED, ReplicaState
+from skyctl.states import UNLABELLED, ReplicaState, label_matches
 from skyctl.store.fleet_weights import CanaryStage
 from skyctl.units import percent
 
@@ -285,7 +285,7 @@ def stopped(holder: Holder) -> Finding:
 
 def foreign_version(recorded: str | None, reported: str | None) -> str:
     """The version a server reports, if it is not the one this fleet gave it; else ""."""
-    if reported is None or reported == (recorded or UNLABELLED):
+    if label_matches(reported, recorded):
         return ""
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 

@@ -18,7 +18,7 @@ from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import FreezeOrder, ServerTarget
-from skyctl.states import UNLABELLED
+from skyctl.states import label_matches
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import InDoubt, clear_doubt, doubt_pause, in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -227,8 +227,9 @@ async def _rows(
         server, row = engines.server(client, target, timeout_s=timeout_s), rows[target.name]
         if await server.is_paused() or await sleep_level(client, target, timeout_s):
             return False  # one that sleeps is paused as well
-        labels = (None, row.weight_version or UNLABELLED)
-        return row.sleep_level == 1 or await server.weight_version() not in labels
+        if row.sleep_level == 1:
+            return True
+        return not label_matches(await server.weight_version(), row.weight_version)
 
     asleep = [target for target in targets if rows[target.name].sleep_level]
     outcomes = await fan_out(asleep, serves, timeout_s=3 * timeout_s)

@@ -32,7 +32,7 @@ from skyctl.push.verify import (
     weights_digest,
 )
 from skyctl.push.way import Plan, Question, Way
-from skyctl.states import UNLABELLED
+from skyctl.states import label_matches
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports import Reachable, choose
 
@@ -270,8 +270,7 @@ def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
     """
     recorded = given.recorded
     # a label that a dead push owes it is not on it yet
-    labels = (None, recorded.version or UNLABELLED)
-    if not (recorded.verified_as or fact.weight_version in labels):
+    if not (recorded.verified_as or label_matches(fact.weight_version, recorded.version)):
         recorded = replace(recorded, weights_digest="")
     if not (fact.asleep or fact.paused):  # one that sleeps is paused as well
         recorded = replace(recorded, sleep_level=0, weights_awake=False)

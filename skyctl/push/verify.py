@@ -27,7 +27,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
 from skyctl.push.servers import PushedServer
-from skyctl.states import UNLABELLED
+from skyctl.states import UNLABELLED, label_matches
 from skyctl.store.expected import ExpectedDigest, by_files
 from skyctl.wire.worker import WorkerMethod
 
@@ -149,7 +149,7 @@ async def verify(
 
 def _unlike(record: Record, digest: str, version: str | None) -> str:
     """What differs from the record; "" if nothing does, as far as it can be compared."""
-    if version is not None and version != (record.version or UNLABELLED):
+    if not label_matches(version, record.version):
         return f"labelled {version}, on record is {record.version or 'what it was started with'}"
     same_arrangement = arrangement_of(record.digest) == arrangement_of(digest)
     if record.digest and same_arrangement and record.digest != digest:
