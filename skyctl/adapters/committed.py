@@ -61,18 +61,11 @@ async def serve_exactly(
     """
     if not committed and not ours:
         return
-    loaded = {
-        adapter.name: adapter.path for adapter in await server.adapters() if not adapter.in_flight
-    }
-    for name, path in loaded.items():
-        current = committed.get(name) or committed.get(name.rpartition("@")[0])
-        is_ours = name in ours or name.rpartition("@")[0] in ours
-        stale = current is None or path != current.path
-        if is_ours and stale and name not in committed:  # a name moves to its version without a gap
-            await server.unload_adapter(name)
-    for name, version in committed.items():
-        if loaded.get(name) == version.path:
-            continue
+    loaded = await _loaded(server)
+    stale, lacking = _differences(loaded, committed, ours)
+    for name in stale:
+        await server.unload_adapter(name)
+    for version in lacking:
         if loaded.get(version.served_as) != version.path:
             if (Path(version.path) / UNWRITTEN).exists():
                 raise ServerError(
@@ -83,7 +76,30 @@ async def serve_exactly(
             if problem := await adapter_problem(server, *adapter):
                 raise ServerError(f"{server.target.name}: {version.served_as}: {problem}")
             await server.load_adapter(version.served_as, version.path)
-        await server.name_adapter(name, version.served_as)
+        await server.name_adapter(version.name, version.served_as)
+
+
+async def _loaded(server: Server) -> dict[str, str]:
+    """The directory of each adapter that a server serves, by name."""
+    return {
+        adapter.name: adapter.path for adapter in await server.adapters() if not adapter.in_flight
+    }
+
+
+def _differences(
+    loaded: Mapping[str, str], committed: Mapping[str, AdapterVersion], ours: frozenset[str]
+) -> tuple[list[str], list[AdapterVersion]]:
+    """Names of `ours` that are to be unloaded, and committed versions that are not served under
+    their names. Such a name is not unloaded: it moves to its version without a gap.
+    """
+    paths = {name: version.path for name, version in committed.items()}
+    stale = []
+    for name, path in loaded.items():
+        base = name.rpartition("@")[0]
+        if {name, base} & ours and name not in paths and path != paths.get(base):
+            stale.append(name)
+    lacking = [version for name, version in committed.items() if loaded.get(name) != version.path]
+    return stale, lacking
 
 
 async def behind(
@@ -93,20 +109,12 @@ async def behind(
     committed, ours = store.served(state), store.names(state)
     if not ours or state.locks.taken(store.LOCK):
         return set()
-    current = {
-        name: version.path
-        for version in committed.values()
-        for name in (version.name, version.served_as)
-    }
 
-    async def serves_others(target: ServerTarget) -> bool:
-        server = engines.server(client, target, timeout_s=timeout_s)
-        loaded = {a.name: a.path for a in await server.adapters() if not a.in_flight}
-        mine = {n: path for n, path in loaded.items() if {n, n.rpartition("@")[0]} & ours}
-        lacking = [name for name, version in committed.items() if loaded.get(name) != version.path]
-        return bool(lacking) or any(current.get(name) != path for name, path in mine.items())
+    async def differs(target: ServerTarget) -> bool:
+        loaded = await _loaded(engines.server(client, target, timeout_s=timeout_s))
+        return any(_differences(loaded, committed, ours))
 
-    outcomes = await fan_out(targets, serves_others, timeout_s=timeout_s)
+    outcomes = await fan_out(targets, differs, timeout_s=timeout_s)
     return {outcome.server for outcome in outcomes if outcome.value}
 
 
