@@ -195,17 +195,9 @@ def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probe
 
 
 def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
-    """Log files by name; all existing ones if no name is given.
+    """Like `log_files`, but raises NotFoundError as well if the fleet has no logs at all."""
+    from skyctl.core.log_times import log_files
 
-    Raises:
-        NotFoundError: one of the names has no log.
-    """
-    log_files = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
-    if not log_files:
+    if not log_files(paths):
         raise NotFoundError(f"fleet {paths.name} has no logs yet", hint="start it: skyctl up")
-    for name in names:
-        if name not in log_files:
-            raise NotFoundError(
-                f"there is no log of {name!r}", hint=f"logs: {', '.join(log_files)}"
-            )
-    return {name: log_files[name] for name in names} if names else log_files
+    return log_files(paths, names)

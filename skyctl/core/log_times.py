@@ -1,22 +1,37 @@
-"""The lines of a log that were written in a period, by the times that they begin with."""
+"""A fleet's logs, and their lines of a period, by the times that they begin with."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from skyctl.core.requests import LogQuery
 from skyctl.engines.logs import is_mark, is_probe, plain, tail
+from skyctl.errors import NotFoundError
 from skyctl.launch.local.rotation import earlier
+from skyctl.store.paths import FleetPaths
 
 _TIME = re.compile(r"(?:(\d{4})-)?(\d\d-\d\d)[T ](\d\d:\d\d:\d\d)")
 _WITHIN = 80  # characters in which a line says when it was written
 _ZONE_S = 1800.0
 _ZONE_ERROR_S = 120.0
 _HALF_A_YEAR_S = 182 * 86_400.0
+
+
+def log_files(paths: FleetPaths, names: Sequence[str] = ()) -> dict[str, Path]:
+    """A fleet's logs by name: all, or those of `names`.
+
+    Raises:
+        NotFoundError: one of the names has no log.
+    """
+    files = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
+    for name in names:
+        if name not in files:
+            raise NotFoundError(f"there is no log of {name!r}", hint=f"logs: {', '.join(files)}")
+    return {name: files[name] for name in names or files}
 
 
 def log_lines(path: Path, request: LogQuery) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
-from skyctl.core.log_times import log_lines
+from skyctl.core.log_times import log_files, log_lines
 from skyctl.core.requests import CancelJob, EventQuery, Forget, JobQuery, LogQuery, Staging
 from skyctl.core.results import KeptVersion, Processes, WeightsState
 from skyctl.core.service import FleetService
@@ -126,15 +126,9 @@ class RecordedFleet(FleetService):
         )
 
     async def logs(self, request: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
-        log_files = {path.stem: path for path in sorted(self.paths.logs.glob("*.log"))}
-        for name in request.names:
-            if name not in log_files:
-                raise NotFoundError(
-                    f"there is no log of {name!r}", hint=f"logs: {', '.join(log_files)}"
-                )
         return {
-            name: tuple(await asyncio.to_thread(log_lines, log_files[name], request))
-            for name in request.names or log_files
+            name: tuple(await asyncio.to_thread(log_lines, path, request))
+            for name, path in log_files(self.paths, request.names).items()
         }
 
 
