@@ -206,14 +206,10 @@ def print_warning(message: str) -> None:
 
 
 def table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    *,
-    title: str = "",
-    spare: Sequence[str] = (),
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], *, spare: Sequence[str] = ()
 ) -> Table:
     """A plain table, see `Table`."""
-    return Table(columns, rows, title, spare)
+    return Table(columns, rows, spare)
 
 
 def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:

@@ -26,8 +26,6 @@ class Table:
     """Headings. One that starts with `>` is right-aligned, with `~` folded when space is short."""
     rows: Sequence[Sequence[Any]]
     """The cells of each row."""
-    title: str = ""
-    """A line above the table."""
     spare: Sequence[str] = ()
     """Headings of the columns that a narrow terminal does without."""
 
@@ -38,8 +36,6 @@ class Table:
         # a file or a pipe has room
         terminal = console.is_terminal or "COLUMNS" in os.environ
         shown = self._fit(widths, options.max_width) if terminal else list(range(len(widths)))
-        if self.title:
-            yield Text(self.title, "italic")
         if any(map(_name, self.columns)):
             yield from self._lines(console, headings, widths, shown)
         for row in rows:
