@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from skyctl.units import finite_or
 
 Device = Literal["cpu", "cuda"]
 
@@ -207,6 +209,11 @@ class Sizes:
     host_bytes: int
     gpu_share: float
     copies: int = 1
+
+
+def number_after(argument: str, argv: Sequence[str], default: float) -> float:
+    """The number that a command line gives for an argument; `default` if it gives none."""
+    return finite_or(argv[argv.index(argument) + 1], default) if argument in argv[:-1] else default
 
 
 def update_problem(*, moves_experts: bool, drafts: str = "") -> str:

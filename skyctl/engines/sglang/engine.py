@@ -47,6 +47,7 @@ from skyctl.engines.launches import (
     Reserved,
     ServerLaunch,
     Sizes,
+    number_after,
     push_warnings,
 )
 from skyctl.engines.sglang.adapters import TARGETS, config_problem
@@ -55,7 +56,6 @@ from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.router import VLLM_ROUTER
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
-from skyctl.units import finite_or
 
 if TYPE_CHECKING:
     from skyctl.engines.base import Server
@@ -240,12 +240,8 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
 
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by SGLang's defaults."""
-
-    def number(name: str, default: float) -> float:
-        return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
-
-    copies = int(number("--dp-size", 1))
-    return Sizes(_CPU_SERVER_BYTES, number("--mem-fraction-static", _MEMORY_SHARE), copies)
+    share = number_after("--mem-fraction-static", argv, _MEMORY_SHARE)
+    return Sizes(_CPU_SERVER_BYTES, share, int(number_after("--dp-size", argv, 1)))
 
 
 @dataclass(frozen=True)

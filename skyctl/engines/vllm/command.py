@@ -19,6 +19,7 @@ from skyctl.engines.launches import (
     ServerLaunch,
     Sizes,
     Span,
+    number_after,
     push_warnings,
     update_problem,
 )
@@ -343,18 +344,14 @@ def draft_reference(config: Mapping[str, Any]) -> str:
 
 def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by vLLM's defaults."""
-
-    def number(name: str, default: float) -> float:
-        return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
-
     if _KV_VARIABLE in env:
         kv_bytes = max(0.0, finite_or(env[_KV_VARIABLE], 0.0)) * _GIB
     else:
-        kv_bytes = number(f"--{_KV_ARGUMENT}", 4 * _GIB)
+        kv_bytes = number_after(f"--{_KV_ARGUMENT}", argv, 4 * _GIB)
     return Sizes(
         _CPU_SERVER_BYTES + int(kv_bytes),
-        number("--gpu-memory-utilization", _GPU_SHARE),
-        int(number("--data-parallel-size", 1)),
+        number_after("--gpu-memory-utilization", argv, _GPU_SHARE),
+        int(number_after("--data-parallel-size", argv, 1)),
     )
 
 
