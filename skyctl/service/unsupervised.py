@@ -27,7 +27,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.states import ReplicaState
 from skyctl.store.identity import ProcessIdentity, boot_id
-from skyctl.store.in_doubt import in_doubt, left_behind
+from skyctl.store.in_doubt import in_doubt_or_orphaned
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
@@ -96,9 +96,7 @@ class UnsupervisedFleet(RecordedFleet):
             observed.server: observed
             for observed in await self._observe([r for r in rows if r.alive()])
         }
-        doubts = in_doubt(state)
-        for job in state.journal.orphans():  # no process has closed them yet
-            doubts |= left_behind(job, state.journal.events(job.id))
+        doubts = in_doubt_or_orphaned(state)
         unrecorded = not seen and bool(state.unrecorded_processes())
         findings = []
         for row in rows:

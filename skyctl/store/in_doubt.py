@@ -176,6 +176,14 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     return {record.server: record for record in records}
 
 
+def in_doubt_or_orphaned(state: FleetState) -> dict[str, InDoubt]:
+    """Those, and what pushes left whose process is dead and which no process has closed yet."""
+    records = in_doubt(state)
+    for job in state.journal.orphans():
+        records |= left_behind(job, state.journal.events(job.id))
+    return records
+
+
 def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
     """Record these servers as in doubt as well, and quarantine those that are not yet."""
     with state.transaction():

@@ -139,17 +139,14 @@ class ServerLocks(Locks):
 
     def _left_by(self, fleet: str, url: str) -> Unfinished | None:
         """What another fleet, by its record, has to repair in the server at this URL."""
-        from skyctl.store.in_doubt import in_doubt, left_behind
+        from skyctl.store.in_doubt import in_doubt_or_orphaned
         from skyctl.store.state import FleetState
 
         paths = FleetPaths(self._root, fleet)
         if not paths.database.exists():
             return None
         with FleetState(paths.database) as state:
-            doubts = in_doubt(state)
-            for job in state.journal.orphans():
-                doubts |= left_behind(job, state.journal.events(job.id))
-            for name, record in doubts.items():
+            for name, record in in_doubt_or_orphaned(state).items():
                 row = state.server(name)
                 if normalized(row.url) == url and not record.whole:
                     # a recovery repairs what its fleet lists
