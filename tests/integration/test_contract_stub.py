@@ -344,15 +344,21 @@ async def test_an_update_that_breaks_off_half_way_is_scrubbed_and_can_be_made_an
     assert await answers(server)
 
 
-async def test_an_update_that_is_finished_half_way_is_refused_and_can_be_made_anew(
-    server: VLLMServer, sender: Sender
-) -> None:
+async def update_half(server: VLLMServer, sender: Sender) -> str:
+    """Pause it, and leave an update half-way; returns the digest of its whole weights."""
     if server.target.name not in ("real", "simulated"):
         pytest.skip("the stub counts no tensors")
     await server.pause("keep")
     whole = await update_whole(server, sender)
     await begin_update(server, sender)
     await server.update_weights(sender.chunks[0])
+    return whole
+
+
+async def test_an_update_that_is_finished_half_way_is_refused_and_can_be_made_anew(
+    server: VLLMServer, sender: Sender
+) -> None:
+    whole = await update_half(server, sender)
     assert await refusal(server.finish_weight_update()) == 500
     assert await refusal(server.start_weight_update()) == 500  # vLLM keeps the session
     await server.finish_weight_update()
@@ -362,12 +368,7 @@ async def test_an_update_that_is_finished_half_way_is_refused_and_can_be_made_an
 async def test_a_pusher_that_comes_amid_an_update_of_another_may_finish_it(
     server: VLLMServer, sender: Sender
 ) -> None:
-    if server.target.name not in ("real", "simulated"):
-        pytest.skip("the stub counts no tensors")
-    await server.pause("keep")
-    whole = await update_whole(server, sender)
-    await begin_update(server, sender)
-    await server.update_weights(sender.chunks[0])
+    whole = await update_half(server, sender)
     await server.init_weight_transfer(sender.init)
     await server.finish_weight_update()
     assert await update_whole(server, sender) == whole

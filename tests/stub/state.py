@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -251,6 +251,20 @@ class StubEngine:
         self._chunks.append(update_info)
         self.update_infos.append(update_info)
         self.log.append("update")
+
+    def fail_updates(self, calls: Collection[int]) -> None:
+        """Let a worker raise on these calls of `update` from now on, from 1."""
+        carry_out, made = type(self).update, 0
+
+        def update(update_info: dict[str, Any]) -> None:
+            nonlocal made
+            made += 1
+            if made in calls:
+                self.fail_update()
+                raise EngineRefused("Worker failed with error 'no room'")
+            carry_out(self, update_info)
+
+        self.update = update  # type: ignore[method-assign]
 
     def fail_update(self) -> None:
         """What is left when a worker raises on a chunk."""

@@ -21,7 +21,7 @@ from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.trainer import Trainer, stub_checkpoints
 from tests.stub.app import StubServer
 from tests.stub.running import running
-from tests.stub.state import EngineRefused, StubEngine
+from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 NAME = "far"
@@ -76,7 +76,7 @@ class AttachedFleet:
         pushed, again = self.trainer.at, dice.again and self.trainer.overwrites
         size = str(dice.chunk_bytes)
         requests = [asyncio.create_task(self._request(url)) for url in self._urls]
-        _fail_once(self.stubs[0].engine, dice.fails_at)
+        self.stubs[0].engine.fail_updates({dice.fails_at})  # 0: none
         code, _, errors = await self.skyctl(
             "sync-weights",
             path,
@@ -182,21 +182,6 @@ class AttachedFleet:
         body = {"model": "stub", "prompt": "hello", "max_tokens": 8}
         async with httpx.AsyncClient(trust_env=False, timeout=60.0) as client:
             return (await client.post(f"{url}/v1/completions", json=body)).status_code
-
-
-def _fail_once(engine: StubEngine, call: int) -> None:
-    """A worker raises on one update call; 0: on none."""
-    carry_out, made = StubEngine.update, 0
-
-    def update(info: dict[str, Any]) -> None:
-        nonlocal made
-        made += 1
-        if made == call:
-            engine.fail_update()
-            raise EngineRefused("Worker failed with error 'no room'")
-        carry_out(engine, info)
-
-    engine.update = update  # type: ignore[method-assign]
 
 
 def measure(came: Came, jobs: list[Job], died_at: float) -> None:

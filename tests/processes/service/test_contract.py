@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import httpx
@@ -30,7 +29,7 @@ from skyctl.core.requests import (
 from skyctl.core.service import FleetService
 from skyctl.core.verb_table import Verb
 from skyctl.errors import ConflictError, NotFoundError, PushError
-from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous
 from skyctl.states import TRAINER
 from skyctl.supervisor.api import make_app
@@ -43,6 +42,7 @@ from tests.stub.state import StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.stub.trainer import send
 from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.service.attached_stubs import push_nothing
 from tests.unit.supervisor.fleets import fleet_plan
 
 NAMES = ["far-0", "far-1"]
@@ -73,15 +73,7 @@ async def fleet(
 def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Pushes move nothing, and end when it is set."""
     gate = asyncio.Event()
-
-    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
-        observer.stage("update")
-        observer.progress(10, 10)
-        await gate.wait()
-        servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]
-        return PushResult("v7", "/c", "d", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
-
-    monkeypatch.setattr("skyctl.push.transaction.push", push)
+    push_nothing(monkeypatch, gate)
     return gate
 
 

@@ -26,7 +26,7 @@ from skyctl.push.request import (
 from skyctl.push.transaction import push
 from tests.stub.app import StubServer
 from tests.stub.sglang import SGLangStub
-from tests.stub.state import EngineRefused, StubEngine
+from tests.stub.state import StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -98,18 +98,7 @@ class Stubs:
 
     def fail_update(self, number: int, *, calls: Sequence[int]) -> None:
         """Make a worker of server `number` raise on these calls of /update_weights, from 1."""
-        engine = self.engines[number]
-        carry_out, made = engine.update, 0
-
-        def update(info: dict[str, Any]) -> None:
-            nonlocal made
-            made += 1
-            if made in calls:
-                engine.fail_update()
-                raise EngineRefused("Worker failed with error 'no room'")
-            carry_out(info)
-
-        engine.update = update  # type: ignore[method-assign]
+        self.engines[number].fail_updates(calls)
 
 
 class Recorder(PushObserver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from skyctl.core.registry import FleetRef
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
+from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.in_doubt import InDoubt, put_in_doubt
 from skyctl.store.paths import fleet_paths
@@ -31,6 +33,20 @@ async def attached(tmp_path: Path, monkeypatch: Any, *stubs: StubServer) -> Asyn
     ref = FleetRef("far", fleet_paths("far"), config, tmp_path, None)
     async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
         yield fleet
+
+
+def push_nothing(monkeypatch: pytest.MonkeyPatch, gate: asyncio.Event | None = None) -> None:
+    """Let pushes move nothing, and end once the gate is set, where there is one."""
+
+    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
+        observer.stage("update")
+        observer.progress(10, 10)
+        if gate is not None:
+            await gate.wait()
+        servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]
+        return PushResult("v7", "/c", "d", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
+
+    monkeypatch.setattr("skyctl.push.transaction.push", push)
 
 
 class Servers:

@@ -24,7 +24,7 @@ from skyctl.errors import (
     WeightsGone,
 )
 from skyctl.http.fanout import Outcome
-from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.request import PushRequest
 from skyctl.service import attached_recovery
 from skyctl.service.attached_recovery import _Actions
 from skyctl.service.endpoint import find_endpoint
@@ -38,7 +38,7 @@ from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
-from tests.unit.service.attached_stubs import attached
+from tests.unit.service.attached_stubs import attached, push_nothing
 
 
 async def test_verbs_change_the_servers_and_status_sees_it(
@@ -236,13 +236,7 @@ async def test_what_only_a_supervisor_can_do_is_refused(
 async def test_a_push_runs_here_with_the_same_journal_and_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
-        observer.stage("update")
-        observer.progress(10, 10)
-        servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]
-        return PushResult("v7", "/c", "d", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
-
-    monkeypatch.setattr("skyctl.push.transaction.push", push)
+    push_nothing(monkeypatch)
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
         with (
             FleetState(fleet.ref.paths.database) as other,
