@@ -45,7 +45,7 @@ def once_view(sample: FleetSample) -> RenderableType:
     """Everything, each line as long as it needs."""
     parts: list[RenderableType] = [headline(sample.status)]
     if sample.replicas:
-        parts += [Text(), *_table(sample, None, len(sample.replicas)), *_below(sample, None)]
+        parts += [Text(), *_table(sample, None, len(sample.replicas)), *_below(sample)]
     if sample.events:
         parts += [Text(), *event_lines(sample.events[-5:])]
     return Group(*parts)
@@ -57,7 +57,7 @@ def screen_view(sample: FleetSample, failure: str, width: int, height: int) -> R
     clock = time.strftime("%H:%M:%S", time.localtime(sample.at))
     head.truncate(max(0, width - len(clock) - _GAP), overflow="ellipsis", pad=True)
     head.append(" " * _GAP + clock, style="dim")
-    below = _below(sample, width)
+    below = _below(sample)
     # at least a few events stay visible below a long table
     room = height - 4 - len(below) - _FEWEST_EVENTS - 2
     body = [*_table(sample, width, max(1, room)), *below]
@@ -88,7 +88,7 @@ def _foot(failure: str, width: int) -> list[RenderableType]:
     return [line]
 
 
-def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:
+def _below(sample: FleetSample) -> list[RenderableType]:
     """The fronts, the push in progress and what is wrong."""
     lines: list[RenderableType] = []
     if sample.router is not None:

@@ -169,7 +169,7 @@ def _front_context(
 async def settle_router(running: RunningFleet) -> None:
     """Wait for the router and its workers, unless there is nothing to route to."""
     if running.router is not None:
-        await _await_front(running, running.router, lambda: _to_come(running))
+        await _await_front(running.router, lambda: _to_come(running))
         if running.desired():
             await sync_router(running)
 
@@ -178,11 +178,11 @@ async def settle_fronts(running: RunningFleet) -> None:
     """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
     await settle_router(running)
     if running.tinker is not None:
-        await _await_front(running, running.tinker, lambda: takes_requests(running))
+        await _await_front(running.tinker, lambda: takes_requests(running))
 
 
-async def _await_front(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
-    """Wait for a front while that is worthwhile: what it waits for may be gone."""
+async def _await_front(front: Front, worth: Callable[[], bool]) -> None:
+    """Wait until a front has settled, or until it waits for something and `worth` is false."""
     settled = asyncio.create_task(front.settled.wait())
     try:
         while not settled.done() and (front.phase is not Phase.WAITING or worth()):
