@@ -105,7 +105,9 @@ def _differences(
 async def behind(
     state: FleetState, client: ControlClient, targets: Sequence[ServerTarget], timeout_s: float
 ) -> set[str]:
-    """The servers that answer and do not serve exactly what is committed; none amid a change."""
+    """The servers that answer and do not serve exactly what is committed; none while a
+    change is under way.
+    """
     committed, ours = store.served(state), store.names(state)
     if not ours or state.locks.taken(store.LOCK):
         return set()
@@ -154,8 +156,8 @@ async def undo(
 
 
 async def withdraw(fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget]) -> None:
-    """The change of `name` was undone: servers let go of what they were given for it, unless
-    requests may run with it that only they have.
+    """After a change of `name` was undone: release what servers were given for it, unless they
+    alone have it and requests may still use it.
     """
     path = store.withdraw(fleet.state, name)
     if path and path not in unwritten(fleet):

@@ -218,7 +218,7 @@ async def _rows(
 ) -> dict[str, ServerRow]:
     """The recorded rows. A server that serves though it is on record as asleep is put on record as
     awake first: another fleet has woken it, or it was started again. Weights that a sleep discarded
-    are whole again where the label is another.
+    count as whole again only if the label has changed.
     """
     recorded, timeout_s = {row.name: row for row in state.servers()}, actions.READ_BACK_TIMEOUT_S
     rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
@@ -248,10 +248,10 @@ async def _put_sleep_on_record(
     state: FleetState,
     timeout_s: float,
 ) -> dict[str, ServerRow]:
-    """Rows that are other than recorded: of servers found asleep without a record, since the answer
-    to a sleep may have been lost; and of servers that must not answer, whose record says that they
-    sleep and who do not say so: they are taken for awake, since the record of a wake may have been
-    lost, and waking the weights alone of such a server thaws it.
+    """The rows that differ from the record. A server that sleeps without being on record as asleep
+    is put on record: the answer to its sleep may have been lost. A server that must not answer, and
+    does not report the sleep that is on record, is taken for awake: the record of its wake may have
+    been lost, and waking only the weights of a server that is awake thaws it.
     """
 
     async def ask(target: ServerTarget) -> int:
@@ -284,8 +284,8 @@ async def _pause_again(
 async def _quarantined_behind(
     woken: Sequence[ServerTarget], state: FleetState, client: ControlClient, timeout_s: float
 ) -> dict[str, str]:
-    """Give servers that woke the adapters they slept through. Those that do not take them are
-    quarantined; returns why, by name.
+    """Load into servers that woke the adapters that were changed while they slept. Those where that
+    fails are quarantined; returns the reasons by name.
     """
     from skyctl.adapters.committed import catch_up  # too heavy to import for a pause
 
@@ -342,7 +342,7 @@ def pointless(request: Control, row: ServerRow, doubted: InDoubt | None) -> str:
 
 
 def _with_context(request: Control, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
-    """The outcome, with what may surprise: it changed nothing, or not what one might expect."""
+    """The outcome, with a note if it changed nothing, or not what the user may expect."""
     more = ""
     if isinstance(request, Resume) and not before.paused:
         more = "skyctl had not paused it"

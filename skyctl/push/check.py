@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checked:
-    """A push that may begin: facts that do not change any more."""
+    """A push that may begin: facts that no longer change."""
 
     request: PushRequest
     """What was typed."""
@@ -122,7 +122,7 @@ async def check(
     question = Question(request, fleet, source, facts, idle)
     way, hints = await choose_way(question)
     notes += hints
-    # what skyctl does not read on its way, it looks through before
+    # a way that does not read every byte leaves NaN unseen: the files are scanned first
     unread = not way.reads_every_byte and request.scan_nan is None and not request.dry_run
     if source.trainer is None and source.live is None and (request.scan_nan or unread):
         await asyncio.to_thread(refuse_not_finite, source.files)
@@ -217,8 +217,8 @@ def _refuse_spanning(transport: str, fleet: PushFleet) -> None:
 
 
 def _refuse_unprintable(request: PushRequest) -> None:
-    """Raise PreflightError for a path or a label that no server can be told, or no line can show:
-    a directory's name becomes part of the label.
+    """Raise PreflightError for a path or a label that cannot be sent to a server, or shown on one
+    line: a directory's name becomes part of the label.
     """
     for text in (request.checkpoint, request.weight_version or ""):
         try:
@@ -265,11 +265,11 @@ def _records(
 
 
 def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
-    """Without what was on record of its weights or its sleep and is not so any more: another fleet
-    or program has pushed to it or woken it, or it was started again.
+    """The server without what its record says of its weights or its sleep and no longer holds:
+    another fleet or program has pushed to it or woken it, or it was started again.
     """
     recorded = given.recorded
-    # a label that a dead push owes it is not on it yet
+    # weights that a dead push had verified may not be labelled yet
     if not (recorded.verified_as or label_matches(fact.weight_version, recorded.version)):
         recorded = replace(recorded, weights_digest="")
     if not (fact.asleep or fact.paused):  # one that sleeps is paused as well

@@ -37,7 +37,7 @@ class InDoubt:
     weights, perhaps behind an open session: those on record.
     """
     thaw: bool
-    """The push froze it, at no other request."""
+    """The push froze it; no command had paused it before."""
     woken: bool = False
     """It slept, and the push woke its weights."""
     digest: str = ""
@@ -47,17 +47,17 @@ class InDoubt:
 
     @property
     def by_verb(self) -> bool:
-        """Whether no push is behind it: a pause could not be undone, and any verb may be next."""
+        """Whether a pause that could not be undone left it, not a push: any verb may follow."""
         return self.job == _PAUSE
 
     @property
     def by_admission(self) -> bool:
-        """Whether the supervisor pushed to it alone, and so without the fleet's turn."""
+        """Whether the supervisor was pushing to this server alone, without the fleet's turn."""
         return self.job == _ADMISSION
 
     @property
     def whole(self) -> bool:
-        """It holds whole weights, and no push froze it: they are not the fleet's."""
+        """Whether it holds whole weights that are not the fleet's, and no push froze it."""
         return self.stage == PushStage.NO_PUSH
 
     @property
@@ -185,7 +185,10 @@ def in_doubt_or_orphaned(state: FleetState) -> dict[str, InDoubt]:
 
 
 def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
-    """Record these servers as in doubt as well, and quarantine those that are not yet."""
+    """Record these servers as in doubt as well, and quarantine those that are not quarantined.
+
+    What an earlier push left is kept where this one has not undone it.
+    """
     with state.transaction():
         earlier = in_doubt(state)
         for name, record in records.items():
@@ -196,7 +199,7 @@ def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
                 session = before.stage in (PushStage.START, PushStage.RECOVER)
                 opened = session and PushStage(record.stage).before_sessions
                 if sent or opened:
-                    # this push did not get to scrub, or to close, what that one left
+                    # this push has neither scrubbed nor closed what the earlier one left
                     stage = record.stage if before.whole else before.stage  # it is touched now
                     record = replace(record, half_updated=sent, job=before.job, stage=stage)
                 version = "" if record.half_updated else before.version
@@ -222,8 +225,8 @@ def close_sender(state: FleetState, job: str) -> None:
 
 
 def held_by(state: FleetState) -> tuple[ProcessIdentity, frozenset[str]] | None:
-    """A live trainer that has not left an update that is over, and the servers to which it may
-    still send: resumed, they would serve whatever it writes.
+    """A living trainer that has not left an update although it is over, and the servers to which it
+    may still send: if they were resumed, they would serve whatever it writes.
     """
     if not (recorded := state.get(_SENDER)):
         return None
@@ -250,7 +253,7 @@ def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
 
 
 def touch(state: FleetState, name: str) -> None:
-    """A server is about to be pushed to by its own admission, which has no journal.
+    """Record that a server is about to be pushed to by its own admission, which has no journal.
 
     Raises:
         StateUnwritable: it cannot be put on record.
@@ -260,16 +263,16 @@ def touch(state: FleetState, name: str) -> None:
 
 
 def doubt_pause(state: FleetState, name: str) -> None:
-    """This server may be frozen, or become so, by a pause that could not be undone: not at
-    anybody's request.
+    """Record that this server may be frozen, or may become so, by a pause that failed and could
+    not be undone.
     """
     if name not in in_doubt(state):
         _save(state, InDoubt(name, _PAUSE, PushStage.PAUSE, half_updated=False, thaw=True))
 
 
 def leave_to_next_push(state: FleetState, name: str) -> None:
-    """This server holds whole weights that are not the fleet's, and the fleet's are unavailable: a
-    push takes in a quarantined server only if it is in doubt.
+    """Record that this server holds whole weights other than the fleet's, and the fleet's are
+    unavailable: a push takes in a quarantined server only if it is in doubt.
     """
     if name not in in_doubt(state):
         thaw = not state.server(name).paused
@@ -277,7 +280,7 @@ def leave_to_next_push(state: FleetState, name: str) -> None:
 
 
 def clear_doubt(state: FleetState, *names: str) -> None:
-    """These servers were repaired, or run in a new process."""
+    """Remove the records of servers that were repaired, or run in a new process."""
     marks = ", ".join("?" * len(names))
     state.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 

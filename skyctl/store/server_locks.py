@@ -21,7 +21,7 @@ _LONGEST_NAME = 200
 
 
 class Unrepaired(ConflictError):
-    """Another fleet's push left this server, and that fleet has not repaired it: no wait helps."""
+    """Another fleet's push left this server, and that fleet has yet to repair it: do not wait."""
 
 
 class Unfinished(NamedTuple):
@@ -91,12 +91,12 @@ class ServerLocks(Locks):
         return claim
 
     def taken_by_push(self, servers: Mapping[str, str]) -> bool:
-        """Whether somebody has one of these exclusively."""
+        """Whether another process holds the lock of one of these exclusively."""
         return any(self.taken(self._name(url)) for url in servers.values())
 
     def refuse_stopped(self, servers: Mapping[str, str]) -> None:
-        """Raise ConflictError if somebody who has one of these is stopped: another fleet's command,
-        which only its own recovery may end.
+        """Raise ConflictError if a command that holds the lock of one of these is stopped: only the
+        recovery of its own fleet may end it.
         """
         for url in servers.values():
             name = self._name(url)
@@ -123,7 +123,7 @@ class ServerLocks(Locks):
         )
 
     def unrepaired(self, url: str) -> Unfinished | None:
-        """What another fleet has to repair in this server before anybody else may touch it."""
+        """What another fleet has to repair in this server before this one may touch it."""
         before = self.recorded(self._name(url))
         if before is None or not before.repairs or before.fleet == self.fleet:
             return None
