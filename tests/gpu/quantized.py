@@ -45,7 +45,8 @@ COMPRESSED = {
 
 
 def quantize(source: Path, target: Path, settings: Mapping[str, Any]) -> None:
-    """Write a checkpoint's quantized copy. The sizes of its linear layers are multiples of 128."""
+    """Write a checkpoint's copy whose linear layers are quantized (sizes: multiples of 128).
+    Routers of experts are left as they are, for `FP8` only."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -77,4 +78,6 @@ def quantize(source: Path, target: Path, settings: Mapping[str, Any]) -> None:
         (target / "model.safetensors.index.json").write_text(json.dumps(index))
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = dict(settings)
+    if routers := [name.removesuffix(".weight") for name in weight_map if ".gate." in name]:
+        config["quantization_config"]["modules_to_not_convert"] = routers
     (target / "config.json").write_text(json.dumps(config))
