@@ -7,18 +7,17 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled, servers_of
 from skyctl.core.registry import FleetRef, base_dir_of
 from skyctl.core.requests import StatusQuery
-from skyctl.errors import ConflictError, SkyctlError, VersionMismatch
+from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.fleetfile.load import load_fleet
 from skyctl.service.unsupervised import left_alone
-from skyctl.store.locks import Holder, Locks
+from skyctl.store.locks import Holder, Lock, Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.store.stopped import end_stopped
@@ -28,29 +27,14 @@ from skyctl.supervisor.interface import Adopt, SupervisorClient
 UP_LOCK = "up"
 UP_LOCK_WAIT_S = 30.0
 ADOPT_WAIT_S = 5.0
-_LOCK_POLL_S = 0.05
 _STOPPED_S = 1.0
 
 
-@asynccontextmanager
-async def up_lock(locks: Locks, activity: str) -> AsyncIterator[None]:
-    """Hold the lock of commands that start a fleet's supervisor, or take over without it. Another
-    task of this event loop may hold it: that goes on while it is waited for.
-
-    Raises:
-        ConflictError: it is not free after `UP_LOCK_WAIT_S`.
+def up_lock(locks: Locks, activity: str) -> AbstractAsyncContextManager[Lock]:
+    """The lock of commands that start a fleet's supervisor, or take over without it. Raises
+    ConflictError if it is not free after `UP_LOCK_WAIT_S`.
     """
-    deadline = time.monotonic() + UP_LOCK_WAIT_S
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(locks.hold(UP_LOCK, activity))
-                break
-            except ConflictError:
-                if time.monotonic() >= deadline:
-                    raise
-                await asyncio.sleep(_LOCK_POLL_S)
-        yield
+    return locks.hold(UP_LOCK, activity, wait_s=UP_LOCK_WAIT_S)
 
 
 async def revive(ref: FleetRef) -> None:

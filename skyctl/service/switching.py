@@ -148,7 +148,7 @@ async def take_gpus(name: str, group: SleepGroup, note: _Note) -> str:
 
     Raises: as `switch`.
     """
-    with group.switching(f"skyctl switch {name}"):
+    async with group.switching(f"skyctl switch {name}"):
         awake = group.awake()
         if awake == name:
             return ""

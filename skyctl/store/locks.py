@@ -15,8 +15,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -295,19 +295,20 @@ class Locks:
         """Whether this lock is taken exclusively."""
         return flocked(self._path(name))
 
-    @contextmanager
-    def hold(self, name: str, activity: str, *, wait_s: float = 0.0) -> Iterator[Lock]:
-        """Hold a lock exclusively while the block runs; wait up to `wait_s` seconds for it."""
-        deadline = time.monotonic() + wait_s
-        while True:
+    @asynccontextmanager
+    async def hold(self, name: str, activity: str, *, wait_s: float) -> AsyncIterator[Lock]:
+        """Hold a lock exclusively while the block runs. Raises ConflictError if it is taken for
+        `wait_s` seconds. Another task of this event loop may hold it: that goes on meanwhile.
+        """
+        deadline, lock = time.monotonic() + wait_s, None
+        while lock is None:
             try:
                 lock = self.take(name, activity)
-                lock.forget_dead()
-                break
             except ConflictError:
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_S)
+        lock.forget_dead()
         try:
             yield lock
         finally:

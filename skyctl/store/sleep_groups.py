@@ -6,12 +6,11 @@ leaves at most one fleet awake.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 from skyctl.errors import ConflictError, SkyctlError
-from skyctl.store.locks import Locks
+from skyctl.store.locks import Lock, Locks
 from skyctl.store.paths import place_private_file, private_directory, sync_directory
 
 _SWITCH = "switch"
@@ -56,15 +55,16 @@ class SleepGroup:
         """
         private_directory(self._directory)
         place_private_file(self._file, fleet.encode(), replace=True)
-        with contextlib.suppress(OSError):  # a rename that is lost leaves the fleet before it
+        with suppress(OSError):  # a rename that is lost leaves the fleet before it
             sync_directory(self._directory)
 
-    @contextlib.contextmanager
-    def switching(self, activity: str) -> Iterator[None]:
-        """Only one command at a time decides which fleet is awake. Raises ConflictError."""
+    def switching(self, activity: str) -> AbstractAsyncContextManager[Lock]:
+        """The lock of whoever decides which fleet is awake. Raises ConflictError if another command
+        still does after `_PATIENCE_S`.
+        """
         private_directory(self._directory)
-        with _SwitchLocks(self._directory).hold(_SWITCH, activity, wait_s=_PATIENCE_S):
-            yield
+        locks = _SwitchLocks(self._directory)
+        return locks.hold(_SWITCH, activity, wait_s=_PATIENCE_S)
 
 
 class _SwitchLocks(Locks):

@@ -252,13 +252,11 @@ def a_label_in_use(fleet: StubFleet) -> Iterator[None]:
 @contextmanager
 def a_push_that_waits(fleet: StubFleet) -> Iterator[None]:
     """The lock of a push that takes its time, held by this process."""
-    with (
-        FleetState(
-            fleet_paths("demo", {"SKYCTL_HOME": str(fleet.directory / "home")}).database
-        ) as state,
-        state.locks.hold(LOCK, "push-99"),
-    ):
+    paths = fleet_paths("demo", {"SKYCTL_HOME": str(fleet.directory / "home")})
+    with FleetState(paths.database) as state:
+        lock = state.locks.take(LOCK, "push-99")
         yield
+        lock.release()
 
 
 UP: dict[str, Situation] = {

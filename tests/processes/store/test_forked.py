@@ -38,10 +38,13 @@ signal.signal(signal.SIGUSR1, lambda *_: (lock.release(), print("released", flus
 fork()
 """
 _UP = """
+import asyncio
 from skyctl.store.locks import Locks
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
-with Locks(Path(sys.argv[1])).hold("turn", "skyctl up"):
-    fork()
+async def up():
+    async with Locks(Path(sys.argv[1])).hold("turn", "skyctl up", wait_s=0.0):
+        fork()
+asyncio.run(up())
 """
 _STAGED = """
 from skyctl.checkpoints.staging import staged

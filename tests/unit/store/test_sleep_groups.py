@@ -31,14 +31,15 @@ def test_a_name_that_cannot_be_read_is_not_taken_for_none(
         SleepGroup(tmp_path, "pair").awake()
 
 
-def test_of_two_switches_at_once_the_second_is_refused_and_told_of_the_first(
+async def test_of_two_switches_at_once_the_second_is_refused_and_told_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sleep_groups, "_PATIENCE_S", 0.0)
     group = SleepGroup(tmp_path, "pair")
-    with group.switching("skyctl switch judge"):
+    async with group.switching("skyctl switch judge"):
         message = r"sleep_group pair are being switched by skyctl switch judge \(pid"
-        with pytest.raises(ConflictError, match=message), group.switching("skyctl switch policy"):
-            pass
-    with group.switching("skyctl switch policy"):
+        with pytest.raises(ConflictError, match=message):
+            async with group.switching("skyctl switch policy"):
+                pass
+    async with group.switching("skyctl switch policy"):
         pass

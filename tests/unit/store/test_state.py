@@ -99,14 +99,12 @@ def test_a_corrupt_file_is_kept_aside_and_recreated(path: Path) -> None:
     assert len(warnings) == 1 and kept[0].name in warnings[0]
 
 
-def test_a_held_lock_names_its_holder(path: Path) -> None:
+async def test_a_held_lock_names_its_holder(path: Path) -> None:
     holder = rf"push-3 \(pid {os.getpid()}, for "
-    with (
-        FleetState(path) as state,
-        state.locks.hold("turn", "push-3"),
-        pytest.raises(ConflictError, match=holder),
-    ):
-        state.locks.take("turn", "another")
+    with FleetState(path) as state:
+        async with state.locks.hold("turn", "push-3", wait_s=0.0):
+            with pytest.raises(ConflictError, match=holder):
+                state.locks.take("turn", "another")
     with FleetState(path) as state:
         assert state.locks.holders("turn") == []
 
