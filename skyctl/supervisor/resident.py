@@ -13,8 +13,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -160,10 +160,10 @@ class Supervisor(OperatedFleet, SupervisorService):
         if (canary := self.state.canary()) is not None:
             refuse(plan, canary)
         # read now: one that is refused meanwhile takes its place
-        keep = self._keeper_of_file() if kind is OperationKind.UP else lambda paths: None
+        file = self._read_file() if kind is OperationKind.UP else None
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
-            self._keep_file(keep)
+            self._keep_applied(file)
             return Begun(0)
         if self.plan is not None:
             self.member.require_awake()
@@ -172,7 +172,7 @@ class Supervisor(OperatedFleet, SupervisorService):
             self.state.set("going_down", "")
         detail = "" if before is None else str(self.changes(plan))
         self._take(plan)
-        return Begun(self._begin(kind, detail, self._bring_to(plan, before, parallel, undo, keep)))
+        return Begun(self._begin(kind, detail, self._bring_to(plan, before, parallel, undo, file)))
 
     async def _bring_to(
         self,
@@ -180,7 +180,7 @@ class Supervisor(OperatedFleet, SupervisorService):
         before: FleetPlan | None,
         parallel: int,
         undo: bool,
-        keep: Callable[[FleetPaths], None],
+        file: bytes | None,
     ) -> None:
         self.before = before
         if before is None:
@@ -191,26 +191,30 @@ class Supervisor(OperatedFleet, SupervisorService):
             self.take_in_force()
             raise
         self.before = None
-        self._keep_file(keep)
+        self._keep_applied(file)
 
     def take_in_force(self) -> None:
         """After a change that was not completed: what runs is the plan, and not the new one."""
         if self.before is not None:
             self._take(rolling.in_force(self, self.before))
-            self._keep_file(restore_applied)
+            with self._reporting_unkept():
+                restore_applied(self.paths)
 
-    def _keeper_of_file(self) -> Callable[[FleetPaths], None]:
-        """Keeps the fleet file, as it is now, as the one that is applied."""
-        try:
-            return partial(keep_applied, text=self.paths.fleet_file.read_bytes())
-        except OSError as error:
-            self.state.add_event("fleet", f"the fleet file in force was not kept: {error}")
-            return lambda paths: None
+    def _read_file(self) -> bytes | None:
+        with self._reporting_unkept():
+            return self.paths.fleet_file.read_bytes()
+        return None
 
-    def _keep_file(self, work: Callable[[FleetPaths], None]) -> None:
-        """Keep or restore the fleet file; the fleet itself needs neither."""
+    def _keep_applied(self, file: bytes | None) -> None:
+        if file is not None:
+            with self._reporting_unkept():
+                keep_applied(self.paths, file)
+
+    @contextmanager
+    def _reporting_unkept(self) -> Iterator[None]:
+        """The fleet file is read, kept or restored; the fleet itself needs none of it."""
         try:
-            work(self.paths)
+            yield
         except (OSError, SkyctlError) as error:
             self.state.add_event("fleet", f"the fleet file in force was not kept: {error}")
 
