@@ -57,6 +57,18 @@ def started(home: Path) -> subprocess.Popen[str]:
     )
 
 
+def keeping(home: Path) -> tuple[subprocess.Popen[str], int]:
+    """An agent that has started a server, and the server's pid."""
+    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
+    keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
+    agent = started(home)
+    assert agent.stdin is not None and agent.stdout is not None
+    agent.stdin.write(json.dumps(keep) + "\n")
+    agent.stdin.flush()
+    reports = (json.loads(line) for line in iter(agent.stdout.readline, "") if "pid" in line)
+    return agent, next(report["pid"] for report in reports if report["pid"] is not None)
+
+
 @pytest.mark.parametrize(
     ("keeper_lives", "hours", "ended"),
     [
@@ -113,31 +125,19 @@ def test_a_server_is_ended_where_nothing_can_be_written_of_it(
 def test_a_server_that_is_being_ended_is_not_kept_by_a_message_that_comes_just_then(
     tmp_path: Path,
 ) -> None:
-    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
-    keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
-    agent = started(tmp_path)
+    agent, _ = keeping(tmp_path)
     assert agent.stdin is not None and agent.stdout is not None
-    agent.stdin.write(json.dumps(keep) + "\n")
-    agent.stdin.flush()
-    said = iter(agent.stdout.readline, "")
-    assert any('"pid": null' not in line and '"pid"' in line for line in said)
     (tmp_path / "hosted/fleets/hosted-new/lease").unlink()  # the first thing that goes
     agent.stdin.write('{"closed": false}\n')
     agent.stdin.flush()
-    assert any("ended" in line for line in said)
+    assert any("ended" in line for line in iter(agent.stdout.readline, ""))
     agent.communicate(timeout=30)
 
 
 def test_a_server_outlives_a_moment_in_which_its_lease_cannot_be_read(tmp_path: Path) -> None:
     """As where its directory is on a network file system."""
-    new = {"env": {}, "closed": False, "closed_variables": [], "at": 0, "grace_s": GRACE_S}
-    keep = {"do": "keep", "token": "hosted-new", "fresh": True, "argv": ["sleep", "600"], **new}
-    agent = started(tmp_path)
-    assert agent.stdin is not None and agent.stdout is not None
-    agent.stdin.write(json.dumps(keep) + "\n")
-    agent.stdin.flush()
-    reports = (json.loads(line) for line in agent.stdout if "pid" in line)
-    pid = next(report["pid"] for report in reports if report["pid"] is not None)
+    agent, pid = keeping(tmp_path)
+    assert agent.stdin is not None
     lease = tmp_path / "hosted/fleets/hosted-new/lease"
     kept, loop = lease.with_name("kept"), lease.with_name("loop")
     os.link(lease, kept)
