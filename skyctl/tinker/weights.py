@@ -201,7 +201,8 @@ class ServedWeights:
             version = job.request.get("weight_version") or ""
             ours = version.startswith(LABEL_PREFIX)
             if job.state is JobState.SUCCEEDED:
-                if bool(failed) if ours else any(failed):
+                unsure = bool(failed) if ours else any(failed)
+                if unsure:
                     return _MIXED
                 return version if ours and await self._is_current(version) else None
             failed.append(ours)
