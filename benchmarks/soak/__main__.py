@@ -41,6 +41,7 @@ from benchmarks.soak.conductor import DEAR_EVERY_S, Conductor, Happened
 from benchmarks.soak.fleet import SoakFleet
 from benchmarks.soak.terminal import SecondTerminal
 from skyctl.errors import SkyctlError
+from skyctl.http.connections import KEEP_IDLE_S
 
 RESULTS = Path(__file__).parents[1] / "results"
 _EXAMPLES = 10
@@ -73,7 +74,8 @@ async def soak(
     result: dict[str, Any] = {}
     try:
         await fleet.prepare()
-        async with httpx.AsyncClient(trust_env=False) as http:
+        kept = httpx.Limits(keepalive_expiry=KEEP_IDLE_S)
+        async with httpx.AsyncClient(trust_env=False, limits=kept) as http:
             prompts, expected, at = await learn(fleet, http, seed=asked.seed)
         _say(f"up; {len(prompts)} prompts tell a from b")
         conditions = (prompts, expected, at)
