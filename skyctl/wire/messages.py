@@ -82,7 +82,7 @@ class ChunkUpdate:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
 
 
-DIGEST_VERSION = 4
+DIGEST_VERSION = 5
 """How digests and tensor numbers are computed. Incremented with every change of the algorithm:
 results of two versions cannot be compared. Workers of the first version report none.
 """

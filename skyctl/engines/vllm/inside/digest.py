@@ -109,10 +109,11 @@ def _digest_tensor(tensor: torch.Tensor, number: int | None = None) -> bytes:
     form = f"{tensor.dtype}{tuple(tensor.shape)}"
     if number is not None:
         return f"{form}{number}".encode()
+    from blake3 import blake3  # required by vLLM; two to four times as fast as hashlib's
+
     flat = octets_of(tensor.contiguous()).cpu()
-    digest = hashlib.blake2b(form.encode(), digest_size=16)
-    digest.update(memoryview(flat.numpy()))
-    return digest.digest()
+    digest: bytes = blake3(form.encode()).update(memoryview(flat.numpy())).digest()
+    return digest
 
 
 def is_packed(layer: torch.nn.Module) -> bool:
