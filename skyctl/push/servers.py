@@ -294,10 +294,10 @@ async def count_tokens(server: PushedServer) -> None:
 
 
 def take_over_freeze(server: PushedServer) -> None:
-    """A server is about to be paused that runs: if another command had paused it before the push,
-    that freeze is over, and this one is the push's to end. Unless the fleet itself had paused it.
+    """A server is about to be paused that runs: whoever had paused it before the push, that freeze
+    is over, and this one is the push's to end. Unless the fleet itself had paused it.
     """
-    if server.before.paused and not server.given.recorded.paused:
+    if not server.did.frozen and not server.given.recorded.paused:
         with suppress(StateUnwritable):  # it must not answer, on record or not
             server.intend({server.name: PushState.PAUSING})
         server.before = replace(server.before, paused=False)

@@ -123,7 +123,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
         unchanged = state is PushState.HELD and PushStage.START not in stages
         return state.given_back or unchanged
 
-    if not any(stage.touches for stage in stages):
+    if not frozen_by_push and not any(stage.touches for stage in stages):
         return {}
     return {
         name: InDoubt(

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from skyctl import engines
-from skyctl.errors import PushError, ServerError
+from skyctl.errors import PreflightError, PushError, ServerError
 from skyctl.push import drain, servers
 from skyctl.push.request import RecordedState
 from skyctl.push.servers import PushedServer
@@ -245,6 +245,27 @@ async def test_a_server_that_is_thawed_after_the_last_look_is_frozen_as_the_push
         await push_new(stubs)
     assert states(caught.value) == ["ready", "quarantined"]
     assert thawed.engine.paused
+
+
+async def test_a_half_loaded_server_that_a_refused_push_freezes_is_the_next_pushs_to_thaw(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs although an earlier push left it half loaded, and was frozen by somebody else."""
+    first, *others = stubs.fleet.servers
+    left = RecordedState(in_doubt=True, half_updated=True)
+    stubs.fleet = replace(stubs.fleet, servers=(replace(first, recorded=left), *others))
+    observer = Recorder()
+
+    def refuse(point: str) -> None:
+        if point == "push.staged":
+            raise PreflightError("no room")
+
+    monkeypatch.setattr("skyctl.push.transaction.reached", refuse)
+    with pytest.raises(PreflightError):
+        await push_new(stubs, observer)
+    assert [engine.paused for engine in stubs.engines] == [True, False]
+    changes = [state for name, state, _ in observer.servers if name == "demo-0"]
+    assert changes[-2:] == ["pausing", "quarantined"]
 
 
 async def test_a_session_that_a_scrub_may_have_opened_counts_as_open(stubs: Stubs) -> None:

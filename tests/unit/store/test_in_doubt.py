@@ -198,6 +198,15 @@ def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState)
     assert in_doubt(state) == {}
 
 
+def test_a_push_that_froze_a_half_updated_server_before_it_began_is_to_thaw_it(
+    state: FleetState,
+) -> None:
+    put_in_doubt(state, {"a": InDoubt("a", "push-1", "update", True, False)})
+    job = journaled(state, "preflight", "stage", "a:pausing", "a:quarantined=broken")
+    put_in_doubt(state, left_behind(job, state.journal.events(job.id)))
+    assert in_doubt(state)["a"] == InDoubt("a", "push-1", "update", True, True)
+
+
 def test_what_recovery_left_whole_is_so_until_a_push_touches_it(state: FleetState) -> None:
     leave_to_next_push(state, "a")
     assert in_doubt(state)["a"].whole
