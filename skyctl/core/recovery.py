@@ -276,6 +276,8 @@ async def _release_whole(case: _Case, actions: Actions) -> bool:
     current = current and row.checkpoint_digest == weights.checkpoint_digest
     if record is None or not row.weights_digest or not current:
         return False
+    if not record.half_updated and record.digest not in ("", row.weights_digest):
+        return False  # restarted by another program before that push: it held something else
     await _release_one(case, actions)
     if case.ended is not None:
         case.action = Action.RESUME

@@ -375,6 +375,24 @@ async def test_one_that_has_them_whole_is_resumed_at_their_label(actions: Action
     assert (engine.weight_version, engine.paused) == ("v1", False)
 
 
+async def test_one_that_was_restarted_before_the_push_is_not_taken_for_whole(
+    actions: Actions,
+) -> None:
+    """Another program started it anew; the push that then froze it saw what it holds since."""
+    findings = leave(actions, "stub-0", half=False)
+    actions.gone = True
+    server = VLLMServer(actions.client, actions.targets["stub-0"])
+    seen = (await weights_digest(server, timeout_s=5)).digest
+    put_in_doubt(actions.state, {"stub-0": replace(in_doubt(actions.state)["stub-0"], digest=seen)})
+    actions.state.update_server("stub-0", weight_version="v1", weights_digest="of v1")
+    actions.state.set_weights(FleetWeights("v1", None))
+    engine = actions.stubs[0].engine
+    await engine.pause("keep")
+    findings = [replace(findings[0], condition=Condition.WRONG_VERSION, action=Action.PUSH)]
+    assert outcomes(await recover(findings, actions)) == [("push", False)]
+    assert engine.paused
+
+
 @pytest.mark.parametrize("readable", [True, False])
 async def test_on_a_full_disk_what_is_frozen_is_resumed_and_what_needs_a_push_waits(
     actions: Actions, readable: bool
