@@ -33,13 +33,14 @@ async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: fl
     return await engines.server(client, target, timeout_s=timeout_s).is_paused()
 
 
-async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: float) -> int:
-    """The level at which a server sleeps by its own metrics; 0 if it does not say."""
+async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: float) -> int | None:
+    """The level at which a server sleeps by its own metrics, 0 if it is awake; None if it does not
+    say or does not answer.
+    """
     try:
-        metrics = await engines.server(client, target, timeout_s=timeout_s).metrics()
+        return (await engines.server(client, target, timeout_s=timeout_s).metrics()).sleep_level
     except ServerError:
-        return 0
-    return metrics.sleep_level or 0
+        return None
 
 
 async def tokens_computed(client: ControlClient, target: ServerTarget, probe_s: float) -> int:

@@ -29,7 +29,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
-from skyctl.push.sleeping import DISCARDED, back_to_sleep
+from skyctl.push.sleeping import DISCARDED, back_to_sleep, wake_weights_alone
 from skyctl.push.verify import weights_digest
 from skyctl.states import PushStage
 from skyctl.store.in_doubt import (
@@ -167,13 +167,17 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     target, timeout_s = actions.targets[case.name], actions.control_timeout_s
     server = engines.server(actions.client, target, timeout_s=timeout_s)
     row = actions.state.server(case.name)
+    reported = await sleep_level(actions.client, target, timeout_s)
+    partly = record.woken or row.weights_awake  # some of those report that they are awake
     # a sleep that could not be put on record: resumed, it would run without its memory
-    level = row.sleep_level or await sleep_level(actions.client, target, timeout_s)
+    level = row.sleep_level or reported or 0
+    if level != DISCARDED and reported == 0 and not partly:
+        level = 0  # its wake was killed before it was recorded, or it was started again
     slept = max(1, level) if record.woken else 0
     digest, label = record.digest or row.weights_digest, record.version
     if record.half_updated:  # what a push before it had left may have been weighed
         digest, label = row.weights_digest, row.weight_version or ""
-    if level and not (record.woken or row.weights_awake):  # its memory may be unmapped
+    if level and not partly:  # its memory may be unmapped
         if level == DISCARDED or (PushStage(record.stage).before_sessions and not label):
             digest = ""
         else:  # its weights are woken, to look at them
@@ -198,8 +202,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
         case.action, case.problem = Action.PUSH, error.message
         return None
     clear(actions.state, case.name)
-    if level:
-        actions.state.update_server(case.name, sleep_level=level)
+    actions.state.update_server(case.name, sleep_level=level)
     if slept:
         actions.state.update_server(case.name, weights_awake=slept == DISCARDED)
     return case.done()
@@ -341,7 +344,7 @@ async def release(
     if not digest and not PushStage(stage).before_bytes:
         raise ServerError(f"{name}: what its weights were before the push is unknown")
     if slept:  # the push may have died before the wake was complete
-        await server.wake(["weights"])
+        await wake_weights_alone(server)
     # nothing would show that an earlier push left a session open
     if not (PushStage(stage).before_sessions and digest):
         try:

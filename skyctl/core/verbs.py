@@ -254,7 +254,7 @@ async def _put_sleep_on_record(
     been lost, and waking only the weights of a server that is awake thaws it.
     """
 
-    async def ask(target: ServerTarget) -> int:
+    async def ask(target: ServerTarget) -> int | None:
         return await sleep_level(client, target, timeout_s)
 
     unfit = {
@@ -263,9 +263,7 @@ async def _put_sleep_on_record(
     candidates = [t for t in targets if t.name in unfit or not rows[t.name].sleep_level]
     outcomes = await fan_out(candidates, ask, timeout_s=timeout_s)
     asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
-    # one that is awake in part says that it is awake
-    awake = [n for n in unfit - asleep.keys() if not rows[n].weights_awake]
-    return {name: replace(rows[name], sleep_level=0) for name in awake} | {
+    return {name: replace(rows[name], sleep_level=0) for name in unfit - asleep.keys()} | {
         name: state.update_server(name, sleep_level=level)
         for name, level in asleep.items()
         if not rows[name].sleep_level

@@ -244,8 +244,8 @@ def _records(
         given = _without_outdated(given, fact)
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
-        # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
-        asleep = colocated and (fact.asleep or given.recorded.sleep_level > 0)
+        # awake weights are on record alone, and so is the sleep of an engine without the metric
+        asleep = colocated and (bool(fact.asleep) or given.recorded.sleep_level > 0)
         before = Before(
             dialect=fact.dialect,
             world_size=fact.process.ranks[0],
@@ -272,7 +272,10 @@ def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
     # weights that a dead push had verified may not be labelled yet
     if not (recorded.verified_as or label_matches(fact.weight_version, recorded.version)):
         recorded = replace(recorded, weights_digest="")
-    if not (fact.asleep or fact.paused):  # one that sleeps is paused as well
+    serves = not (fact.asleep or fact.paused)  # one that sleeps is paused as well
+    # of those that sleep in part some say that they are awake, and discarded weights stay empty
+    woken = fact.asleep is False and recorded.sleep_level == 1 and not recorded.weights_awake
+    if serves or woken:
         recorded = replace(recorded, sleep_level=0, weights_awake=False)
     return replace(given, recorded=recorded)
 

@@ -67,8 +67,8 @@ class ServerFacts:
     """How tensors are announced to it; None for engines that only reload."""
     paused: bool
     """It is paused."""
-    asleep: bool
-    """It is asleep."""
+    asleep: bool | None
+    """It is asleep; None for one that is paused and does not say."""
     weight_version: str | None
     """The label of its weights."""
     process: ProcessFacts
@@ -104,9 +104,8 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             _make(server, by_target[target], fleet),
         )
         level = metrics.sleep_level
-        # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
-        # proof
-        asleep = level > 0 if level is not None else sleeping and not paused
+        # a paused engine reports that it is asleep: only the metric tells the two apart
+        asleep = level > 0 if level is not None else None if paused else sleeping
         engine = engines.ENGINES[target.engine]
         dialect = engine.transfer.dialect
         return ServerFacts(

@@ -50,9 +50,8 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
             # before the call: if its answer is lost, or we die, they may be awake
             server.did.woken = True
             run.observer.server(server.name, PushState.WAKING)
-        # also if they are recorded as awake, which a supervisor's death can make wrong; vLLM
-        # ignores a second wake
-        await _patient(run, server).wake(["weights"])
+        # also if they are recorded as awake, which a supervisor's death can make wrong
+        await wake_weights_alone(_patient(run, server))
 
     await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")
     reached("push.woken")
@@ -79,6 +78,14 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     for server in woken:
         if not server.did.woken or server.given.recorded.sleep_level == DISCARDED:
             run.observer.server(server.name, PushState.ASLEEP, server.failure)
+
+
+async def wake_weights_alone(server: Server) -> None:
+    """Wake the weights of a sleeping server, which stays frozen. Waking those of one that is awake
+    would thaw it, whatever it holds, so a server that says that it is awake is left as it is.
+    """
+    if (await server.metrics()).sleep_level != 0:
+        await server.wake(["weights"])
 
 
 async def back_to_sleep(server: Server, level: int) -> None:

@@ -161,9 +161,12 @@ async def test_the_sleep_level_in_the_metrics_is_not_moved_by_a_pause(server: VL
     assert (await server.metrics()).sleep_level == 0
 
 
-async def test_a_full_wake_resumes_what_was_only_paused(server: VLLMServer) -> None:
+@pytest.mark.parametrize("tags", [[], ["weights"]])
+async def test_a_wake_of_all_or_a_part_resumes_what_was_only_paused(
+    server: VLLMServer, tags: list[str]
+) -> None:
     await server.pause("keep")
-    assert await server.wake() is True
+    assert await server.wake(tags) is True
     assert await server.is_paused() is False
 
 

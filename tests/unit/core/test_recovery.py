@@ -187,6 +187,31 @@ async def test_weights_that_sleep_are_not_looked_at_before_they_are_woken(
 
 
 @pytest.mark.parametrize(
+    ("recorded", "woken", "level", "thawed"),
+    [(1, False, 0, True), (1, True, 1, False), (2, False, 2, False)],
+)
+async def test_the_weights_of_one_that_is_awake_are_not_woken(
+    actions: Actions, recorded: int, woken: bool, level: int, thawed: bool
+) -> None:
+    """Its record says that it sleeps: that of its last wake was lost, or it was started again.
+    Waking a part would thaw it before its session is closed and its label right. What a sleep
+    discarded may be empty still.
+    """
+    server = VLLMServer(actions.client, actions.targets["stub-0"])
+    digest = (await weights_digest(server, timeout_s=5)).digest
+    findings = leave(actions, "stub-0", half=False)
+    left = replace(in_doubt(actions.state)["stub-0"], digest=digest, stage="start", woken=woken)
+    put_in_doubt(actions.state, {"stub-0": left})
+    actions.state.update_server("stub-0", sleep_level=recorded)
+    engine = actions.stubs[0].engine
+    await engine.pause("keep")
+    assert outcomes(await recover(findings, actions)) == [("resume", True)]
+    assert "wake weights" not in engine.log
+    assert actions.state.server("stub-0").sleep_level == level
+    assert (not engine.paused) == thawed
+
+
+@pytest.mark.parametrize(
     ("stage", "known", "action"),
     [("start", False, "resume"), ("recover", False, "push"), ("recover", True, "resume")],
 )

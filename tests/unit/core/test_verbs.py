@@ -245,16 +245,18 @@ async def test_waking_in_part_says_so_and_waking_the_rest_wakes_entirely() -> No
     assert (rest[0].value, sleeper.engine.sleeping) == (True, False)
 
 
+@pytest.mark.parametrize("woken", [True, False])
 @pytest.mark.parametrize("asleep", [True, False])
 async def test_waking_the_weights_of_a_quarantined_server_that_does_not_sleep_is_refused(
-    asleep: bool, tmp_path: Path
+    asleep: bool, woken: bool, tmp_path: Path
 ) -> None:
     """Its record says that it sleeps: that of its last wake was lost. vLLM would thaw it."""
     server = stub()
     await (server.engine.sleep(1, "abort") if asleep else server.engine.pause("keep"))
     with FleetState(tmp_path / "state.sqlite") as state:
         async with fleet(server) as (client, targets):
-            state.update_server(targets[0].name, sleep_level=1, quarantine="half loaded")
+            recorded = {"sleep_level": 1, "weights_awake": woken, "quarantine": "half loaded"}
+            state.update_server(targets[0].name, **recorded)
             outcomes = await run(
                 Wake(tags=("weights",)), targets, client=client, state=state, timeout_s=5.0
             )

@@ -106,6 +106,19 @@ async def test_a_record_that_they_are_awake_may_be_wrong(stubs: Stubs) -> None:
     assert all(server.ok and server.sleep_level == 0 for server in result.servers)
 
 
+@pytest.mark.parametrize("woken", [False, True])
+async def test_the_weights_of_one_that_is_paused_and_awake_are_not_woken(
+    stubs: Stubs, woken: bool
+) -> None:
+    """Its record says that it sleeps, but it was started again: waking a part would thaw it."""
+    for engine in stubs.engines:
+        await engine.pause("keep")
+    stubs.record(sleep_level=1, weights_awake=woken)
+    await push_colocated(stubs)
+    assert not any("wake weights" in engine.log for engine in stubs.engines)
+    assert {engine.weight_version for engine in stubs.engines} == {"step-2"}
+
+
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/start_weight_update"])
 async def test_a_failure_before_the_first_byte_puts_them_to_sleep_again(
     stubs: Stubs, route: str
