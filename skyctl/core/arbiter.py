@@ -97,6 +97,11 @@ class Turn:
         """Whether no other fleet can begin to act on the servers before it is released."""
         return self._claim is None or self._claim.complete
 
+    @property
+    def unrepaired(self) -> Mapping[str, str]:
+        """Why servers are to be left as they are, by name: another fleet has to repair them."""
+        return {} if self._claim is None else self._claim.unrepaired
+
     async def after_late_requests(self) -> None:
         """Wait until no request of a holder that died can reach a server any more."""
         after_death = [lock for lock in self._locks() if lock.after_death]
@@ -181,9 +186,11 @@ class Arbiter:
         servers: Mapping[str, str],
         *,
         wait_s: float | None = None,
+        leaves_unrepaired: bool = False,
     ) -> None:
         """Lock the servers that a turn acts on, URLs by name, against other fleets. The turn
         releases them. Requests of an earlier holder that died have arrived by then.
+        `leaves_unrepaired`: the act skips what `Turn.unrepaired` names.
 
         Raises:
             ConflictError: another fleet acts on one of them, or its push left one of them.
@@ -195,6 +202,7 @@ class Arbiter:
                 _with_caller(activity),
                 shared=act is Act.VERB,
                 pushes=act in (Act.PUSH, Act.RECOVER),
+                leaves_unrepaired=leaves_unrepaired,
             )
             busy = partial(self._servers.taken_by_push, servers)
             refuse_stopped = partial(self._servers.refuse_stopped, servers)

@@ -36,10 +36,11 @@ async def run(
     timeout_s: float,
     device: str = "",
     undoes: bool = True,
+    unrepaired: Mapping[str, str] = {},
 ) -> Outcomes:
     """Pause, resume, put to sleep or wake these servers, each within `timeout_s` unless the request
     has its own deadline. Unless it `undoes`, a pause that fails resumes no server: another fleet
-    may have begun to push into it.
+    may have begun to push into it. Those in `unrepaired` are skipped for the reason given there.
 
     Returns one outcome per target, in their order; servers for which the verb is pointless are
     skipped and say why.
@@ -65,7 +66,7 @@ async def run(
     skipped = {
         name: reason
         for name, row in rows.items()
-        if (reason := pointless(request, row, doubts.get(name)))
+        if (reason := unrepaired.get(name) or pointless(request, row, doubts.get(name)))
     }
     called = [target for target in targets if target.name not in skipped]
     if isinstance(request, Resume) and request.force:

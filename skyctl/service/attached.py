@@ -33,13 +33,7 @@ from skyctl.core.results import SavedWeights, WeightsState
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls, access
 from skyctl.core.verb_table import Q, R, Verb
-from skyctl.errors import (
-    ConflictError,
-    NotFoundError,
-    StateUnwritable,
-    UsageError,
-    no_server,
-)
+from skyctl.errors import ConflictError, NotFoundError, StateUnwritable, UsageError, no_server
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest
@@ -152,10 +146,8 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def control(self, request: Control) -> Outcomes:
-        thaws = isinstance(request, Resume | Wake)
         act = Act.of_verb(request.verb)
-        activity = f"skyctl {request.verb}"
-        with await self._turn(act, activity, or_frozen=thaws, servers=request.servers) as turn:
+        with await self._turn(act, f"skyctl {request.verb}", request) as turn:
             outcomes = await verbs.run(
                 request,
                 self._named(request.servers),
@@ -163,6 +155,7 @@ class AttachedFleet(RecordedFleet):
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
                 undoes=turn.keeps_others_out,
+                unrepaired=turn.unrepaired,
             )
         if not (not_found := self._servers.not_found):
             return outcomes
@@ -371,25 +364,25 @@ class AttachedFleet(RecordedFleet):
             hint="their logs are where they were started",
         )
 
-    async def _turn(
-        self, act: Act, activity: str, *, or_frozen: bool = False, servers: Sequence[str] = ()
-    ) -> Turn:
-        """The right to act on these servers, or all, of a fleet whose dead pushes have all been
-        noticed, and whose servers have their own records.
+    async def _turn(self, act: Act, activity: str, verb: Control | None = None) -> Turn:
+        """The right to act on all servers, or those of the verb, of a fleet whose dead pushes have
+        all been noticed, and whose servers have their own records. A verb leaves those alone that
+        another fleet has to repair, as `Turn.unrepaired` says.
         """
+        thaws, named = isinstance(verb, Resume | Wake), () if verb is None else verb.servers
         turn = await self.arbiter.turn(act, activity)
         try:
             close_orphans(self.state, in_turn=True)  # by the names that servers had then
-            await self._servers.locate(or_frozen=or_frozen)
+            await self._servers.locate(or_frozen=thaws)
             if await self._servers.adopt(alone=act is not Act.VERB):
-                claimed = {target.name: target.url for target in self._named(servers)}
-                await self.arbiter.claim(turn, act, activity, claimed)
+                urls, leaves = {t.name: t.url for t in self._named(named)}, verb is not None
+                await self.arbiter.claim(turn, act, activity, urls, leaves_unrepaired=leaves)
                 return turn
         except BaseException:
             turn.release()
             raise
         turn.release()  # others that share it use the names on record
-        return await self._turn(Act.SLEEP, activity, or_frozen=or_frozen, servers=servers)
+        return await self._turn(Act.SLEEP, activity, verb)
 
     def _named(self, servers: Sequence[str]) -> tuple[ServerTarget, ...]:
         if not servers:

@@ -58,13 +58,16 @@ class ServerLocks(Locks):
         *,
         shared: bool,
         pushes: bool = False,
+        leaves_unrepaired: bool = False,
         kind: str = "",
     ) -> ServerClaim:
-        """Lock these servers, URLs by name, now. `pushes`: it may write to their weights. Locks of
-        another `kind` are apart.
+        """Lock these servers, URLs by name, now. `pushes`: it may write to their weights.
+        `leaves_unrepaired`: it leaves those that another fleet has to repair as they are, and the
+        claim names them. Locks of another `kind` are apart.
 
         Raises:
-            ConflictError: another fleet has one of them, or has to repair it first (Unrepaired).
+            ConflictError: another fleet has one of them, or has to repair it first (Unrepaired);
+                with `leaves_unrepaired`, all of them.
             StateUnwritable: a push has no room for its lock.
         """
         if not servers:
@@ -86,7 +89,11 @@ class ServerLocks(Locks):
                     claim.complete = False
                     continue  # a push makes the file: without it none is under way
                 claim.locks[name] = lock
-                self._refuse_unrepaired(lock)
+                if refusal := self._unrepaired_by_another(lock):
+                    claim.locks.pop(name).release()  # and its file goes on to say so
+                    claim.unrepaired[name] = f"{refusal.message}; {refusal.hint}"
+                    if not leaves_unrepaired or len(claim.unrepaired) == len(names):
+                        raise refusal
             undo.pop_all()
         return claim
 
@@ -129,13 +136,14 @@ class ServerLocks(Locks):
             return None
         return self._left_by(before.fleet, normalized(url))
 
-    def _refuse_unrepaired(self, lock: Lock) -> None:
+    def _unrepaired_by_another(self, lock: Lock) -> Unrepaired | None:
         url = self._urls[lock.name]
-        if work := self.unrepaired(url):
-            raise Unrepaired(
-                f"{url}: {work.reason}; that was fleet {work.fleet}, which has not repaired it",
-                hint=f"first: {work.command}",
-            )
+        if (work := self.unrepaired(url)) is None:
+            return None
+        return Unrepaired(
+            f"{url}: {work.reason}; that was fleet {work.fleet}, which has not repaired it",
+            hint=f"first: {work.command}",
+        )
 
     def _left_by(self, fleet: str, url: str) -> Unfinished | None:
         """What another fleet, by its record, has to repair in the server at this URL."""
@@ -169,6 +177,7 @@ class ServerClaim:
     def __init__(self, locks: dict[str, Lock], doubts: Callable[[], Collection[str]]) -> None:
         self.locks = locks
         self.complete = True  # False: there was no room for a lock, and a push may begin meanwhile
+        self.unrepaired: dict[str, str] = {}  # why another fleet is first
         self._doubts = doubts
 
     def release(self) -> None:

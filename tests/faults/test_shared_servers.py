@@ -24,6 +24,7 @@ from tests.faults.shell_commands import attached, stop
 from tests.stub.faults import Fault
 
 URL = "http://10.0.0.1:8000"
+OTHER_URL = "http://127.0.0.1:8001"
 
 
 async def test_no_verb_of_another_fleet_thaws_what_a_push_has_frozen(tmp_path: Path) -> None:
@@ -180,6 +181,12 @@ def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path
         with pytest.raises(Unrepaired):  # a verb of fleet far repairs nothing
             near.take_all({"near-0": URL}, "skyctl resume", shared=True)
         verb.release()
+        both = {"near-0": URL, "near-1": OTHER_URL}
+        for _ in range(2):
+            others = near.take_all(both, "skyctl wake", shared=False, leaves_unrepaired=True)
+            assert list(others.locks) == ["near-1"] and list(others.unrepaired) == ["near-0"]
+            assert others.unrepaired["near-0"].endswith("first: skyctl recover --fleet far")
+            others.release()
         claim = far.take_all({"far-0": URL}, "skyctl recover", shared=False, pushes=True)
         clear(state, "far-0")
         claim.release()

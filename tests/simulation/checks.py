@@ -69,7 +69,8 @@ def push_succeeded(
             world.excused += 1
         elif engine.answered and not later:
             world.violate("success: a push succeeded, and a server answered amid it")
-        if not engine.serving or engine.label != version:
+        loading = later and engine.loading_by is not None
+        if not engine.serving or engine.label != version or loading:
             continue
         found = world.checkpoints.number(engine.content)
         if found is None or not labelled(world, version, found):

@@ -358,8 +358,9 @@ async def test_before_a_first_push_recovery_mixes_no_base_with_what_another_flee
 async def test_what_another_fleets_push_left_is_found_and_is_that_fleets_to_repair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
-        (target,) = await fleet._servers.locate()
+    stubs = StubServer(), StubServer()
+    async with attached(tmp_path, monkeypatch, *stubs) as fleet:
+        target, _ = await fleet._servers.locate()
         paths = fleet_paths("near")
         paths.prepare()
         with FleetState(paths.database) as near:
@@ -369,16 +370,23 @@ async def test_what_another_fleets_push_left_is_found_and_is_that_fleets_to_repa
             doubt = InDoubt("near-0", "push-1", "update", half_updated=True, thaw=True)
             put_in_doubt(near, {"near-0": doubt})
             claim.release()
-            (found,) = await fleet.findings()
+            found, _ = await fleet.findings()
             assert found.detail.endswith("type: skyctl recover --fleet near")
-            (repair,) = await fleet.recover()
+            repair, _ = await fleet.recover()
             assert not repair.ok and repair.detail == found.detail
             with pytest.raises(ConflictError, match="fleet near, which has not repaired it"):
-                await fleet.resume(Resume())
+                await fleet.resume(Resume(servers=("far-0",)))
+            for engine in (stub.engine for stub in stubs):
+                await engine.pause("keep")
+            for verb in (fleet.wake, fleet.resume):
+                outcomes = await verb()
+                assert [outcome.status for outcome in outcomes] == ["skipped", "ok"]
+                assert outcomes[0].detail.endswith("first: skyctl recover --fleet near")
+            assert [stub.engine.paused for stub in stubs] == [True, False]
             clear(near, "near-0")
             leave_to_next_push(near, "near-0")  # whole weights: nobody need wait
-            assert [found.detail for found in await fleet.findings()] == [""]
-            await fleet.resume(Resume())
+            assert [outcome.status for outcome in await fleet.resume()] == ["ok", "ok"]
+            assert [found.detail for found in await fleet.findings()] == ["", ""]
 
 
 async def test_a_server_that_another_fleet_repairs_meanwhile_is_left_to_the_next_recovery(
