@@ -325,7 +325,8 @@ def judge(
         return Finding(name, Condition.UNREACHABLE, problem, replace)
     if record is not None and record.half_updated:
         return Finding(name, Condition.HALF_UPDATED, record.reason, Action.PUSH)
-    if record is not None and record.woken:
+    restarted = "" if record is None else _restarted(seen, row, record, ours=ours)
+    if record is not None and record.woken and not restarted:
         return Finding(name, Condition.WOKEN, record.reason, Action.SLEEP)
     compared = not row.quarantine and (row.weight_version or weights.version) is not None
     if seen.version_problem and (record is not None or compared):
@@ -335,7 +336,7 @@ def judge(
         )
     back = Action.RESTART if ours and weights.version is None else Action.PUSH
     if record is not None:
-        return _judge_frozen(seen, row, record, weights, back, ours=ours)
+        return _judge_frozen(name, row, record, weights, back, restarted)
     if row.quarantine:
         return Finding(
             name, Condition.QUARANTINED, row.quarantine, Action.RESTART if ours else Action.PUSH
@@ -363,24 +364,25 @@ def healthy(name: str, detail: str = "", hint: str = "") -> Finding:
 
 
 def _judge_frozen(
-    seen: Observed,
-    row: ServerRow,
-    record: InDoubt,
-    weights: FleetWeights,
-    back: Action,
-    *,
-    ours: bool,
+    name: str, row: ServerRow, record: InDoubt, weights: FleetWeights, back: Action, restarted: str
 ) -> Finding:
     """A server that a push froze, whose weights are whole; `back` brings it to the fleet's."""
     version = record.version or row.weight_version
     # the fleet moved on without it; a server that a push has touched belongs to the fleet
     if behind := _behind(version, row, weights, ours=True):
-        return Finding(seen.server, Condition.WRONG_VERSION, behind, back)
-    # it was restarted since, not by skyctl; a label that the push owes it is not on it yet
-    restarted = not ours and not record.version and row.weight_version is not None
-    if restarted and (foreign := foreign_version(row.weight_version, seen.version)):
-        return Finding(seen.server, Condition.WRONG_VERSION, foreign, back)
-    return Finding(seen.server, Condition.FROZEN, record.reason, Action.RESUME)
+        return Finding(name, Condition.WRONG_VERSION, behind, back)
+    if restarted:
+        return Finding(name, Condition.WRONG_VERSION, restarted, back)
+    return Finding(name, Condition.FROZEN, record.reason, Action.RESUME)
+
+
+def _restarted(seen: Observed, row: ServerRow, record: InDoubt, *, ours: bool) -> str:
+    """How its label shows that it was started again since a push left it, not by skyctl; or "". A
+    label that the push owes it is not on it yet.
+    """
+    if ours or record.version or row.weight_version is None:
+        return ""
+    return foreign_version(row.weight_version, seen.version)
 
 
 def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:

@@ -18,6 +18,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import Defaults, PushFleet, PushServer, Reading, RecordedState, Timeouts
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record, Verification, verify
+from skyctl.states import PushStage
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import by_files
 from skyctl.store.fleet_weights import FleetWeights
@@ -55,8 +56,9 @@ def push_fleet(
             server,
             recorded=RecordedState(
                 in_doubt=record is not NO_DOUBT,
-                half_updated=record.half_updated,
-                thaw=record.thaw and not (row.paused or row.sleep_level),
+                # where a session was found, weights are whole only if their digest says so
+                half_updated=record.half_updated or record.stage == PushStage.RECOVER,
+                thaw=record.thaw and not row.paused,
                 verified_as=record.version,
                 weights_awake=row.weights_awake,
                 sleep_level=row.sleep_level,

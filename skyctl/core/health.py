@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from skyctl import engines
@@ -41,6 +42,15 @@ async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: fl
         return (await engines.server(client, target, timeout_s=timeout_s).metrics()).sleep_level
     except ServerError:
         return None
+
+
+async def settled_sleep_level(
+    client: ControlClient, target: ServerTarget, timeout_s: float
+) -> int | None:
+    """`sleep_level`, once the engine has answered: a sleep that was under way has ended then."""
+    with suppress(ServerError):
+        await engines.server(client, target, timeout_s=timeout_s).is_paused()
+    return await sleep_level(client, target, timeout_s)
 
 
 async def tokens_computed(client: ControlClient, target: ServerTarget, probe_s: float) -> int:

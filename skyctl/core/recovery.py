@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from skyctl import engines
 from skyctl.core.findings import Action, Condition, Finding
-from skyctl.core.health import sleep_level
+from skyctl.core.health import settled_sleep_level
 from skyctl.core.repeated import interrupted_request
 from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
@@ -167,10 +167,10 @@ async def _release_one(case: _Case, actions: Actions) -> None:
     target, timeout_s = actions.targets[case.name], actions.control_timeout_s
     server = engines.server(actions.client, target, timeout_s=timeout_s)
     row = actions.state.server(case.name)
-    reported = await sleep_level(actions.client, target, timeout_s)
+    reported = await settled_sleep_level(actions.client, target, timeout_s)
     partly = record.woken or row.weights_awake  # some of those report that they are awake
     # a sleep that could not be put on record: resumed, it would run without its memory
-    level = row.sleep_level or reported or 0
+    level = row.sleep_level if row.sleep_level and partly else max(row.sleep_level, reported or 0)
     if level != DISCARDED and reported == 0 and not partly:
         level = 0  # its wake was killed before it was recorded, or it was started again
     slept = max(1, level) if record.woken else 0
@@ -191,6 +191,7 @@ async def _release_one(case: _Case, actions: Actions) -> None:
             label=label,
             timeout_s=timeout_s,
             slept=slept,
+            wakes=slept > 0 or (level > 0 and row.weights_awake),
         )
     except SkyctlError as error:
         refusal = error.refusal if isinstance(error, ServerError) else ""
@@ -201,10 +202,12 @@ async def _release_one(case: _Case, actions: Actions) -> None:
         put_in_doubt(actions.state, {case.name: replace(record, half_updated=True)})
         case.action, case.problem = Action.PUSH, error.message
         return None
-    clear(actions.state, case.name)
-    actions.state.update_server(case.name, sleep_level=level)
+    changes: dict[str, Any] = {"sleep_level": max(level, slept)}
     if slept:
-        actions.state.update_server(case.name, weights_awake=slept == DISCARDED)
+        changes["weights_awake"] = slept == DISCARDED
+    with actions.state.transaction():
+        clear(actions.state, case.name)
+        actions.state.update_server(case.name, **changes)
     return case.done()
 
 
@@ -328,13 +331,15 @@ async def release(
     timeout_s: float,
     label: str = "",
     slept: int = 0,
+    wakes: bool = False,
 ) -> None:
     """Close the session that a push left open at `stage`, and resume the server if `thaw`.
 
     `digest` is what its weights must have, None if unknown: then only a server to which nothing can
     have been sent is released. `label` is the version they get, if they do not have it yet. `slept`
     is the level at which it slept before the push woke its weights, 0 if it did not: it sleeps
-    again afterwards, unless that sleep had discarded its weights, which stay awake, and empty.
+    again afterwards, unless that sleep had discarded its weights, which stay awake, and empty. With
+    `wakes` its weights are woken first: the push may have died before they were.
 
     Raises:
         ServerError: it does not answer, or is not known to hold what it held before: do not resume
@@ -343,7 +348,7 @@ async def release(
     name = server.target.name
     if not digest and not PushStage(stage).before_bytes:
         raise ServerError(f"{name}: what its weights were before the push is unknown")
-    if slept:  # the push may have died before the wake was complete
+    if wakes:
         await wake_weights_alone(server)
     # nothing would show that an earlier push left a session open
     if not (PushStage(stage).before_sessions and digest):
@@ -352,7 +357,9 @@ async def release(
         except ServerError as error:
             if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
                 raise
-    if digest and slept != DISCARDED:
+    if digest and (
+        label or slept != DISCARDED
+    ):  # what a label is for was verified after that sleep
         current = (await weights_digest(server, timeout_s=timeout_s)).digest
         if current != digest:
             raise ServerError(

@@ -55,6 +55,8 @@ async def save_weights(
     foreign = foreign_version(version, await server.weight_version())
     if version is not None and foreign:
         raise PreflightError(f"{target.name} {foreign}", hint="put it right: skyctl recover")
+    if (await server.metrics()).sleep_level:  # not on record; its memory may be unmapped
+        raise PreflightError(f"{target.name} is asleep", hint="type: skyctl wake")
     model = await asyncio.to_thread(running_model, base)
     directory = Path(request.directory)
     partial = await asyncio.to_thread(_begin, directory)

@@ -12,13 +12,12 @@ from typing import Any
 
 from skyctl import engines
 from skyctl.core import actions
-from skyctl.core.health import sleep_level
+from skyctl.core.recorded_sleep import put_sleep_on_record, rows_as_found
 from skyctl.core.requests import Control, Outcomes, Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import FreezeOrder, ServerTarget
-from skyctl.states import label_matches
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import InDoubt, clear_doubt, doubt_pause, in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -53,26 +52,27 @@ async def run(
     timeout_s = request.timeout_s or timeout_s
     if isinstance(request, Pause) and not undoes:
         request = replace(request, keep_partial=True)
-    rows = await _rows(targets, client, state)
-    if isinstance(request, Resume | Wake):
+    thaws = isinstance(request, Resume | Wake)
+    if thaws:
         state.require_read()
-        rows |= await _put_sleep_on_record(targets, rows, in_doubt(state), client, state, timeout_s)
+    rows = await rows_as_found(targets, client, state)
+    doubts, before = in_doubt(state), _ended(state)
+    unfit = {name for name, row in rows.items() if _unfit(row, doubts.get(name))}
+    if not isinstance(request, Pause):
+        rows |= await put_sleep_on_record(
+            targets, rows, unfit if thaws else (), client, state, timeout_s
+        )
     if isinstance(request, Wake):
         refuse_discarded(rows.values(), request.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
     if isinstance(request, Sleep) and device != "cpu":
         _refuse_empty([rows[name] for name in partly])
-    doubts, before = in_doubt(state), _ended(state)
-    skipped = {
-        name: reason
-        for name, row in rows.items()
-        if (reason := unrepaired.get(name) or pointless(request, row, doubts.get(name)))
-    }
+    reasons = {name: pointless(request, row, doubts.get(name)) for name, row in rows.items()}
+    skipped = {name: reason for name, reason in (reasons | dict(unrepaired)).items() if reason}
     called = [target for target in targets if target.name not in skipped]
     if isinstance(request, Resume) and request.force:
         asleep = [target for target in targets if rows[target.name].sleep_level]
         await _take_over(asleep, client, timeout_s)
-    unfit = {name for name, row in rows.items() if _unfit(row, doubts.get(name))}
     outcomes = await _call(request, called, client, timeout_s, device, partly, unfit)
     woken, behind = [], {}
     if isinstance(request, Wake):
@@ -214,63 +214,6 @@ async def _taken_last(
     ]
 
 
-async def _rows(
-    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
-) -> dict[str, ServerRow]:
-    """The recorded rows. A server that serves though it is on record as asleep is put on record as
-    awake first: another fleet has woken it, or it was started again. Weights that a sleep discarded
-    count as whole again only if the label has changed.
-    """
-    recorded, timeout_s = {row.name: row for row in state.servers()}, actions.READ_BACK_TIMEOUT_S
-    rows = {target.name: recorded.get(target.name, ServerRow(target.name)) for target in targets}
-
-    async def serves(target: ServerTarget) -> bool:
-        server, row = engines.server(client, target, timeout_s=timeout_s), rows[target.name]
-        if await server.is_paused() or await sleep_level(client, target, timeout_s):
-            return False  # one that sleeps is paused as well
-        if row.sleep_level == 1:
-            return True
-        return not label_matches(await server.weight_version(), row.weight_version)
-
-    asleep = [target for target in targets if rows[target.name].sleep_level]
-    outcomes = await fan_out(asleep, serves, timeout_s=3 * timeout_s)
-    return rows | {
-        outcome.server: state.update_server(outcome.server, sleep_level=0, weights_awake=False)
-        for outcome in outcomes
-        if outcome.value
-    }
-
-
-async def _put_sleep_on_record(
-    targets: Sequence[ServerTarget],
-    rows: Mapping[str, ServerRow],
-    doubts: Mapping[str, InDoubt],
-    client: ControlClient,
-    state: FleetState,
-    timeout_s: float,
-) -> dict[str, ServerRow]:
-    """The rows that differ from the record. A server that sleeps without being on record as asleep
-    is put on record: the answer to its sleep may have been lost. A server that must not answer, and
-    does not report the sleep that is on record, is taken for awake: the record of its wake may have
-    been lost, and waking only the weights of a server that is awake thaws it.
-    """
-
-    async def ask(target: ServerTarget) -> int | None:
-        return await sleep_level(client, target, timeout_s)
-
-    unfit = {
-        target.name for target in targets if _unfit(rows[target.name], doubts.get(target.name))
-    }
-    candidates = [t for t in targets if t.name in unfit or not rows[t.name].sleep_level]
-    outcomes = await fan_out(candidates, ask, timeout_s=timeout_s)
-    asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
-    return {name: replace(rows[name], sleep_level=0) for name in unfit - asleep.keys()} | {
-        name: state.update_server(name, sleep_level=level)
-        for name, level in asleep.items()
-        if not rows[name].sleep_level
-    }
-
-
 async def _pause_again(
     woken: Sequence[ServerTarget], state: FleetState, client: ControlClient, timeout_s: float
 ) -> None:
@@ -337,6 +280,9 @@ def pointless(request: Control, row: ServerRow, doubted: InDoubt | None) -> str:
         return f"quarantined: {reason}; type: skyctl recover"
     if isinstance(request, Pause | Resume) and row.sleep_level:
         return "asleep; type: skyctl wake"
+    first_cache = isinstance(request, Wake) and request.tags == ("kv_cache",)
+    if first_cache and row.sleep_level and not row.weights_awake:  # waking them then would thaw it
+        return "its weights sleep; first: skyctl wake --tags weights"
     return ""
 
 

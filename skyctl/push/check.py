@@ -241,32 +241,33 @@ def _records(
     servers = []
     for given, fact in zip(fleet.servers, facts, strict=True):
         slept = given.recorded.sleep_level
-        given = _without_outdated(given, fact)
+        given = _as_found(given, fact)
         control = engines.server(client, given.target, timeout_s=fleet.timeouts.control_s)
         control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
         # awake weights are on record alone, and so is the sleep of an engine without the metric
-        asleep = colocated and (bool(fact.asleep) or given.recorded.sleep_level > 0)
+        asleep = colocated and given.recorded.sleep_level > 0
+        thaw = given.recorded.thaw and not given.recorded.sleep_level
         before = Before(
             dialect=fact.dialect,
             world_size=fact.process.ranks[0],
-            paused=fact.paused and not given.recorded.thaw,
+            paused=fact.paused and not thaw,
             asleep=asleep,
             version=fact.weight_version,
             engine="+".join(part for part in (fact.process.vllm_version, given.arguments) if part),
             kv_lease_s=fact.process.kv_lease_s,
         )
         # undoing this push also undoes what an earlier one left
-        did = Did(open=given.recorded.in_doubt, frozen=given.recorded.thaw and not asleep)
-        if slept and not given.recorded.sleep_level:
-            did.slept = 0  # for the record
+        did = Did(open=given.recorded.in_doubt, frozen=thaw)
+        if slept != given.recorded.sleep_level and (asleep or not given.recorded.sleep_level):
+            did.slept = given.recorded.sleep_level  # for the record
         holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))
     return tuple(servers)
 
 
-def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
+def _as_found(given: PushServer, fact: ServerFacts) -> PushServer:
     """The server without what its record says of its weights or its sleep and no longer holds:
-    another fleet or program has pushed to it or woken it, or it was started again.
+    another fleet or program has pushed to it or woken it, put it to sleep, or it was started again.
     """
     recorded = given.recorded
     # weights that a dead push had verified may not be labelled yet
@@ -274,9 +275,11 @@ def _without_outdated(given: PushServer, fact: ServerFacts) -> PushServer:
         recorded = replace(recorded, weights_digest="")
     serves = not (fact.asleep or fact.paused)  # one that sleeps is paused as well
     # of those that sleep in part some say that they are awake, and discarded weights stay empty
-    woken = fact.asleep is False and recorded.sleep_level == 1 and not recorded.weights_awake
+    woken = fact.sleep_level == 0 and recorded.sleep_level == 1 and not recorded.weights_awake
     if serves or woken:
         recorded = replace(recorded, sleep_level=0, weights_awake=False)
+    elif not recorded.weights_awake and (level := fact.sleep_level or 0) > recorded.sleep_level:
+        recorded = replace(recorded, sleep_level=level)
     return replace(given, recorded=recorded)
 
 

@@ -13,7 +13,7 @@ from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.check import Checked
-from skyctl.push.freeze import resume
+from skyctl.push.freeze import label_verified, resume
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.request import PushResult
 from skyctl.push.run import Delivered, Run, Verified, conclude
@@ -190,6 +190,7 @@ async def publish(run: Run, verified: Verified) -> PushResult:
         await _label(run, servers, verified.label)
         reached("push.resume.call")
         await sleeping.wake_all(run, servers)
+        await label_verified(run, [server for server in servers if server.holds is Holds.OLD])
         await resume(
             run, [server for server in servers if server.holds in (Holds.OLD, Holds.VERIFIED)]
         )

@@ -224,7 +224,7 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
         for server in servers:
             if server.did.open:  # not closed: its layers are empty
                 server.holds = Holds.UNKNOWN
-        await _label_verified(run, [server for server in able if server.holds is Holds.OLD])
+        await label_verified(run, [server for server in able if server.holds is Holds.OLD])
         await resume(run, [server for server in able if server.holds is Holds.OLD])
         for server in servers:
             if server.holds is Holds.UNKNOWN:
@@ -257,7 +257,7 @@ async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
             break
 
 
-async def _label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
+async def label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
     """Label weights that an earlier push verified but died before labelling: thawed without the
     label, the server would serve them under the previous one.
     """

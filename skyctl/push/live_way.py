@@ -51,9 +51,7 @@ async def take_offer(offer: Offer, fleet: PushFleet, client: ControlClient) -> L
     """
     facts = await ask_servers(fleet, client=client)
     servers = [
-        replace(
-            server, before=Before(fact.dialect, fact.process.ranks[0], asleep=bool(fact.asleep))
-        )
+        replace(server, before=Before(fact.dialect, fact.process.ranks[0], asleep=fact.asleep))
         for server, fact in zip(_servers(fleet, client), facts, strict=True)
     ]
     reports = peers.reports_for(offer, await _reports(servers, "", offer.transport))

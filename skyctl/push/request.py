@@ -129,7 +129,7 @@ class RecordedState:
     half_updated: bool = False
     """That push may have sent something: it is scrubbed first."""
     thaw: bool = False
-    """An earlier push froze it: this one resumes it."""
+    """An earlier push froze it: this one resumes it, unless it sleeps."""
     verified_as: str = ""
     """The label that its present weights get before it is resumed; "" if they need none."""
     weights_awake: bool = False

@@ -67,14 +67,20 @@ class ServerFacts:
     """How tensors are announced to it; None for engines that only reload."""
     paused: bool
     """It is paused."""
-    asleep: bool | None
-    """It is asleep; None for one that is paused and does not say."""
+    sleep_level: int | None
+    """The level at which it sleeps, 0 if it is awake; None for one that is paused and does not say.
+    """
     weight_version: str | None
     """The label of its weights."""
     process: ProcessFacts
     """What cannot change while it lives."""
     title: str = "vLLM"
     """Its engine's name."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it is known to sleep."""
+        return bool(self.sleep_level)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -98,14 +104,15 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
 
     async def ask(target: ServerTarget) -> ServerFacts:
         server = engines.server(client, target, timeout_s=fleet.timeouts.control_s)
-        (paused, sleeping, metrics), weight_version, made = await gather(
-            gather(server.is_paused(), server.is_sleeping(), server.metrics()),
+        (paused, sleeping), weight_version, made = await gather(
+            gather(server.is_paused(), server.is_sleeping()),
             server.weight_version(),
             _make(server, by_target[target], fleet),
         )
-        level = metrics.sleep_level
-        # a paused engine reports that it is asleep: only the metric tells the two apart
-        asleep = level > 0 if level is not None else None if paused else sleeping
+        # asked once the engine has answered: a sleep under way has ended
+        level = (await server.metrics()).sleep_level
+        if level is None and not paused:  # a paused engine reports that it is asleep
+            level = int(sleeping)
         engine = engines.ENGINES[target.engine]
         dialect = engine.transfer.dialect
         return ServerFacts(
@@ -113,7 +120,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             url=target.url,
             dialect=None if dialect is None else dialect(made.vllm_version),
             paused=paused,
-            asleep=asleep,
+            sleep_level=level,
             weight_version=weight_version,
             process=made,
             title=engine.title,

@@ -295,8 +295,12 @@ async def count_tokens(server: PushedServer) -> None:
 
 def take_over_freeze(server: PushedServer) -> None:
     """A server is about to be paused that runs: whoever had paused it before the push, that freeze
-    is over, and this one is the push's to end. Unless the fleet itself had paused it.
+    is over, and this one is the push's to end. Unless the fleet itself had paused it. If it slept,
+    it was woken.
     """
+    if server.given.recorded.sleep_level:
+        server.before = replace(server.before, asleep=False)
+        server.did.woken, server.did.slept = False, 0
     if not server.did.frozen and not server.given.recorded.paused:
         with suppress(StateUnwritable):  # it must not answer, on record or not
             server.intend({server.name: PushState.PAUSING})
@@ -306,10 +310,8 @@ def take_over_freeze(server: PushedServer) -> None:
 
 async def require_paused(server: PushedServer) -> None:
     """Raise ThawSeen if a server that must be frozen is not, or has not been since: it would
-    answer from a half-loaded model. It is frozen again first. A sleeping server answers no request.
+    answer from a half-loaded model. It is frozen again first. One that sleeps is paused as well.
     """
-    if server.before.asleep:
-        return
     for _ in range(LOOKS):
         began = time.monotonic()
         problem = await _thaw_seen(server)

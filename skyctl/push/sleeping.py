@@ -21,7 +21,14 @@ from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
-from skyctl.push.servers import Holds, PushedServer, alive, each, responsive
+from skyctl.push.servers import (
+    Holds,
+    PushedServer,
+    alive,
+    each,
+    responsive,
+    take_over_freeze,
+)
 from skyctl.states import PushState
 
 DISCARDED = 2
@@ -40,8 +47,10 @@ def refuse_impossible(request: PushRequest) -> None:
 
 
 async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
-    """Make room for the new weights in every sleeping server."""
-    asleep = [server for server in servers if server.before.asleep]
+    """Make room for the new weights in every sleeping server, also where they are awake by their
+    record, which a death can make wrong.
+    """
+    asleep = sleepers(servers)
     if not asleep:
         run.note("no server was asleep: --colocated made no difference")
 
@@ -50,12 +59,18 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
             # before the call: if its answer is lost, or we die, they may be awake
             server.did.woken = True
             run.observer.server(server.name, PushState.WAKING)
-        # also if they are recorded as awake, which a supervisor's death can make wrong
         await wake_weights_alone(_patient(run, server))
+        if not await server.control.is_paused():  # woken or started again since the check
+            take_over_freeze(server)
 
     await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")
     reached("push.woken")
     require_all(run, servers)
+
+
+def sleepers(servers: Sequence[PushedServer]) -> list[PushedServer]:
+    """Those that sleep, wholly or except for their weights."""
+    return [s for s in servers if s.before.asleep or s.given.recorded.weights_awake]
 
 
 async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
@@ -64,8 +79,8 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     for server in woken:
         if server.given.recorded.sleep_level == DISCARDED:
             server.failure = server.failure or "its weights are awake, and empty: push again"
-    sleepers = [server for server in woken if server.given.recorded.sleep_level != DISCARDED]
-    failed = [server for server in sleepers if server.failure]
+    whole = [server for server in woken if server.given.recorded.sleep_level != DISCARDED]
+    failed = [server for server in whole if server.failure]
     answering = await responsive(failed, control_timeout_s=run.fleet.timeouts.control_s)
 
     async def call(server: PushedServer) -> None:
@@ -73,7 +88,7 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
         await back_to_sleep(_patient(run, server), level)
         server.did.slept, server.did.woken = level, False
 
-    able = alive(sleepers) + answering
+    able = alive(whole) + answering
     await each(able, call, timeout_s=2 * run.fleet.timeouts.update_s, call_name="sleep again")
     for server in woken:
         if not server.did.woken or server.given.recorded.sleep_level == DISCARDED:
@@ -84,12 +99,17 @@ async def wake_weights_alone(server: Server) -> None:
     """Wake the weights of a sleeping server, which stays frozen. Waking those of one that is awake
     would thaw it, whatever it holds, so a server that says that it is awake is left as it is.
     """
-    if (await server.metrics()).sleep_level != 0:
-        await server.wake(["weights"])
+    if (await server.metrics()).sleep_level == 0:
+        return
+    if await server.wake(["weights"]):  # the rest was awake: the engine runs now
+        await server.pause("abort", clear_cache=False)
 
 
 async def back_to_sleep(server: Server, level: int) -> None:
-    """Put a server back to sleep whose weights alone are awake."""
+    """Put a server back to sleep whose weights alone are awake. A sleep while they sleep and the
+    rest is awake would be ignored: they are woken first if they are not awake.
+    """
+    await wake_weights_alone(server)
     await server.wake(["kv_cache"])
     await server.sleep(level, "abort")
 

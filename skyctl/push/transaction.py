@@ -202,7 +202,7 @@ async def freeze(run: Run, staging: Staged) -> Frozen:
         if run.request.leaves_router:
             with run.stage(PushStage.DRAIN):
                 await take_out(run, servers)
-        if run.request.colocated:
+        if run.request.colocated or sleeping.sleepers(servers):
             with run.stage(PushStage.WAKE):
                 await sleeping.wake_weights(run, servers)
         with run.stage(PushStage.PAUSE):

@@ -326,7 +326,9 @@ def _roll_forward(
         clear_doubt(state, *released)
         state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
-            now = {**source, "checkpoint": update["checkpoint"] or None}
+            # weights that a level-2 sleep discarded exist again
+            level = min(state.server(name).sleep_level, 1)
+            now = {**source, "checkpoint": update["checkpoint"] or None, "sleep_level": level}
             state.update_server(
                 name, weight_version=update["version"], weights_digest=digest or None, **now
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -102,18 +101,31 @@ def test_a_server_in_doubt_is_cleared_by_a_push_that_failed_once_that_has_releas
     assert [(one.stage, one.version) for one in left.values()] == [("start", "v1")] * len(left)
 
 
-@pytest.mark.parametrize("since", [{"paused": True}, {"sleep_level": 1, "weights_awake": True}])
 def test_a_push_resumes_what_an_earlier_one_froze_unless_that_was_asked_for_since(
-    state: FleetState, since: dict[str, Any]
+    state: FleetState,
 ) -> None:
     given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
     config = FleetConfig(name="demo", model="x")
     put_in_doubt(state, {"a": InDoubt("a", "push-1", "pause", False, True)})
     [server] = push_fleet("demo", config, [given], state, "python").servers
     assert server.recorded.in_doubt and server.recorded.thaw
-    state.update_server("a", **since)
+    state.update_server("a", sleep_level=1)  # which the push asks it about
+    [server] = push_fleet("demo", config, [given], state, "python").servers
+    assert server.recorded.thaw and server.recorded.sleep_level == 1
+    state.update_server("a", paused=True)
     [server] = push_fleet("demo", config, [given], state, "python").servers
     assert server.recorded.in_doubt and not server.recorded.thaw
+
+
+def test_a_server_in_which_a_session_was_found_holds_what_its_digest_says(
+    state: FleetState,
+) -> None:
+    """Another push does not take its weights for whole."""
+    given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
+    config = FleetConfig(name="demo", model="x")
+    put_in_doubt(state, {"a": InDoubt("a", "push-1", "recover", False, True)})
+    [server] = push_fleet("demo", config, [given], state, "python").servers
+    assert server.recorded.half_updated
 
 
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:

@@ -188,7 +188,7 @@ async def test_weights_that_sleep_are_not_looked_at_before_they_are_woken(
 
 @pytest.mark.parametrize(
     ("recorded", "woken", "level", "thawed"),
-    [(1, False, 0, True), (1, True, 1, False), (2, False, 2, False)],
+    [(1, False, 0, True), (1, True, 1, False), (0, True, 1, False), (2, False, 2, False)],
 )
 async def test_the_weights_of_one_that_is_awake_are_not_woken(
     actions: Actions, recorded: int, woken: bool, level: int, thawed: bool

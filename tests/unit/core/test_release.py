@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,18 @@ def stubs(tmp_path: Path) -> Stubs:
 
 
 async def released(
-    stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True, slept: int = 0
+    stubs: Stubs,
+    stage: str,
+    *,
+    digest: str | None = None,
+    thaw: bool = True,
+    slept: int = 0,
+    label: str = "",
 ) -> None:
     async with stubs.client() as client:
         server = VLLMServer(client, stubs.fleet.servers[0].target)
-        await release(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, slept=slept)
+        how: dict[str, Any] = {"slept": slept, "wakes": slept > 0, "label": label}
+        await release(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, **how)
 
 
 async def digest_of(stubs: Stubs) -> str:
@@ -58,6 +66,16 @@ async def test_weights_that_a_sleep_discarded_stay_awake_and_serve_nobody(stubs:
     await engine.sleep(2, "abort")
     await released(stubs, "pause", digest="what it had", slept=2)
     assert engine.asleep == {"kv_cache"} and engine.paused and engine.served == []
+
+
+async def test_verified_weights_are_labelled_only_where_they_are_though_it_had_slept(
+    stubs: Stubs,
+) -> None:
+    """It was started again since they were verified."""
+    [engine] = stubs.engines
+    with pytest.raises(ServerError, match="not what they were"):
+        await released(stubs, "resume", digest="of v2", slept=2, label="v2")
+    assert engine.weight_version == "default"
 
 
 @pytest.mark.parametrize("stage", ["pause", "start"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from skyctl.core import actions as verbs
-from skyctl.core.requests import Resume, Wake
+from skyctl.core.requests import Resume, Sleep, Wake
 from skyctl.core.verbs import run
+from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
@@ -266,6 +267,34 @@ async def test_waking_the_weights_of_a_quarantined_server_that_does_not_sleep_is
     else:
         assert statuses(outcomes) == [OutcomeStatus.SKIPPED]
         assert "half loaded" in outcomes[0].detail
+
+
+async def test_the_cache_is_not_woken_before_the_weights(tmp_path: Path) -> None:
+    """Waking them then would thaw the engine before anything is pushed."""
+    server = stub()
+    await server.engine.sleep(1, "abort")
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            state.update_server(targets[0].name, sleep_level=1)
+            [outcome] = await run(
+                Wake(tags=("kv_cache",)), targets, client=client, state=state, timeout_s=5.0
+            )
+    assert outcome.detail == "its weights sleep; first: skyctl wake --tags weights"
+    assert server.engine.asleep == {"weights", "kv_cache"}
+
+
+@pytest.mark.parametrize("request_", [Wake(), Sleep()])
+async def test_what_another_program_discarded_is_on_record_before_a_verb(
+    request_: Wake | Sleep, tmp_path: Path
+) -> None:
+    server = stub()
+    await server.engine.sleep(2, "abort")
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            state.update_server(targets[0].name, sleep_level=1)
+            with pytest.raises(ConflictError) if isinstance(request_, Wake) else nullcontext():
+                await run(request_, targets, client=client, state=state, timeout_s=5.0)
+        assert state.server(targets[0].name).sleep_level == 2
 
 
 async def test_a_lost_wake_is_read_back() -> None:

@@ -383,7 +383,11 @@ async def test_what_is_saved_is_on_the_disk_before_it_has_its_name(
         sync(descriptor)
 
     monkeypatch.setattr(saving, "write_weights", write_weights)
-    server = SimpleNamespace(weight_version=weight_version)
+
+    async def metrics() -> Any:
+        return SimpleNamespace(sleep_level=0)
+
+    server = SimpleNamespace(weight_version=weight_version, metrics=metrics)
     monkeypatch.setattr(saving.engines, "server", lambda *_, **__: server)
     monkeypatch.setattr(os, "fsync", note)
     targets, client = [ServerTarget("a", "http://127.0.0.1:1")], SimpleNamespace()

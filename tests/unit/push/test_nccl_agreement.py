@@ -27,7 +27,7 @@ def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
         url="http://127.0.0.1:1",
         dialect=dialect_for("0.32.0"),
         paused=False,
-        asleep=False,
+        sleep_level=0,
         weight_version=None,
         process=ProcessFacts(
             backend="nccl", vllm_version="0.32.0", ranks=(1, 1), nccl_settings=settings

@@ -392,11 +392,12 @@ async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(st
     assert "--load-format dummy" in error.message
 
 
-async def test_a_half_updated_server_that_refuses_disk_is_not_resumed(stubs: Stubs) -> None:
-    def refuse(path: str) -> None:
-        raise EngineRefused("Model reloading with `dummy` format")
+def refuse_reload(path: str) -> None:
+    raise EngineRefused("Model reloading with `dummy` format")
 
-    stubs.engines[0].reload = refuse  # type: ignore[method-assign]
+
+async def test_a_half_updated_server_that_refuses_disk_is_not_resumed(stubs: Stubs) -> None:
+    stubs.engines[0].reload = refuse_reload  # type: ignore[method-assign]
     await stubs.engines[0].pause("keep")
     stubs.record(in_doubt=True, half_updated=True, thaw=True)
     error = await failing_push(stubs, transport="disk")
@@ -427,7 +428,7 @@ async def test_an_intent_that_cannot_be_put_on_record_undoes_the_push(
 
 
 @pytest.mark.parametrize("holds", ["what was verified", "something else"])
-@pytest.mark.parametrize("stage", ["pause", "start"])
+@pytest.mark.parametrize("stage", ["pause", "start", "never"])
 async def test_an_undone_push_gives_back_what_an_earlier_one_froze_under_the_label_it_verified(
     stubs: Stubs, stage: str, holds: str
 ) -> None:
@@ -450,8 +451,10 @@ async def test_an_undone_push_gives_back_what_an_earlier_one_froze_under_the_lab
             raise StateUnwritable("cannot write state.sqlite: no space")
 
     observer.on_stage = full
+    for engine in stubs.engines:  # where nothing is undone, nothing can be loaded either
+        engine.reload = refuse_reload  # type: ignore[method-assign]
     with pytest.raises(PushError) as caught:
-        await push_new(stubs, observer)
+        await push_new(stubs, observer, transport="disk")
     given_back = holds == "what was verified"
     assert states(caught.value) == ["ready" if given_back else "quarantined", "ready"]
     assert [engine.paused for engine in stubs.engines] == [not given_back, False]

@@ -12,6 +12,7 @@ from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.target import ServerTarget
+from skyctl.push import sleeping
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
 from skyctl.store.in_doubt import in_doubt
@@ -117,6 +118,75 @@ async def test_the_weights_of_one_that_is_paused_and_awake_are_not_woken(
     await push_colocated(stubs)
     assert not any("wake weights" in engine.log for engine in stubs.engines)
     assert {engine.weight_version for engine in stubs.engines} == {"step-2"}
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+async def test_one_that_is_awake_by_the_time_it_would_be_woken_is_frozen(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, colocated: bool
+) -> None:
+    """It was started again, or a wake that was late has arrived."""
+    await asleep(stubs)
+    for engine in stubs.engines:
+        await engine.wake(["weights"])
+    stubs.record(weights_awake=not colocated)
+    wake_weights = sleeping.wake_weights
+
+    async def late(*how: Any) -> None:
+        for engine in stubs.engines:
+            await engine.wake(["kv_cache"])
+        await wake_weights(*how)
+
+    monkeypatch.setattr(sleeping, "wake_weights", late)
+    result = await push_colocated(stubs, colocated=colocated)
+    assert not any("unpaused" in what for e in stubs.engines for what in e.served)
+    assert [(server.state, server.sleep_level) for server in result.servers] == [("ready", 0)] * 2
+
+
+async def test_one_whose_cache_is_awake_does_not_run_once_its_weights_are(stubs: Stubs) -> None:
+    """Another program had woken it; all of it is awake then, which thaws an engine."""
+    await asleep(stubs)
+    for engine in stubs.engines:
+        await engine.wake(["kv_cache"])
+    result = await push_colocated(stubs)
+    assert not any("unpaused" in what for e in stubs.engines for what in e.served)
+    assert [(server.state, server.sleep_level) for server in result.servers] == [("ready", 0)] * 2
+
+
+async def test_weights_that_are_awake_by_their_record_alone_are_woken_before_they_are_written(
+    stubs: Stubs,
+) -> None:
+    """The command that put them back to sleep was killed before its record."""
+    await asleep(stubs)
+    stubs.record(weights_awake=True)
+    await push_colocated(stubs, colocated=False)
+    for engine in stubs.engines:
+        assert engine.log.index("wake weights") < engine.log.index("init")
+
+
+async def test_weights_that_another_program_discarded_are_not_served(
+    stubs: Stubs, state: FleetState
+) -> None:
+    for engine in stubs.engines:
+        await engine.sleep(2, "abort")
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    job = await recorded(state, stubs)
+    assert job.error is not None
+    assert all(engine.served == [] and engine.paused for engine in stubs.engines)
+    rows = [(row.sleep_level, row.weights_awake) for row in state.servers()]
+    assert rows == [(2, True)] * 2
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+async def test_one_that_an_earlier_push_froze_serves_after_the_next_if_its_sleep_is_over(
+    stubs: Stubs, sleeps: bool
+) -> None:
+    """It was started again since it was put to sleep."""
+    for engine in stubs.engines:
+        await (engine.sleep(1, "abort") if sleeps else engine.pause("keep"))
+    stubs.record(in_doubt=True, thaw=True, sleep_level=1, weights_awake=sleeps)
+    await push_colocated(stubs, colocated=False)
+    assert [engine.paused for engine in stubs.engines] == [sleeps] * 2
+    assert [engine.sleep_level for engine in stubs.engines] == [int(sleeps)] * 2
 
 
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/start_weight_update"])

@@ -165,4 +165,8 @@ async def test_weights_of_another_label_are_not_saved_as_the_fleets(
         with pytest.raises(PreflightError, match="says that it holds default"):
             await fleet.save_weights(SaveWeights(str(tmp_path / "saved")))
         engine.weight_version = "v1"
+        await engine.sleep(1, "abort")  # by another program
+        with pytest.raises(PreflightError, match="far-0 is asleep"):
+            await fleet.save_weights(SaveWeights(str(tmp_path / "saved")))
+        await engine.wake([])
         assert (await fleet.save_weights(SaveWeights(str(tmp_path / "saved")))).version == "v1"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyctl
-from skyctl.core import actions, verbs
+from skyctl.core import actions, recorded_sleep, verbs
 from skyctl.core.requests import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
@@ -118,7 +118,7 @@ def done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def awake(*_: Any) -> int:
         return 0
 
-    monkeypatch.setattr(verbs, "sleep_level", awake)
+    monkeypatch.setattr(recorded_sleep, "sleep_level", awake)
     for verb in VERBS:
         monkeypatch.setattr(actions, verb.verb, done)
 
