@@ -357,9 +357,8 @@ async def release(
         except ServerError as error:
             if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
                 raise
-    if digest and (
-        label or slept != DISCARDED
-    ):  # what a label is for was verified after that sleep
+    # weights that a label is for were verified after the sleep that had discarded others
+    if digest and (label or slept != DISCARDED):
         current = (await weights_digest(server, timeout_s=timeout_s)).digest
         if current != digest:
             raise ServerError(

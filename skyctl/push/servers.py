@@ -295,12 +295,8 @@ async def count_tokens(server: PushedServer) -> None:
 
 def take_over_freeze(server: PushedServer) -> None:
     """A server is about to be paused that runs: whoever had paused it before the push, that freeze
-    is over, and this one is the push's to end. Unless the fleet itself had paused it. If it slept,
-    it was woken.
+    is over, and this one is the push's to end. Unless the fleet itself had paused it.
     """
-    if server.given.recorded.sleep_level:
-        server.before = replace(server.before, asleep=False)
-        server.did.woken, server.did.slept = False, 0
     if not server.did.frozen and not server.given.recorded.paused:
         with suppress(StateUnwritable):  # it must not answer, on record or not
             server.intend({server.name: PushState.PAUSING})
@@ -329,7 +325,8 @@ async def require_paused(server: PushedServer) -> None:
 async def _thaw_seen(server: PushedServer) -> str:
     """How it is seen that another program has thawed a server; "" if it has stayed frozen."""
     if not await server.control.is_paused():
-        take_over_freeze(server)
+        if not server.before.asleep:  # such a one is put back to sleep, or woken whole
+            take_over_freeze(server)
         return "is not paused: another program resumed it, or it was started again"
     if server.generated is None:
         return ""

@@ -13,6 +13,7 @@ These calls have the deadline of an update: a first sleep pins host memory, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from skyctl import engines
 from skyctl.engines.base import Server
@@ -21,14 +22,7 @@ from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
-from skyctl.push.servers import (
-    Holds,
-    PushedServer,
-    alive,
-    each,
-    responsive,
-    take_over_freeze,
-)
+from skyctl.push.servers import Holds, PushedServer, alive, each, responsive, take_over_freeze
 from skyctl.states import PushState
 
 DISCARDED = 2
@@ -60,7 +54,13 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
             server.did.woken = True
             run.observer.server(server.name, PushState.WAKING)
         await wake_weights_alone(_patient(run, server))
-        if not await server.control.is_paused():  # woken or started again since the check
+        if await server.control.is_paused():
+            return
+        if (await server.control.metrics()).sleep_level:  # another program has resumed it
+            await server.control.pause("abort", clear_cache=False)
+        else:  # woken or started again since the check: it is frozen like others
+            server.before = replace(server.before, asleep=False)
+            server.did.woken, server.did.slept = False, 0
             take_over_freeze(server)
 
     await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")

@@ -142,6 +142,17 @@ async def test_one_that_is_awake_by_the_time_it_would_be_woken_is_frozen(
     assert [(server.state, server.sleep_level) for server in result.servers] == [("ready", 0)] * 2
 
 
+async def test_one_that_another_program_resumed_while_it_sleeps_is_woken_whole(
+    stubs: Stubs,
+) -> None:
+    await asleep(stubs)
+    for engine in stubs.engines:
+        await engine.resume()
+    result = await push_colocated(stubs)
+    assert [(server.state, server.sleep_level) for server in result.servers] == [("ready", 0)] * 2
+    assert all(engine.asleep == set() and not engine.paused for engine in stubs.engines)
+
+
 async def test_one_whose_cache_is_awake_does_not_run_once_its_weights_are(stubs: Stubs) -> None:
     """Another program had woken it; all of it is awake then, which thaws an engine."""
     await asleep(stubs)
