@@ -212,9 +212,11 @@ async def _release_one(case: _Case, actions: Actions) -> None:
 
 
 async def _keep_frozen(case: _Case, actions: Actions) -> None:
-    """Freeze a half-updated server that another program has thawed: the push may not come about."""
+    """Freeze a server that another program has thawed, and that is half updated or lacks the label
+    of what it holds: the push may not come about.
+    """
     record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
-    if record is None or not record.half_updated or target is None:
+    if record is None or target is None or not (record.half_updated or record.version):
         return
     server = engines.server(actions.client, target, timeout_s=actions.control_timeout_s)
     with suppress(ServerError):  # an engine that is stuck carries out the pause once it goes on

@@ -283,14 +283,22 @@ def alive(servers: Sequence[PushedServer]) -> list[PushedServer]:
 async def count_tokens(server: PushedServer) -> None:
     """Remember how many tokens a frozen server without skyctl's guard has generated. Its counter
     may still lack those of its last step: it is read until it stands still.
+
+    Raises:
+        ServerError: another program has put it to sleep, so nothing can be loaded. It sleeps on.
     """
     if server.target.holder:
         return
-    count = -1
-    while count != (now := (await server.control.metrics()).generation_tokens):
-        count = now
+    count, metrics = -1, await server.control.metrics()
+    while count != metrics.generation_tokens:
+        count = metrics.generation_tokens
         await asyncio.sleep(_COUNT_INTERVAL_S)
+        metrics = await server.control.metrics()
     server.generated = count
+    if metrics.sleep_level and not server.given.recorded.sleep_level:
+        server.before = replace(server.before, paused=True, asleep=True)
+        server.did.frozen, server.did.slept = False, metrics.sleep_level
+        raise ServerError(f"{server.name}: another program has put it to sleep")
 
 
 def take_over_freeze(server: PushedServer) -> None:

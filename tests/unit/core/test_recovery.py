@@ -256,14 +256,16 @@ async def test_what_the_push_saw_before_it_froze_a_server_is_compared(
     assert engine.paused == (held == "something else")  # the push of these actions thaws nobody
 
 
-@pytest.mark.parametrize("half", [True, False], ids=["half-updated", "other-weights"])
+@pytest.mark.parametrize("why", ["half-updated", "other-weights", "label-of-others"])
 async def test_a_server_that_must_not_serve_is_frozen_where_nothing_can_be_pushed(
-    actions: Actions, half: bool
+    actions: Actions, why: str
 ) -> None:
-    findings = leave(actions, "stub-0", half=half)
+    findings = leave(actions, "stub-0", half=why == "half-updated")
+    owed = "v2" if why == "label-of-others" else ""  # and the fleet has moved on
+    findings = [replace(findings[0], action=Action.PUSH)] if owed else findings
     actions.state.update_server("stub-0", weights_digest="what it had")
     record = in_doubt(actions.state)["stub-0"]
-    put_in_doubt(actions.state, {"stub-0": replace(record, thaw=False)})
+    put_in_doubt(actions.state, {"stub-0": replace(record, thaw=False, version=owed)})
     actions.push_error, actions.gone = "overwritten", True
     assert not actions.stubs[0].engine.paused  # another program has thawed it
     assert outcomes(await recover(findings, actions)) == [("push", False)]

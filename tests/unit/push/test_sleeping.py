@@ -153,6 +153,26 @@ async def test_one_that_another_program_resumed_while_it_sleeps_is_woken_whole(
     assert all(engine.asleep == set() and not engine.paused for engine in stubs.engines)
 
 
+async def test_one_that_another_program_puts_to_sleep_before_anything_is_sent_sleeps_on(
+    stubs: Stubs, state: FleetState
+) -> None:
+    """Its memory is unmapped: an engine that loads into it dies."""
+    first = stubs.engines[0]
+    pause = first.pause
+
+    async def sleep_beside(mode: str) -> None:
+        await pause(mode)
+        first.pause = pause  # type: ignore[method-assign]
+        await first.sleep(1, "abort")
+
+    first.pause = sleep_beside  # type: ignore[method-assign]
+    job = await recorded(state, stubs, colocated=False)
+    assert job.error is not None and "another program has put it to sleep" in job.error["message"]
+    assert first.asleep == {"weights", "kv_cache"} and "init" not in first.log
+    assert "resume" not in first.log and state.server("demo-0").sleep_level == 1
+    assert not stubs.engines[1].paused
+
+
 async def test_one_whose_cache_is_awake_does_not_run_once_its_weights_are(stubs: Stubs) -> None:
     """Another program had woken it; all of it is awake then, which thaws an engine."""
     await asleep(stubs)
