@@ -258,14 +258,14 @@ DEFECTS: dict[str, Defect] = {
         "supervised", {"skyctl.push.commit._enforce": _nothing}
     ),
     "26 an undone push thaws what was verified without its label": Defect(
-        "attached", {"skyctl.push.freeze._label_verified": _nothing_awaited}
+        "attached", {"skyctl.push.freeze.label_verified": _nothing_awaited}
     ),
     "27 a server that sleeps is resumed": Defect(
         "attached",
         {
-            "skyctl.core.recovery.sleep_level": _awake,
+            "skyctl.core.recovery.settled_sleep_level": _awake,
             "skyctl.core.observation.sleep_level": _awake,
-            "skyctl.core.verbs._put_sleep_on_record": _nothing_found,
+            "skyctl.core.verbs.put_sleep_on_record": _nothing_found,
         },
     ),
     "28 a forked child keeps its parent's locks": Defect(
