@@ -85,6 +85,8 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
 
     async def call(server: PushedServer) -> None:
         level = max(1, server.given.recorded.sleep_level)
+        # a sleep while they sleep and the rest is awake would be ignored
+        await wake_weights_alone(_patient(run, server))
         await back_to_sleep(_patient(run, server), level)
         server.did.slept, server.did.woken = level, False
 
@@ -106,10 +108,7 @@ async def wake_weights_alone(server: Server) -> None:
 
 
 async def back_to_sleep(server: Server, level: int) -> None:
-    """Put a server back to sleep whose weights alone are awake. A sleep while they sleep and the
-    rest is awake would be ignored: they are woken first if they are not awake.
-    """
-    await wake_weights_alone(server)
+    """Put a server back to sleep whose weights alone are awake."""
     await server.wake(["kv_cache"])
     await server.sleep(level, "abort")
 

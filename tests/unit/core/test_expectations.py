@@ -15,7 +15,14 @@ from skyctl.core.plan import ServerSpec
 from skyctl.errors import PushError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.target import ServerTarget
-from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, ServerPush
+from skyctl.push.request import (
+    PushFleet,
+    PushRequest,
+    PushResult,
+    PushServer,
+    RecordedState,
+    ServerPush,
+)
 from skyctl.store.base_weights import BaseFiles, BaseWeights
 from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned, by_files
 from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
@@ -101,31 +108,34 @@ def test_a_server_in_doubt_is_cleared_by_a_push_that_failed_once_that_has_releas
     assert [(one.stage, one.version) for one in left.values()] == [("start", "v1")] * len(left)
 
 
+def recorded_of_a(state: FleetState) -> RecordedState:
+    """What a push is told of server `a`."""
+    given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
+    config = FleetConfig(name="demo", model="x")
+    [server] = push_fleet("demo", config, [given], state, "python").servers
+    return server.recorded
+
+
 def test_a_push_resumes_what_an_earlier_one_froze_unless_that_was_asked_for_since(
     state: FleetState,
 ) -> None:
-    given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
-    config = FleetConfig(name="demo", model="x")
     put_in_doubt(state, {"a": InDoubt("a", "push-1", "pause", False, True)})
-    [server] = push_fleet("demo", config, [given], state, "python").servers
-    assert server.recorded.in_doubt and server.recorded.thaw
+    recorded = recorded_of_a(state)
+    assert recorded.in_doubt and recorded.thaw
     state.update_server("a", sleep_level=1)  # which the push asks it about
-    [server] = push_fleet("demo", config, [given], state, "python").servers
-    assert server.recorded.thaw and server.recorded.sleep_level == 1
+    recorded = recorded_of_a(state)
+    assert recorded.thaw and recorded.sleep_level == 1
     state.update_server("a", paused=True)
-    [server] = push_fleet("demo", config, [given], state, "python").servers
-    assert server.recorded.in_doubt and not server.recorded.thaw
+    recorded = recorded_of_a(state)
+    assert recorded.in_doubt and not recorded.thaw
 
 
 def test_a_server_in_which_a_session_was_found_holds_what_its_digest_says(
     state: FleetState,
 ) -> None:
     """Another push does not take its weights for whole."""
-    given = PushServer(ServerTarget("a", "http://127.0.0.1:1"))
-    config = FleetConfig(name="demo", model="x")
     put_in_doubt(state, {"a": InDoubt("a", "push-1", "recover", False, True)})
-    [server] = push_fleet("demo", config, [given], state, "python").servers
-    assert server.recorded.half_updated
+    assert recorded_of_a(state).half_updated
 
 
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
