@@ -20,7 +20,7 @@ from tests.integration.fleet_cli import FleetCli, bearer, greedy_body
 from tests.integration.reference import model_of
 
 CLIENTS = 12
-TOKENS = 64
+TOKENS = 128
 TIE = 1e-4
 """Logits that differ by less are equal: vLLM and transformers add in different orders."""
 EXACT, MIN = "x-weight-version-exact", "x-weight-version-min"

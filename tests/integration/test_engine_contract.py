@@ -83,7 +83,7 @@ async def subject(request: pytest.FixtureRequest, tiny: dict[str, str]) -> Async
             _server(url, "vllm", fleet.control_token),
             str(fleet.directory / "checkpoints" / "a"),
             str(fleet.directory / "checkpoints" / "b"),
-            tokens=600,
+            tokens=1900,
         )
     elif kind == "sglang":
         if (real := os.environ.get("SKYCTL_TEST_SGLANG_URL")) is None:
