@@ -17,11 +17,20 @@ SIBLING = "sibling"
 
 UNLABELLED = "default"
 """The weight version that a server reports which was never given one."""
+DISCARDED = 2
+"""The level of a sleep that discards the weights."""
 
 
 def label_matches(reported: str | None, recorded: str | None) -> bool:
     """Whether a server's label is the one on record; True if its engine reports none."""
     return reported in (None, recorded or UNLABELLED)
+
+
+def is_empty(slept: int, reported: str | None, recorded: str | None) -> bool:
+    """Whether a server that is awake, and was put to sleep at level `slept`, holds no weights:
+    those that the sleep discarded are whole again only if its label has changed.
+    """
+    return slept == DISCARDED and label_matches(reported, recorded)
 
 
 class FleetEvent(StrEnum):

@@ -15,7 +15,7 @@ from skyctl.core.status import (
     RouterStatus,
     RunningCanary,
 )
-from skyctl.states import UNLABELLED, ReplicaState, label_matches
+from skyctl.states import UNLABELLED, ReplicaState, is_empty, label_matches
 from skyctl.store.fleet_weights import CanaryStage
 from skyctl.units import percent
 
@@ -350,6 +350,10 @@ def judge(
         return Finding(name, Condition.WRONG_VERSION, behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
         return healthy(name, foreign)
+    awake = not (seen.sleep_level or seen.paused or row.weights_awake)
+    if awake and is_empty(row.sleep_level, seen.version, row.weight_version):
+        detail = "a level-2 sleep discarded its weights, and another program woke it"
+        return Finding(name, Condition.WRONG_VERSION, detail, back)
     if seen.sleep_level and not row.sleep_level:
         detail = f"asleep at level {seen.sleep_level}, which is not on record"
         return healthy(name, detail, "type: skyctl wake")
@@ -369,10 +373,8 @@ def _judge_frozen(
     """A server that a push froze, whose weights are whole; `back` brings it to the fleet's."""
     version = record.version or row.weight_version
     # the fleet moved on without it; a server that a push has touched belongs to the fleet
-    if behind := _behind(version, row, weights, ours=True):
-        return Finding(name, Condition.WRONG_VERSION, behind, back)
-    if restarted:
-        return Finding(name, Condition.WRONG_VERSION, restarted, back)
+    if wrong := _behind(version, row, weights, ours=True) or restarted:
+        return Finding(name, Condition.WRONG_VERSION, wrong, back)
     return Finding(name, Condition.FROZEN, record.reason, Action.RESUME)
 
 
@@ -389,9 +391,7 @@ def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours:
     """How a server's version differs from the fleet's, or "". Before a first push, a server that is
     not ours may have been started with anything.
     """
-    if version is None and (not ours or weights.version is None):
-        return ""
-    if not ours and weights.version is None:
+    if (version is None, weights.version is None, not ours).count(True) > 1:
         return ""
     if version == weights.version:
         digests = row.checkpoint_digest, weights.checkpoint_digest

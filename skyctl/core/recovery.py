@@ -29,9 +29,9 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
-from skyctl.push.sleeping import DISCARDED, back_to_sleep, wake_weights_alone
+from skyctl.push.sleeping import back_to_sleep, wake_weights_alone
 from skyctl.push.verify import weights_digest
-from skyctl.states import PushStage
+from skyctl.states import DISCARDED, PushStage
 from skyctl.store.in_doubt import (
     clear_doubt,
     held_by,

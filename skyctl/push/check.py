@@ -32,7 +32,7 @@ from skyctl.push.verify import (
     weights_digest,
 )
 from skyctl.push.way import Plan, Question, Way
-from skyctl.states import label_matches
+from skyctl.states import is_empty, label_matches
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports import Reachable, choose
 
@@ -246,19 +246,22 @@ def _records(
         control.known_ranks = fact.process.ranks  # they are not asked for again while it is frozen
         # awake weights are on record alone, and so is the sleep of an engine without the metric
         asleep = colocated and given.recorded.sleep_level > 0
+        awake = slept > 0 and not given.recorded.sleep_level
+        empty = awake and is_empty(slept, fact.weight_version, given.recorded.version)
         thaw = given.recorded.thaw and not given.recorded.sleep_level
         before = Before(
             dialect=fact.dialect,
             world_size=fact.process.ranks[0],
             paused=fact.paused and not thaw,
             asleep=asleep,
+            empty=empty,
             version=fact.weight_version,
             engine="+".join(part for part in (fact.process.vllm_version, given.arguments) if part),
             kv_lease_s=fact.process.kv_lease_s,
         )
         # undoing this push also undoes what an earlier one left
         did = Did(open=given.recorded.in_doubt, frozen=thaw)
-        if slept != given.recorded.sleep_level and (asleep or not given.recorded.sleep_level):
+        if (asleep and slept != given.recorded.sleep_level) or (awake and not empty):
             did.slept = given.recorded.sleep_level  # for the record
         holds = Holds.UNKNOWN if given.recorded.half_updated else Holds.OLD
         servers.append(PushedServer(given, control, before, holds, did))

@@ -226,6 +226,8 @@ async def _label(run: Run, servers: Sequence[PushedServer], label: str) -> None:
         await server.control.set_weight_version(label, run.fleet.versions)
         server.version = label
         server.holds = Holds.VERIFIED
+        if server.before.empty:
+            server.did.slept = 0  # for the record, that it has weights again
         run.observer.server(server.name, PushState.UPDATED, label)
 
     loaded = alive([server for server in servers if server.holds is Holds.NEW])

@@ -189,6 +189,8 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
             raise
         await require_paused(server)
         server.spans.frozen_at = server.spans.clock()
+        if server.before.empty:
+            server.holds = Holds.UNKNOWN
         await count_tokens(server)
         if server.did.frozen:
             run.observer.server(server.name, PushState.PAUSED)
@@ -228,8 +230,10 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
         await resume(run, [server for server in able if server.holds is Holds.OLD])
         for server in servers:
             if server.holds is Holds.UNKNOWN:
-                server.failure = (
-                    server.failure or "an earlier push broke off and left it half updated"
+                server.failure = server.failure or (
+                    "a level-2 sleep discarded its weights: push again"
+                    if server.before.empty
+                    else "an earlier push broke off and left it half updated"
                 )
                 run.observer.server(server.name, PushState.QUARANTINED, server.failure)
 

@@ -107,6 +107,8 @@ class Before:
     """It was paused by another command, and has not run since: it stays paused afterwards."""
     asleep: bool = False
     """It was asleep, and the push is to wake it."""
+    empty: bool = False
+    """A sleep has discarded its weights, and another program has woken it."""
     version: str | None = None
     """The label of its weights."""
     engine: str = ""

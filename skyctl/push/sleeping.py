@@ -23,9 +23,7 @@ from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
 from skyctl.push.servers import Holds, PushedServer, alive, each, responsive, take_over_freeze
-from skyctl.states import PushState
-
-DISCARDED = 2
+from skyctl.states import DISCARDED, PushState
 
 
 def refuse_impossible(request: PushRequest) -> None:
@@ -59,8 +57,9 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
         if (await server.control.metrics()).sleep_level:  # another program has resumed it
             await server.control.pause("abort", clear_cache=False)
         else:  # woken or started again since the check: it is frozen like others
-            server.before = replace(server.before, asleep=False)
-            server.did.woken, server.did.slept = False, 0
+            empty = server.given.recorded.sleep_level == DISCARDED
+            server.before = replace(server.before, asleep=False, empty=empty)
+            server.did.woken, server.did.slept = False, None if empty else 0
             take_over_freeze(server)
 
     await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from skyctl.states import DISCARDED
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
-from tests.simulation.engine import Engine
+from tests.simulation.engine import STRANGER, Engine
 from tests.simulation.kernel import Process
-from tests.simulation.people import STRANGER
 from tests.simulation.seams import EPOCH
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ def thawed_by_stranger(engine: Engine) -> bool:
     """Whether a program that knows nothing of skyctl let it serve, past no guard."""
     stranger = engine.thawed_by is not None and engine.thawed_by.label == STRANGER
     return stranger and not engine.protected
+
+
+def unseen_sleep(world: World, engine: Engine) -> bool:
+    """Whether nobody can know what of it sleeps, or holds nothing since it slept: another program
+    has changed that, or the record of what ours did may be lost."""
+    return engine.meddled_with or bool(world.faults & {"disk-full", "disk-failing"})
 
 
 def serves(world: World, engine: Engine) -> str:
@@ -152,6 +158,9 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
         )
         elsewhere = _ELSEWHERE in findings.get(row.name, "")  # recovery leaves it alone until then
         if found := serves(world, engine):
+            if engine.meddled_with and row.sleep_level != DISCARDED:
+                world.excused += 1  # nothing shows that its weights are discarded
+                continue
             if not thawed_by_stranger(engine):
                 world.violate(found)
             elif elsewhere or engine.busy_until > world.loop.now:
@@ -190,7 +199,8 @@ def _frozen(world: World, engine: Engine, row: Any, findings: dict[str, str]) ->
     detail = findings.get(row.name, "")
     if _ELSEWHERE in detail:
         return
-    if engine.frozen_for_push and "stranger" not in world.faults:  # it leaves what was paused so
+    by_push = engine.frozen_for_push and not engine.asleep  # asleep, as it was to be afterwards
+    if by_push and "stranger" not in world.faults:  # it leaves what was paused so
         world.violate("frozen: a push has left it so, and nobody says why")
     elif "type: skyctl" not in detail:
         world.violate("frozen: it does not serve, and nobody says what to type")

@@ -6,7 +6,8 @@ tests/integration/test_contract_stub.py holds this model against a real server.
     session     closed → open → closed; while it is open, layers without all of their tensors are
                 empty, and after an update that failed the next start scrubs them and says so once;
                 engines that do not scrub (`scrubs`) build on what the failed update left
-    weights     per rank: tensor → value; a version is whole when all values are one snapshot's
+    weights     per rank: tensor → value; a version is whole when all values are one snapshot's;
+                while they sleep their memory is not mapped, and who touches it ends the engine
     guard       some have skyctl's own, as far as it is about who froze them
 """
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from tests.simulation.workers import Workers
 
 MEMORY = frozenset({"weights", "kv_cache"})
+STRANGER = "stranger"
+"""The label of a process that knows nothing of skyctl."""
 GARBAGE = -1
 CHANGING = (
     "/pause",
@@ -51,6 +54,10 @@ CHANGING = (
 """Requests that change a server."""
 
 Weights = dict[str, int]
+
+
+class Died(Exception):
+    """The engine has ended, and answers nothing."""
 
 
 class Refused(Exception):
@@ -187,6 +194,7 @@ class Engine:
         self.paused = False
         self.asleep: set[str] = set()
         self.sleep_level = 0
+        self.meddled_with = False  # another program has sent it to sleep, or woken a part of it
         self.open = False
         self.half_open = False
         self.reloading = False
@@ -296,6 +304,8 @@ class Engine:
                 if self.workers is not None and self.workers.call(sent, caller, reply):
                     return
                 answer = self._carry_out(path, parameters, sent, caller)
+            except Died:
+                return
             except Refused as error:
                 told = {"message": str(error), "code": error.status}
                 reply(error.status, body({"error": told}))
@@ -359,6 +369,14 @@ class Engine:
             return answer
         return call(self, parameters, sent, caller)
 
+    def touch_weights(self, what: str, caller: Process | None) -> None:
+        """Read or write the memory of the weights."""
+        if "weights" in self.asleep:
+            assert self.process is not None
+            self._watch(self, f"dies: {what} of {caller} touches weights that sleep")
+            self._kernel.kill(self.process, "touches memory that is not mapped")
+            raise Died
+
     def _world_size(self, *_: Any) -> Any:
         return {"world_size": self.ranks}
 
@@ -393,13 +411,19 @@ class Engine:
         self.requests = 0
         return {"status": "resumed"}
 
-    def _sleep(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
+    def _note_meddling(self, caller: Process | None) -> None:
+        self.meddled_with |= caller is not None and caller.label == STRANGER
+
+    def _sleep(
+        self, parameters: Mapping[str, list[str]], _: dict[str, Any], caller: Process | None
+    ) -> Any:
         level = int(parameters.get("level", ["1"])[0])
         if level not in (0, 1, 2):
             raise Refused("Input should be less than or equal to 2", 400)
         self.paused = True
         self.requests = 0
         if level and not self.asleep:
+            self._note_meddling(caller)
             self.asleep, self.sleep_level = set(MEMORY), level
             self.cached = frozenset()
             if level == 2:
@@ -407,8 +431,13 @@ class Engine:
                     rank.update(dict.fromkeys(rank, GARBAGE))
         return {"status": "sleeping", "level": level}
 
-    def _wake(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
-        self.asleep -= set(parameters.get("tags", ())) or MEMORY
+    def _wake(
+        self, parameters: Mapping[str, list[str]], _: dict[str, Any], caller: Process | None
+    ) -> Any:
+        woken = set(parameters.get("tags", ())) or MEMORY
+        if self.asleep & woken:
+            self._note_meddling(caller)
+        self.asleep -= woken
         if self.asleep:
             return {"status": "sleeping"}
         self.sleep_level = 0
@@ -445,8 +474,7 @@ class Engine:
     def _update(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         if not self.open:
             raise Refused("start_weight_update must be called before update_weights.")
-        if "weights" in self.asleep:
-            raise Refused("EngineCore encountered an issue.")
+        self.touch_weights("an update", caller)
         info = sent["update_info"]
         try:
             if "chunk" not in info:
@@ -485,6 +513,7 @@ class Engine:
         self, path: str, caller: Process | None, reply: Callable[[int, bytes], None]
     ) -> None:
         """Load a directory's tensors, one half at the beginning, the other at the end."""
+        self.touch_weights("a reload", caller)
         process = self.process
         self._before(self, "/start_weight_update", caller)
         begun = self._read(path)
@@ -551,6 +580,8 @@ class Engine:
         if not self.open:
             raise Refused("finish_weight_update called without a matching start_weight_update.")
         received, announced, self.received = self.received, self.announced, set()
+        if received:
+            self.touch_weights("the end of an update", caller)
         self.counted, self.half_open = set(), False
         self.completed = bool(received) and received == announced
         if received and received != announced:  # the session stays open for another finish
@@ -565,15 +596,18 @@ class Engine:
 
     def _update_label(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         self.label = sent["new_version"]
+        self.meddled_with = False
         return {"success": True}
 
-    def _checker(self, *_: Any) -> Any:
+    def _checker(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         """On CPU it hashes nothing for linear layers."""
+        self.touch_weights("a check", caller)
         return {"checksums": {"model.norm.weight": str(self.weights[0]["model.norm.weight"])}}
 
     def _rpc(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         method = sent["method"]
         if method == "skyctl_weight_digest":
+            self.touch_weights("a digest", caller)
             if self._dice.random() < self._frailty.digest_fails:
                 raise Refused("Worker failed with error 'CUDA error: out of memory'")
             asked = sent.get("kwargs", {})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyctl import kill_points
@@ -12,7 +14,7 @@ from skyctl.core.requests import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.transport import Request, TransportError
 from skyctl.push.request import PushRequest
 from tests.simulation import seams, trainer
-from tests.simulation.engine import CHANGING
+from tests.simulation.engine import CHANGING, STRANGER
 from tests.simulation.kernel import Process
 from tests.simulation.network import Weather
 
@@ -54,13 +56,14 @@ LIVE = "live"
 """A training job whose ranks push."""
 GPU = "gpu"
 """Servers and trainers have GPUs: workers copy out of each other's memory, and of ranks'."""
+SLEEPS = "sleeps"
+"""Trainers share the memory of the servers, which sleep meanwhile; so may other programs."""
 
 _UNDONE = ("push.pause.call", "push.pause.done", "push.init.done", "push.start.call")
 """Points at which a push that is interrupted is undone."""
 _REQUESTS = (*CHANGING, "/update_weights", "/update_weight_version", "/resume")
 _PUSH_POINTS = (*kill_points.PUSH, "recover.begin")
 _SUPERVISOR_POINTS = (*kill_points.PUSH, *kill_points.SUPERVISOR)
-STRANGER = "stranger"
 LATEST = "latest"
 """The label of every step of a trainer that has no others, whatever its directory holds by then."""
 VERBS = frozenset({"pause", "resume", "sleep", "wake", STRANGER})
@@ -74,6 +77,12 @@ _VERBS = (
     Sleep(),
     Wake(),
     Wake(tags=("weights",)),
+)
+_SLEEPERS_VERBS = (
+    Sleep(level=2),
+    Sleep(level=2),
+    Wake(tags=("weights",)),
+    Wake(tags=("kv_cache",)),
 )
 
 
@@ -146,6 +155,8 @@ async def _train(world: World, name: str) -> None:
             weight_version=label,
             pause_mode=dice.choice(("keep", "keep", "wait", "abort")),
         )
+        if SLEEPS in world.faults and dice.random() < 0.7:
+            request = await _make_room(world, request)
         process = world.push(request, number)
         doom(world, process, push=True)
         if "kill-sender" in world.faults and dice.random() < 0.5:
@@ -158,6 +169,18 @@ async def _train(world: World, name: str) -> None:
         if process.error is None and process.code is None:  # killed: it is started again
             await _push_at_once(world, request, number)
             await asyncio.sleep(dice.random() * 3.0)
+
+
+async def _make_room(world: World, request: PushRequest) -> PushRequest:
+    """The trainer's step needs the servers' memory, and may need it again after the push."""
+    dice = world.dice
+    if dice.random() < 0.7:
+        process = world.type(Sleep(level=dice.choice((1, 2))))
+        if dice.random() < 0.3:
+            doom(world, process)
+        await process.gone(within_s=0.1)
+        await asyncio.sleep(dice.random())
+    return replace(request, colocated=True, sleep_after=dice.choice((0, 0, 1, 2)))
 
 
 async def _train_live(world: World) -> None:
@@ -227,6 +250,8 @@ async def _type(world: World) -> None:
     choices: list[str | Control] = [*_VERBS, "status", "recover"]
     if "restarts" in world.faults:
         choices += ["restart", "restart", "up"]
+    if SLEEPS in world.faults:
+        choices += _SLEEPERS_VERBS
     for _ in range(dice.randint(1, 5)):
         await asyncio.sleep(dice.random() * 3.0)
         process = world.type(dice.choice(choices))
@@ -294,7 +319,8 @@ async def _meddle(world: World) -> None:
     dice = world.dice
     for _ in range(dice.choice((1, 1, 2))):
         await asyncio.sleep(dice.random() * 2.5)
-        process = world.kernel.spawn(STRANGER, lambda: _curl(world))
+        meddles = _put_to_sleep if SLEEPS in world.faults and dice.random() < 0.5 else _curl
+        process = world.kernel.spawn(STRANGER, partial(meddles, world))
         await process.gone(within_s=0.1)
 
 
@@ -311,6 +337,18 @@ async def _curl(world: World) -> None:
         if again:
             await asyncio.sleep(world.dice.random() * 0.3)
             await world.network.call(Request("POST", engine.url, "/pause?mode=keep", {}, None), 5.0)
+
+
+async def _put_to_sleep(world: World) -> None:
+    """Take a server's memory, or give it back, or both, in parts or as a whole."""
+    dice = world.dice
+    engine, parts = dice.choice(world.engines), dice.sample(("weights", "kv_cache"), 2)
+    paths = [f"/sleep?level={dice.choice((1, 2))}"] if dice.random() < 0.7 else []
+    paths += [f"/wake_up?tags={part}" for part in parts] if dice.random() < 0.5 else ["/wake_up"]
+    with suppress(TransportError):
+        for path in paths[: dice.choice((1, 2, 3))]:
+            await world.network.call(Request("POST", engine.url, path, {}, None), 5.0)
+            await asyncio.sleep(dice.random() * 2.0)
 
 
 async def _break_servers(world: World) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.core.requests import Restart
 from skyctl.engines.inside.guard import HELD_VARIABLE
+from skyctl.engines.launches import Device
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
@@ -282,8 +283,11 @@ class SupervisedWorld(World):
             for number, engine in enumerate(self.engines)
         )
         router = RouterSpec((ROUTER,), {}, "127.0.0.1", 8000, 8001)
+        device: Device = (
+            "cuda" if people.SLEEPS in self.faults else "cpu"
+        )  # there a sleep frees none
         return FleetPlan(
-            "sim", "cpu", self.base, "sim", servers, router, self.ref.config, base_dir=self.home
+            "sim", device, self.base, "sim", servers, router, self.ref.config, base_dir=self.home
         )
 
     # --- processes that skyctl starts -----------------------------------------------------------
@@ -365,7 +369,7 @@ class SupervisedWorld(World):
         for url in self.router.workers:
             engine = self.engine_at(url)
             assert engine is not None
-            if engine.asleep and not self.verbs_open:
+            if engine.asleep and not (self.verbs_open or engine.meddled_with):
                 self.violate("router: a server that sleeps is routed")
 
     def note_names(self, state: FleetState) -> None:

@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 ITEM = 4
 WORD = 2**63
 _TENSORS_IN_CHUNK = 2
+_TOUCHING = (
+    WorkerMethod.LAYOUT_LOAD,
+    WorkerMethod.WEIGHTS_COPY,
+    WorkerMethod.WEIGHTS_FILL,
+    WorkerMethod.WRITE_TENSORS,
+)
+"""Methods that read or write parameters."""
 
 PARAMETERS = tuple(
     ParameterLayout(name, "float32", tuple(SHAPE), (Part(name, tuple(SHAPE), 1, n, 0, n, 0, n),))
@@ -97,6 +104,8 @@ class Workers:
     ) -> bool:
         """Answer a call of one of these methods, or of none of them (False). Raises as theirs."""
         method, arguments = sent.get("method"), sent.get("kwargs") or {}
+        if method in _TOUCHING:
+            self._engine.touch_weights(str(method), caller)
         if method == WorkerMethod.LAYOUT_LOAD:
             self._write(caller, reply, self._loaded())
         elif method == WorkerMethod.WEIGHTS_COPY:

@@ -26,7 +26,7 @@ from skyctl.store.state import FleetState
 from skyctl.store.stopped import STOPPED_S
 from tests.simulation import checks, people, seams
 from tests.simulation.disk import HUB, Checkpoints, Disk
-from tests.simulation.engine import Engine, Frailty
+from tests.simulation.engine import STRANGER, Engine, Frailty
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import Endless, VirtualLoop
 from tests.simulation.network import Network, Weather
@@ -75,9 +75,10 @@ class Ended:
 
 def traits(seed: int) -> frozenset[str]:
     """Which of these a schedule has; seeds without them go as they went before there were any."""
+    sleeps = {people.SLEEPS} if Random(f"sleeps {seed}").random() < 0.25 else set()
     if Random(f"gpu {seed}").random() < 0.25:
-        return frozenset({people.LIVE, people.GPU})
-    return frozenset({people.LIVE} if Random(f"live {seed}").random() < 0.25 else ())
+        return frozenset({people.LIVE, people.GPU} | sleeps)
+    return frozenset(({people.LIVE} if Random(f"live {seed}").random() < 0.25 else set()) | sleeps)
 
 
 class World:
@@ -204,11 +205,18 @@ class World:
             if "elsewhere" in engine.label:
                 self.others.add(engine.url)
             checks.labelled_anew(self, engine)
-        if found := checks.serves(self, engine):
-            if not checks.thawed_by_stranger(engine):
-                self.violate(f"{found} after {plain(what)}")
-            else:  # nothing of ours stands in its way
-                self.excused += 1
+        if what.startswith("dies"):
+            self._violate_unless(checks.unseen_sleep(self, engine), f"memory: {plain(what)}")
+        elif found := checks.serves(self, engine):
+            # nothing of ours stands in the way of either
+            excused = checks.thawed_by_stranger(engine) or engine.meddled_with
+            self._violate_unless(excused, f"{found} after {plain(what)}")
+
+    def _violate_unless(self, excused: bool, line: str) -> None:
+        if excused:
+            self.excused += 1
+        else:
+            self.violate(line)
 
     def _before(self, engine: Engine, path: str, caller: Process | None) -> None:
         """While a session is open, and its owner has the turn, nobody else acts on the server."""
@@ -238,7 +246,7 @@ class World:
         owner = engine.owner
         if owner is None or owner.dead or owner is caller or not engine.open:
             return
-        if caller is not None and caller.label == people.STRANGER and not engine.protected:
+        if caller is not None and caller.label == STRANGER and not engine.protected:
             return  # nothing of ours stands in its way
         if any(flock.process is owner for flock in self.kernel.flocks.values()):
             who = plain(caller.label) if caller else "?"
