@@ -350,8 +350,8 @@ def judge(
         return Finding(name, Condition.WRONG_VERSION, behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
         return healthy(name, foreign)
-    awake = not (seen.sleep_level or seen.paused or row.weights_awake)
-    if awake and is_empty(row.sleep_level, seen.version, row.weight_version):
+    asleep = seen.sleep_level or seen.paused
+    if not asleep and is_empty(row.sleep_level, seen.version, row.weight_version):
         detail = "a level-2 sleep discarded its weights, and another program woke it"
         return Finding(name, Condition.WRONG_VERSION, detail, back)
     if seen.sleep_level and not row.sleep_level:

@@ -83,6 +83,9 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     answering = await responsive(failed, control_timeout_s=run.fleet.timeouts.control_s)
 
     async def call(server: PushedServer) -> None:
+        if not await server.control.is_paused():  # started again, or woken, and not by this push
+            server.did.woken = False
+            return
         level = max(1, server.given.recorded.sleep_level)
         # a sleep while they sleep and the rest is awake would be ignored
         await wake_weights_alone(_patient(run, server))

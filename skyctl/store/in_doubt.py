@@ -326,9 +326,11 @@ def _roll_forward(
         clear_doubt(state, *released)
         state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
-            # weights that a level-2 sleep discarded exist again
-            level = min(state.server(name).sleep_level, 1)
-            now = {**source, "checkpoint": update["checkpoint"] or None, "sleep_level": level}
+            now = {**source, "checkpoint": update["checkpoint"] or None}
+            if name in suspects:  # weights that a level-2 sleep discarded exist again
+                now["sleep_level"] = min(state.server(name).sleep_level, 1)
+            else:  # it was wholly awake; it may have been put to sleep since
+                now |= {"sleep_level": 0, "weights_awake": False}
             state.update_server(
                 name, weight_version=update["version"], weights_digest=digest or None, **now
             )

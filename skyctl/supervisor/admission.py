@@ -11,6 +11,7 @@ from typing import Any
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core import expectations
+from skyctl.core.actions import READ_BACK_TIMEOUT_S
 from skyctl.core.expectations import (
     arguments_of,
     files_of,
@@ -20,6 +21,7 @@ from skyctl.core.expectations import (
 from skyctl.core.findings import Condition, Finding, Severity
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
+from skyctl.core.recorded_sleep import put_sleep_on_record
 from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.engines.base import Feature
 from skyctl.errors import DeadlineExceeded, ServerError
@@ -195,6 +197,13 @@ async def wake(replica: Replica, client: ControlClient) -> None:
         raise ServerError(f"{replica.name} did not wake: {outcome.detail}")
     replica.asleep = False
     replica.observe(paused=False)
+
+
+async def record_sleep(replica: Replica, client: ControlClient, state: FleetState) -> None:
+    """Put on record that a server sleeps, or deeper than the record says."""
+    rows = {replica.name: replica.row}
+    await put_sleep_on_record([replica.target], rows, (), client, state, READ_BACK_TIMEOUT_S)
+    replica.reload_row()
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:

@@ -106,6 +106,23 @@ def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
     assert found(Observed("a", state=ReplicaState.FAILED)) == ("failed", "restart")
 
 
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Observed("a", version="v1"), ("wrong-version", "push")),
+        (Observed("a", version="v1", sleep_level=2), ("healthy", "nothing")),
+        (Observed("a", version="v1", paused=True), ("healthy", "nothing")),
+        (Observed("a", version=None), ("wrong-version", "push")),  # its engine has no labels
+    ],
+)
+def test_one_that_another_program_woke_after_its_weights_were_discarded_serves_none(
+    seen: Observed, expected: tuple[str, str]
+) -> None:
+    row = ServerRow("a", weight_version="v1", checkpoint_digest="digest", sleep_level=2)
+    assert found(seen, row, weights=V1, ours=False) == expected
+    assert found(seen, replace(row, sleep_level=1), weights=V1) == ("healthy", "nothing")
+
+
 def test_a_pause_of_somebody_elses_is_no_fault() -> None:
     finding = judge(Observed("a", paused=True), ServerRow("a"), None, BASE, ours=True)
     assert (finding.condition, finding.action) == ("healthy", "nothing")

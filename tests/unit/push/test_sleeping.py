@@ -207,6 +207,53 @@ async def test_weights_that_another_program_discarded_are_not_served(
     assert rows == [(2, True)] * 2
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_one_that_another_program_woke_without_its_weights_serves_only_new_ones(
+    stubs: Stubs, state: FleetState, monkeypatch: pytest.MonkeyPatch, late: bool, fails: bool
+) -> None:
+    """Before the push looks at it, or `late`: until then it sleeps."""
+    wake_weights = sleeping.wake_weights
+
+    async def woken(*how: Any) -> None:
+        for engine in stubs.engines:
+            await engine.wake([])
+        if how:
+            await wake_weights(*how)
+
+    await asleep(stubs, level=2)
+    if late:
+        monkeypatch.setattr(sleeping, "wake_weights", woken)
+    else:
+        await woken()
+    if fails:
+        stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    job = await recorded(state, stubs)
+    assert (job.error is not None) is fails
+    rows = [(row.sleep_level, bool(row.quarantine)) for row in state.servers()]
+    assert rows == [(2, True) if fails else (0, False)] * 2
+    assert [engine.paused for engine in stubs.engines] == [fails] * 2
+
+
+async def test_one_that_was_started_again_amid_a_push_is_not_put_to_sleep_as_that_is_undone(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it does that, once it is admitted."""
+    await asleep(stubs)
+    first, sleep_again = stubs.engines[0], sleeping.sleep_again
+
+    async def restarted(*how: Any) -> None:
+        await first.wake([])
+        first.log.clear()
+        await sleep_again(*how)
+
+    monkeypatch.setattr(sleeping, "sleep_again", restarted)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    await failing(stubs)
+    assert first.log == [] and not first.paused
+    assert stubs.engines[1].asleep == {"weights", "kv_cache"}
+
+
 @pytest.mark.parametrize("sleeps", [False, True])
 async def test_one_that_an_earlier_push_froze_serves_after_the_next_if_its_sleep_is_over(
     stubs: Stubs, sleeps: bool

@@ -147,6 +147,7 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
     """Of a part of a roll only the servers are: the fleet's version is the one before. What an
     earlier push had left of a server that this one gave back is over."""
     put_in_doubt(state, {"b": InDoubt("b", "push-0", "init", half_updated=False, thaw=True)})
+    state.update_servers({name: {"sleep_level": 2, "weights_awake": True} for name in "ab"})
     job = journaled(
         state, "pause", "a:pausing", "b:pausing", "c:pausing", "update", "resume", dead=True
     )
@@ -169,6 +170,9 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         row = state.server(name)
         assert (row.weight_version, row.weights_digest) == ("v2", "weights")
     assert state.server("a").quarantine and not state.server("b").quarantine
+    # what was given back was wholly awake; it may have been put to sleep at any level since
+    slept = [(row.sleep_level, row.weights_awake) for row in state.servers() if row.name in "ab"]
+    assert slept == [(1, True), (0, False)]
     assert state.weights().version == ("v2" if whole else None)
     assert [push.ok for push in state.journal.pushes()] == ([True] if whole else [])
 
