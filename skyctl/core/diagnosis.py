@@ -325,6 +325,11 @@ def judge(
         return Finding(name, Condition.UNREACHABLE, problem, replace)
     if record is not None and record.half_updated:
         return Finding(name, Condition.HALF_UPDATED, record.reason, Action.PUSH)
+    back = Action.RESTART if ours and weights.version is None else Action.PUSH
+    asleep = seen.sleep_level or seen.paused
+    if not asleep and is_empty(row.sleep_level, seen.version, row.weight_version):
+        detail = "a level-2 sleep discarded its weights, and another program woke it"
+        return Finding(name, Condition.HALF_UPDATED, detail, back)
     restarted = "" if record is None else _restarted(seen, row, record, ours=ours)
     if record is not None and record.woken and not restarted:
         return Finding(name, Condition.WOKEN, record.reason, Action.SLEEP)
@@ -334,7 +339,6 @@ def judge(
         return Finding(
             name, Condition.STUCK, f"its weight version cannot be read ({reason})", replace
         )
-    back = Action.RESTART if ours and weights.version is None else Action.PUSH
     if record is not None:
         return _judge_frozen(name, row, record, weights, back, restarted)
     if row.quarantine:
@@ -350,10 +354,6 @@ def judge(
         return Finding(name, Condition.WRONG_VERSION, behind, back)
     if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
         return healthy(name, foreign)
-    asleep = seen.sleep_level or seen.paused
-    if not asleep and is_empty(row.sleep_level, seen.version, row.weight_version):
-        detail = "a level-2 sleep discarded its weights, and another program woke it"
-        return Finding(name, Condition.WRONG_VERSION, detail, back)
     if seen.sleep_level and not row.sleep_level:
         detail = f"asleep at level {seen.sleep_level}, which is not on record"
         return healthy(name, detail, "type: skyctl wake")

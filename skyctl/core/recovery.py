@@ -33,6 +33,7 @@ from skyctl.push.sleeping import back_to_sleep, wake_weights_alone
 from skyctl.push.verify import weights_digest
 from skyctl.states import DISCARDED, PushStage
 from skyctl.store.in_doubt import (
+    InDoubt,
     clear_doubt,
     held_by,
     in_doubt,
@@ -212,19 +213,26 @@ async def _release_one(case: _Case, actions: Actions) -> None:
 
 
 async def _keep_frozen(case: _Case, actions: Actions) -> None:
-    """Freeze a server that another program has thawed, and that is half updated or lacks the label
-    of what it holds: the push may not come about.
+    """Freeze a server that another program has thawed, and that is half updated, holds nothing or
+    lacks the label of what it holds: the push may not come about.
     """
     record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
+    empty = case.finding.condition is Condition.HALF_UPDATED and not (
+        record and record.half_updated
+    )
+    if empty:
+        record = InDoubt(case.name, "recovery", PushStage.UPDATE, half_updated=True, thaw=True)
     if record is None or target is None or not (record.half_updated or record.version):
         return
     server = engines.server(actions.client, target, timeout_s=actions.control_timeout_s)
     with suppress(ServerError):  # an engine that is stuck carries out the pause once it goes on
         if await server.is_paused():
             return
-    with suppress(StateUnwritable):
+    with suppress(StateUnwritable), actions.state.transaction():
         thaws = replace(record, thaw=not actions.state.server(case.name).paused)
         put_in_doubt(actions.state, {case.name: thaws})  # the push is to thaw it again
+        if empty:
+            actions.state.update_server(case.name, sleep_level=0, weights_awake=False)
     with suppress(ServerError):
         await server.pause("abort", clear_cache=False)
 

@@ -353,7 +353,8 @@ class SupervisedWorld(World):
                 self.violate("ended: a server was ended because something could not be written")
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
-            by_verb = not engine.serving and not engine.frozen_for_push and self.verbs_open
+            by_verb = self.verbs_open or engine.meddled_with
+            by_verb = by_verb and not (engine.serving or engine.frozen_for_push)
             if replica is None or replica.state != "ready" or by_verb:
                 continue
             if engine.process is None or engine.process.dead:

@@ -109,10 +109,10 @@ def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [
-        (Observed("a", version="v1"), ("wrong-version", "push")),
+        (Observed("a", version="v1"), ("half-updated", "push")),
         (Observed("a", version="v1", sleep_level=2), ("healthy", "nothing")),
         (Observed("a", version="v1", paused=True), ("healthy", "nothing")),
-        (Observed("a", version=None), ("wrong-version", "push")),  # its engine has no labels
+        (Observed("a", version=None), ("half-updated", "push")),  # its engine has no labels
     ],
 )
 def test_one_that_another_program_woke_after_its_weights_were_discarded_serves_none(
