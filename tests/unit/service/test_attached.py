@@ -258,6 +258,24 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
         assert [record.version for record in weights.pushes] == ["v7"]
 
 
+async def test_recovery_freezes_a_server_that_another_program_woke_without_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.sleep(Sleep(level=2))
+        await stub.engine.wake([])
+        [found] = await fleet.findings()
+        assert found.detail.endswith("another program woke it") and not stub.engine.paused
+        [repair] = await fleet.recover()  # the fleet has no weights yet that could be pushed
+        assert not repair.ok and stub.engine.paused
+        row = fleet.state.server("far-0")
+        assert row.quarantine and (row.sleep_level, row.weights_awake) == (0, False)
+        assert in_doubt(fleet.state)["far-0"].half_updated
+        [left] = await fleet.resume()
+        assert left.status == "skipped" and stub.engine.paused
+
+
 async def test_what_sleeps_in_part_sleeps_whole_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
