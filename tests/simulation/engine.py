@@ -195,6 +195,7 @@ class Engine:
         self.asleep: set[str] = set()
         self.sleep_level = 0
         self.meddled_with = False  # another program has sent it to sleep, or woken a part of it
+        self.meddled_with_at = 0.0
         self.open = False
         self.half_open = False
         self.reloading = False
@@ -412,7 +413,8 @@ class Engine:
         return {"status": "resumed"}
 
     def _note_meddling(self, caller: Process | None) -> None:
-        self.meddled_with |= caller is not None and caller.label == STRANGER
+        if caller is not None and caller.label == STRANGER:
+            self.meddled_with, self.meddled_with_at = True, self._loop.now
 
     def _sleep(
         self, parameters: Mapping[str, list[str]], _: dict[str, Any], caller: Process | None
@@ -596,7 +598,8 @@ class Engine:
 
     def _update_label(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         self.label = sent["new_version"]
-        self.meddled_with = False
+        if self.meddled_with_at < self.begun_at:  # it was loaded since
+            self.meddled_with = False
         return {"success": True}
 
     def _checker(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
