@@ -11,7 +11,7 @@ from skyctl.api.results import VerbResult
 from skyctl.api.session import GeneratingFleet
 from skyctl.api.updates import Adapters
 from skyctl.api.weights import WeightsFleet
-from skyctl.core.registry import FleetRef, find, select, supervisor_running
+from skyctl.core.registry import FleetRef, find, refuse_another_file, select, supervisor_running
 from skyctl.core.requests import (
     Control,
     Down,
@@ -99,7 +99,7 @@ class Fleet(WeightsFleet, GeneratingFleet):
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
         ref, fresh = self._local_ref("up"), True
-        bring_up.refuse_another_file(ref)
+        refuse_another_file(ref)
         try:
             begun = await bring_up.begin_up(ref, router=router)
             fresh = begun.fresh
@@ -113,11 +113,13 @@ class Fleet(WeightsFleet, GeneratingFleet):
         """Drain the fleet and stop all of it. May be repeated.
 
         Raises:
-            UsageError: the fleet is attached. SkyctlError: something could not be stopped.
+            UsageError: the fleet is attached. ConflictError: it runs from another file of its name.
+            SkyctlError: something could not be stopped.
         """
         if not isinstance(self._ref, FleetRef):
             async with self._connected() as fleet:
                 return await fleet.down(Down(drain_timeout_s))
+        refuse_another_file(self._ref)
         if not supervisor_running(self._ref.paths):
             bring_up.refuse_attached(self._ref)
         config = self._ref.config

@@ -15,6 +15,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, seconds
 from skyctl.core.registry import (
     Files,
     is_url,
+    refuse_another_file,
     select,
     select_paths,
     supervisor_running,
@@ -103,7 +104,6 @@ def up(
       skyctl up --attach
     """
     from skyctl.cli.fleet_view import status_view
-    from skyctl.service.bring_up import refuse_another_file
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")
@@ -292,6 +292,7 @@ def _chosen(file: Files, fleet: str | None) -> tuple[FleetPaths, float, float]:
         if fleet is None:
             raise
         return select_paths(file, fleet), 30.0, 15.0
+    refuse_another_file(ref)
     if not supervisor_running(ref.paths):
         refuse_attached(ref)
     return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s

@@ -242,30 +242,42 @@ def was_attached(paths: FleetPaths) -> bool:
     return origin_of(paths).get("kind") == "attached"
 
 
-def refuse_another_file(ref: FleetRef, *, left_alone: bool = False) -> None:
-    """A copied directory is a likely mistake: it would take over another fleet's servers, or the
-    records of them. A file that was moved goes on where it was. `left_alone`: its servers run on
-    without a supervisor.
+def left_alone(paths: FleetPaths) -> bool:
+    """Whether processes of this fleet run on without a supervisor, and are not being ended."""
+    if not paths.database.exists() or supervisor_running(paths):
+        return False
+    from skyctl.store.state import FleetState
+
+    with FleetState(paths.database) as state:
+        if state.get("going_down"):
+            return False
+        rows = state.processes()
+        # or processes of a run that its supervisor could not put on record
+        return any(row.alive() for row in rows) or bool(rows and state.unrecorded_processes())
+
+
+def refuse_another_file(ref: FleetRef) -> None:
+    """A copied directory is a likely mistake: its commands would act on another fleet's servers, or
+    the records of them. A file that was moved goes on where it was.
 
     Raises:
         ConflictError: the fleet runs, or is attached, from another file of the same name, which
             still exists.
     """
-    runs = left_alone or supervisor_running(ref.paths)
-    origin = origin_of(ref.paths) if ref.file is not None and (runs or ref.attached) else {}
-    before = Path(origin.get("file") or "")
-    if ref.file is None or not before.is_file() or before.samefile(ref.file):
+    file, before = ref.file, Path(origin_of(ref.paths).get("file") or "")
+    if file is None or file.parent == ref.paths.directory:  # not the user's
+        return
+    if not (before.is_file() and file.is_file()) or before.samefile(file):
+        return
+    runs = supervisor_running(ref.paths) or left_alone(ref.paths)
+    if not (runs or ref.attached):
         return
     with contextlib.suppress(FleetFileError):  # it may be being edited, and be that fleet's still
         if _from_files([before]).name != ref.name:
             return
-    if runs:
-        state, then = "up", f"or first: skyctl down --fleet {ref.name}"
-    else:
-        state, then = "attached", f"or use that one: skyctl status --fleet {ref.name}"
     raise ConflictError(
-        f"fleet {ref.name} is {state} already, from {before}",
-        hint=f"give this one a `name:` of its own, {then}",
+        f"fleet {ref.name} is {'up' if runs else 'attached'} already, from {before}",
+        hint=f"give this one a `name:` of its own, or use that one: --fleet {ref.name}",
     )
 
 

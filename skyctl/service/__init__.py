@@ -18,14 +18,18 @@ def connect(ref: FleetRef | RemoteRef) -> AbstractAsyncContextManager[FleetServi
 
     async with connect(ref) as fleet:
         outcomes = await fleet.pause(Pause(mode="keep"))
+
+    Raises:
+        ConflictError: the fleet runs, or is attached, from another file of its name.
     """
     # only the one that is needed is imported: `status` must be fast
-    from skyctl.core.registry import RemoteRef
+    from skyctl.core.registry import RemoteRef, refuse_another_file
 
     if isinstance(ref, RemoteRef):
         from skyctl.supervisor.client import NetworkFleet
 
         return NetworkFleet(ref)
+    refuse_another_file(ref)
     if ref.attached:
         from skyctl.service.attached import AttachedFleet
 

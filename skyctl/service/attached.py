@@ -11,7 +11,7 @@ from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import assess, stopped
 from skyctl.core.recorded import RecordedFleet
-from skyctl.core.registry import FleetRef, refuse_another_file, remember, supervisor_running
+from skyctl.core.registry import FleetRef, remember, supervisor_running
 from skyctl.core.requests import (
     CancelJob,
     CloseUpdate,
@@ -88,7 +88,6 @@ class AttachedFleet(RecordedFleet):
         return self._servers.targets
 
     async def __aenter__(self) -> Self:
-        refuse_another_file(self.ref)
         if supervisor_running(self.paths):  # the file started servers before it listed some
             raise ConflictError(
                 f"fleet {self.ref.name} is up: skyctl started its servers",

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from skyctl.core import registry
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan, config_digest
 from skyctl.core.planning import (
@@ -22,6 +21,8 @@ from skyctl.core.recorded import down_error
 from skyctl.core.registry import (
     FleetRef,
     kept_files,
+    left_alone,
+    refuse_another_file,
     remember,
     supervisor_running,
     was_attached,
@@ -42,7 +43,6 @@ from skyctl.service.bring_down import after_down, attached_error, goes_down
 from skyctl.service.revive import up_lock
 from skyctl.service.supervised import SupervisedFleet
 from skyctl.service.switching import take_gpus, would_sleep
-from skyctl.service.unsupervised import left_alone
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
@@ -69,11 +69,6 @@ def refuse_attached(ref: FleetRef) -> None:
     """Raise UsageError for a fleet whose servers skyctl did not start."""
     if ref.config.attached:
         raise attached_error(ref.name)
-
-
-def refuse_another_file(ref: FleetRef) -> None:
-    """Raise ConflictError for the file of a copied directory, while the fleet runs from another."""
-    registry.refuse_another_file(ref, left_alone=left_alone(ref.paths))
 
 
 def _forget_attached(ref: FleetRef) -> None:
@@ -204,8 +199,10 @@ async def earlier(ref: FleetRef) -> tuple[FleetRef, bool, Preview]:
     Raises:
         FleetDownError: the fleet does not run.
         NotFoundError: no such file is kept.
+        ConflictError: the fleet runs from another file of its name.
     """
     refuse_attached(ref)
+    refuse_another_file(ref)
     async with SupervisedFleet(ref) as fleet:
         status = await fleet.status(StatusQuery(fresh=False))
     if not status.config_digest:

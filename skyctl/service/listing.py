@@ -10,6 +10,7 @@ from enum import StrEnum
 from skyctl.core.registry import (
     RemoteRef,
     known_fleets,
+    left_alone,
     origin_of,
     supervisor_running,
     was_attached,
@@ -19,7 +20,6 @@ from skyctl.core.service import FleetService
 from skyctl.core.status import Health
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service import connect
-from skyctl.service.unsupervised import left_alone
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.supervisor.interface import SupervisorClient
 

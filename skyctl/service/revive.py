@@ -12,11 +12,10 @@ from contextlib import AbstractAsyncContextManager, suppress
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled, servers_of
-from skyctl.core.registry import FleetRef, base_dir_of
+from skyctl.core.registry import FleetRef, base_dir_of, left_alone
 from skyctl.core.requests import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.fleetfile.load import load_fleet
-from skyctl.service.unsupervised import left_alone
 from skyctl.store.locks import Holder, Lock, Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skyctl.core.registry import FleetRef, known_fleets, select, supervisor_running
+from skyctl.core.registry import FleetRef, known_fleets, left_alone, select, supervisor_running
 from skyctl.core.requests import Outcomes, Sleep, StatusQuery, Wake
 from skyctl.core.service import FleetService
 from skyctl.core.status import FleetStatus, OperationKind, ReplicaStatus
@@ -31,7 +31,6 @@ from skyctl.kill_points import reached
 from skyctl.service import connect
 from skyctl.service.bring_down import after_down, goes_down
 from skyctl.service.revive import up_lock
-from skyctl.service.unsupervised import left_alone
 from skyctl.states import ReplicaState
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths, fleet_paths

@@ -11,7 +11,7 @@ from skyctl.core.findings import Action, Condition, Finding
 from skyctl.core.observation import Observed, observe
 from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef
 from skyctl.core.requests import StatusQuery
 from skyctl.core.status import (
     FleetStatus,
@@ -28,26 +28,11 @@ from skyctl.http.target import ServerTarget
 from skyctl.states import ReplicaState
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import in_doubt_or_orphaned
-from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor.restarts import remembered
 
 F = TypeVar("F", bound=FrontStatus)
-
-
-def left_alone(paths: FleetPaths) -> bool:
-    """Whether processes of this fleet run on without a supervisor, and are not being ended."""
-    if not paths.database.exists() or supervisor_running(paths):
-        return False
-    with FleetState(paths.database) as state:
-        if state.get("going_down"):
-            return False
-        rows = state.processes()
-        if any(row.alive() for row in rows):
-            return True
-        # processes of a run that its supervisor could not put on record
-        return bool(rows and state.unrecorded_processes())
 
 
 class UnsupervisedFleet(RecordedFleet):

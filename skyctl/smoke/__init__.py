@@ -18,11 +18,10 @@ from typing import Any
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef, left_alone, supervisor_running
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, SkyctlError, UsageError
 from skyctl.service import connect
-from skyctl.service.unsupervised import left_alone
 from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, down, steps_for
 from skyctl.units import format_seconds
 

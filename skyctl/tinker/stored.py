@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from skyctl.core.registry import FleetRef, known_fleets, select
+from skyctl.core.registry import FleetRef, known_fleets, refuse_another_file, select
 from skyctl.core.tinker import storage_directory
 from skyctl.core.urls import tinker_place
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError
@@ -142,10 +142,12 @@ async def delete_checkpoints(ref: FleetRef, names: Sequence[str]) -> list[Stored
     Raises:
         NotFoundError: there is no such checkpoint or run; nothing was deleted.
         UsageError: the fleet has no API. FleetDownError: it does not answer.
+        ConflictError: the fleet runs from another file of its name.
         SkyctlError: it did not delete one; those before it are deleted.
     """
     import httpx
 
+    refuse_another_file(ref)
     place, stored = tinker_place(ref), checkpoints_of(ref)
     chosen = [entry for entry in stored if entry.path in names or entry.run in names]
     if unknown := set(names) - {entry.path for entry in chosen} - {entry.run for entry in chosen}:

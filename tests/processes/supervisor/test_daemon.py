@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef, left_alone, supervisor_running
 from skyctl.core.requests import TakenDown
 from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError, HostUnreachable, SkyctlError
@@ -28,7 +28,7 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.service import bring_down
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import follow_operation
-from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
+from skyctl.service.unsupervised import UnsupervisedFleet
 from skyctl.store.journal import JobEvent
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.processes import ProcessRow

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import pickle
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.store.identity import own_identity
+from skyctl.store.paths import fleet_paths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from tests.stub.faults import Fault
@@ -377,18 +379,43 @@ async def test_a_fleet_is_found_by_its_name_afterwards(
         Fleet.load(tmp_path / "absent.yaml")
 
 
-async def test_up_from_a_copied_directory_takes_over_nobodys_servers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The file of a fleet that was started, and a copy of it in another directory."""
     monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
-    files = [tmp_path / name / "fleet.yaml" for name in ("project", "copy")]
+    files = tmp_path / "project" / "fleet.yaml", tmp_path / "copy" / "fleet.yaml"
     for file in files:
         file.parent.mkdir()
         file.write_text("name: demo\nmodel: org/tiny\ndevice: cpu\n")
-    first = select([files[0]], None)
-    remember(first)
+    remember(select([files[0]], None))
+    return files
+
+
+async def test_up_from_a_copied_directory_takes_over_nobodys_servers(
+    copied: tuple[Path, Path],
+) -> None:
     row = ProcessRow("demo-0", "server", "running", "t", own_identity(), "h", "127.0.0.1", 8000)
-    with FleetState(first.paths.database) as state:  # no supervisor is left
+    with FleetState(fleet_paths("demo").database) as state:  # no supervisor is left
         state.save_process(row)
-    with pytest.raises(ConflictError, match=f"demo is up already, from {files[0]}"):
-        await Fleet.load(files[1]).up()
+    with pytest.raises(ConflictError, match=f"demo is up already, from {copied[0]}"):
+        await Fleet.load(copied[1]).up()
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda fleet: fleet.down(),
+        lambda fleet: fleet.pause(),
+        lambda fleet: fleet.scale(2),
+        lambda fleet: fleet.sync_weights("/step-1"),
+        lambda fleet: fleet.status(),
+    ],
+    ids=["down", "pause", "scale", "sync-weights", "status"],
+)
+async def test_a_copied_directory_acts_on_nobodys_servers(
+    copied: tuple[Path, Path], act: Callable[[Fleet], Awaitable[Any]]
+) -> None:
+    with fleet_paths("demo").supervisor_lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConflictError, match=f"demo is up already, from {copied[0]}"):
+            await act(Fleet.load(copied[1]))

@@ -13,6 +13,8 @@ from skyctl.core.registry import (
     FleetRef,
     base_dir_of,
     find,
+    keep_applied,
+    kept_files,
     known_fleets,
     refuse_another_file,
     remember,
@@ -20,6 +22,7 @@ from skyctl.core.registry import (
     select_paths,
 )
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
+from skyctl.service import connect
 from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, fleet_paths, state_root
 from skyctl.store.state import FleetState
 
@@ -156,7 +159,7 @@ def test_a_second_file_of_an_attached_fleets_name_is_refused(
     first.write_text(text)  # perhaps it is being edited
     with pytest.raises(ConflictError, match=f"known is attached already, from {first}") as refused:
         refuse_another_file(second)
-    assert refused.value.hint.endswith("skyctl status --fleet known")
+    assert refused.value.hint.endswith("--fleet known")
     refuse_another_file(select([first], "known"))
 
 
@@ -170,6 +173,42 @@ def test_the_file_of_an_attached_fleet_may_move(here: Path, tmp_path: Path, beca
     else:
         write(tmp_path / "project", "other")
     refuse_another_file(select([second], None))
+
+
+@pytest.mark.parametrize("change", ["copied", "moved", "down"])
+def test_a_second_file_of_a_running_fleets_name_is_refused_while_the_first_exists(
+    here: Path, tmp_path: Path, change: str
+) -> None:
+    (tmp_path / "project").mkdir()
+    first, second = tmp_path / "project" / "fleet.yaml", here / "fleet.yaml"
+    for file in (first, second):
+        file.write_text("name: lab\nmodel: x\n")
+    remember(select([first], None))
+    if change == "moved":
+        first.unlink()
+    with contextlib.ExitStack() as stack:
+        if change != "down":
+            lock = stack.enter_context(fleet_paths("lab").supervisor_lock.open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        connect(select(None, "lab"))  # by its name, from anywhere
+        if change != "copied":
+            connect(select(None, None))
+            return
+        with pytest.raises(ConflictError, match=f"lab is up already, from {first}") as refused:
+            connect(select(None, None))
+    assert refused.value.hint.endswith("--fleet lab")
+
+
+def test_a_kept_file_of_a_running_fleet_is_not_another_file(here: Path) -> None:
+    """`rollout undo` applies it."""
+    (here / "fleet.yaml").write_text("name: lab\nmodel: x\n")
+    ref = select(None, None)
+    remember(ref)
+    keep_applied(ref.paths, (here / "fleet.yaml").read_bytes())
+    with ref.paths.supervisor_lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (kept,) = kept_files(ref)
+        connect(kept)
 
 
 def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
