@@ -13,7 +13,13 @@ import typer
 from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument, seconds
-from skyctl.errors import DeadlineExceeded, SkyctlError, UsageError, no_server
+from skyctl.errors import (
+    DeadlineExceeded,
+    FleetDownError,
+    SkyctlError,
+    UsageError,
+    no_server,
+)
 from skyctl.states import ReplicaState
 
 if TYPE_CHECKING:
@@ -152,7 +158,8 @@ async def wait_for(
     """Poll until all servers (or `names`) meet the condition; `on_pending` receives those that do
     not.
 
-    A fleet that is down is waited for, too: another command may be starting it.
+    A fleet that is down is waited for, too: another command may be starting it. So is a supervisor
+    that does not answer: nothing here is on record of a fleet on another machine.
 
     Raises:
         DeadlineExceeded: they do not, after `timeout_s` seconds.
@@ -161,20 +168,28 @@ async def wait_for(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        status = await fleet.status()
-        _refuse_unknown(status, names)
-        pending = condition.pending(status, names)
-        if not pending:
-            return status
-        on_pending(pending)
-        _refuse_stuck(status, condition, names)
-        if time.monotonic() >= deadline:
-            raise DeadlineExceeded(
+        try:
+            status = await fleet.status()
+        except (FleetDownError, DeadlineExceeded) as error:
+            on_pending([error.message])
+            late = DeadlineExceeded(
+                f"not {condition} after {timeout_s:g} s: {error.message}", hint=error.hint
+            )
+        else:
+            _refuse_unknown(status, names)
+            pending = condition.pending(status, names)
+            if not pending:
+                return status
+            on_pending(pending)
+            _refuse_stuck(status, condition, names)
+            late = DeadlineExceeded(
                 f"fleet {status.name} is not {condition} after {timeout_s:g} s: "
                 + "; ".join(pending),
                 hint="look: skyctl status",
                 details={"pending": pending, "status": status.to_json()},
             )
+        if time.monotonic() >= deadline:
+            raise late
         await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
 
 

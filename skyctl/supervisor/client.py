@@ -137,7 +137,7 @@ class RemoteFleet(FleetService):
     def _encoded(self, request: object) -> bytes:
         return json.dumps({} if request is None else request, default=vars).encode()
 
-    def _unreachable(self, error: TransportError) -> FleetDownError:
+    def _unreachable(self, error: TransportError) -> SkyctlError:
         from skyctl.core.recorded import down_error
 
         return down_error(self.name)
@@ -188,13 +188,18 @@ class NetworkFleet(RemoteFleet):
             hint="save a checkpoint where both machines see it, and push its path",
         )
 
-    def _unreachable(self, error: TransportError) -> FleetDownError:
-        how = "is its certificate given with --ca?"
+    def _unreachable(self, error: TransportError) -> SkyctlError:
+        if isinstance(error.__cause__, ssl.SSLCertVerificationError):  # waiting would not help
+            return UsageError(
+                f"the certificate of {self.name} is not trusted: {error}",
+                hint="copy the fleet's supervisor.pem here, and give it with --ca",
+            )
+        how = "`supervisor: {listen: …}`?"
         if self.name.startswith("http:"):
-            how = "does that have `tls: false`? If not, it is https://…"
+            how = "`supervisor: {listen: …, tls: false}`? Without `tls: false` it is https://…"
         return FleetDownError(
             f"no supervisor answers at {self.name}: {error}",
-            hint=f"is the fleet up, does its file have `supervisor: {{listen: …}}`, and {how}",
+            hint=f"is the fleet up, and does its file have {how}",
         )
 
 

@@ -95,7 +95,7 @@ async def test_it_is_listed_there_with_why_it_does_not_answer(there: There) -> N
     [
         ({"token_file": None}, "asks for a token"),
         ({"token": "0" * 64}, "does not know that token"),
-        ({"ca": None}, "no supervisor answers at https://127.0.0.1"),
+        ({"ca": None}, r"the certificate of https://127.0.0.1:\d+ is not trusted"),
         ({"url": "http://127.0.0.1:{port}"}, "no supervisor answers at"),
     ],
 )

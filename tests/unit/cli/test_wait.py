@@ -17,7 +17,13 @@ from skyctl.core.status import (
     RouterStatus,
     TinkerStatus,
 )
-from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+from skyctl.errors import (
+    DeadlineExceeded,
+    FleetDownError,
+    NotFoundError,
+    SkyctlError,
+    UsageError,
+)
 from skyctl.states import ReplicaState
 
 
@@ -35,11 +41,14 @@ def status(*replicas: ReplicaStatus, router: str = "ready", tinker: str = "ready
 
 
 class Fleet:
-    def __init__(self, *statuses: FleetStatus) -> None:
+    def __init__(self, *statuses: FleetStatus | SkyctlError) -> None:
         self.statuses = list(statuses)
 
     async def status(self) -> FleetStatus:
-        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        answer = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(answer, SkyctlError):
+            raise answer
+        return answer
 
 
 async def wait(fleet: Fleet, text: str, timeout_s: float = 5.0, **options: Any) -> FleetStatus:
@@ -105,6 +114,20 @@ async def test_the_deadline_says_what_is_missing() -> None:
     fleet = Fleet(status(replica("a", state="starting")))
     with pytest.raises(DeadlineExceeded, match="not ready after 0 s: a is starting"):
         await wait(fleet, "ready", timeout_s=0)
+
+
+async def test_a_supervisor_that_does_not_answer_yet_is_waited_for() -> None:
+    silent = (FleetDownError("no supervisor answers", hint="is it up?"), DeadlineExceeded("late"))
+    ready = status(replica("a"))
+    heard: list[str] = []
+    fleet = Fleet(*silent, ready)
+    assert await wait(fleet, "ready", on_pending=lambda p: heard.extend(p)) is ready
+    assert heard == ["no supervisor answers", "late"]
+    with pytest.raises(DeadlineExceeded, match="after 0 s: no supervisor answers") as raised:
+        await wait(Fleet(silent[0]), "ready", timeout_s=0)
+    assert raised.value.hint == "is it up?"
+    with pytest.raises(UsageError, match="not trusted"):
+        await wait(Fleet(UsageError("its certificate is not trusted")), "ready", timeout_s=1e9)
 
 
 async def test_a_server_that_was_given_up_ends_the_wait_at_once() -> None:
