@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
-import multiprocessing
 import os
 import platform
-import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.side_by_side import side_by_side
 from skyctl import kill_points
 from tests import forking
 from tests.faults.killing.cycle import Came, Dice
@@ -56,7 +55,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
 }
 PUSHED = ("attached", "supervised")  # on stubs, from files
-Order = list[tuple[str, int]]  # points and seeds
+Order = Sequence[tuple[str, str, int]]  # kinds, points and seeds
 
 
 def _points(kind: str) -> tuple[str, ...]:
@@ -85,71 +84,69 @@ def main() -> int:
     )
     options = parser.parse_args()
     kinds = ["real"] if options.real else [options.only] if options.only else list(KINDS)
-    deadline = time.monotonic() + options.minutes * 60
+    names = {k: f"{k}-overwritten" if options.overwrite and k in PUSHED else k for k in kinds}
     violations = 0
     with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
-        for kind in kinds:
-            overwritten = options.overwrite and kind in PUSHED
-            name = f"{kind}-overwritten" if overwritten else kind
-            log = options.log or Path(directory) / "log"
-            log = log.with_name(f"{name}-{log.name}")
-            _run(kind, options, deadline, log)
+        log = options.log or Path(directory) / "log"
+        logs = {kind: log.with_name(f"{name}-{log.name}") for kind, name in names.items()}
+        order = [cycle for kind in kinds for cycle in _order(kind, options, logs[kind])]
+        sweep = partial(_sweep, logs=logs, overwrites=options.overwrite)
+        errors = side_by_side(sweep, order, options.processes, options.minutes * 60)
+        for kind, name in names.items():
+            if not (cames := _logged(logs[kind])):
+                continue
             out = options.out or RESULTS / f"kill-points-{name}.json"
-            shown = _summary(kind, _logged(log))
+            shown = _summary(kind, cames)
             out.write_text(json.dumps(shown, indent=1) + "\n")
             _print(shown)
             violations += len(shown["violations"])
-    return 1 if violations else 0
+    return 1 if violations or errors else 0
 
 
-def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> None:
-    """Every cycle that `log` does not have, by as many processes as asked for."""
+def _order(kind: str, options: argparse.Namespace, log: Path) -> Order:
+    """Every cycle that `log` does not have."""
     points = [p for p in _points(kind) if not options.points or p in options.points]
     seeds = range(options.first_seed, options.first_seed + (1 if kind == "real" else options.seeds))
     done = {(came.point, came.seed) for came in _logged(log)}
     # seed by seed: when time runs out, every point had about as many
-    order = [(point, seed) for seed in seeds for point in points if (point, seed) not in done]
-    processes = min(options.processes, len(order))
-    sweep = partial(_sweep, kind, deadline=deadline, log=log, overwrites=options.overwrite)
-    if processes <= 1:
-        sweep(order)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-        parts = [pool.submit(sweep, order[n::processes]) for n in range(processes)]
-        # Ctrl-C reaches them as well, and they end by themselves
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            for part in parts:
-                part.result()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    cycles = ((point, seed) for seed in seeds for point in points)
+    return [(kind, *cycle) for cycle in cycles if cycle not in done]
 
 
-def _sweep(kind: str, order: Order, *, deadline: float, log: Path, overwrites: bool) -> None:
-    """These cycles on one fleet, until `deadline` (monotonic) or Ctrl-C: what there is counts."""
+def _sweep(
+    order: Order, deadline: float, *, logs: Mapping[str, Path], overwrites: bool
+) -> Iterable[dict[str, Any]]:
+    """These cycles, those of a kind on one fleet, until `deadline` (monotonic)."""
     forking.use()
-    with (
-        tempfile.TemporaryDirectory(prefix="kill-points-") as directory,
-        suppress(KeyboardInterrupt),
-    ):
-        if kind == "attached":
-            asyncio.run(_attached(Path(directory), order, deadline, log, overwrites))
-        elif kind == "supervised":
-            from tests.faults.killing.supervised import supervised_fleet
+    # a command may be writing still when this is interrupted
+    temporary = partial(tempfile.TemporaryDirectory, ignore_cleanup_errors=True)
+    for kind, cycles in itertools.groupby(order, itemgetter(0)):
+        if time.monotonic() < deadline:
+            with temporary(prefix="kill-points-") as directory:
+                _sweep_kind(kind, list(cycles), Path(directory), deadline, logs[kind], overwrites)
+    return ()
 
-            with supervised_fleet(Path(directory), overwrites=overwrites) as fleet:
-                _each(order, fleet.cycle, deadline, log)
-        elif kind == "lives":
-            from tests.faults.killing.lives import lives
 
-            with lives(Path(directory)) as fleet_of_lives:
-                _each(order, fleet_of_lives.cycle, deadline, log)
-        else:
-            from tests.faults.killing.real import real_fleet
+def _sweep_kind(
+    kind: str, order: Order, directory: Path, deadline: float, log: Path, overwrites: bool
+) -> None:
+    if kind == "attached":
+        asyncio.run(_attached(directory, order, deadline, log, overwrites))
+    elif kind == "supervised":
+        from tests.faults.killing.supervised import supervised_fleet
 
-            with real_fleet(Path(directory)) as real:
-                _each(order, real.cycle, deadline, log, guardian_every=1)
+        with supervised_fleet(directory, overwrites=overwrites) as fleet:
+            _each(order, fleet.cycle, deadline, log)
+    elif kind == "lives":
+        from tests.faults.killing.lives import lives
+
+        with lives(directory) as fleet_of_lives:
+            _each(order, fleet_of_lives.cycle, deadline, log)
+    else:
+        from tests.faults.killing.real import real_fleet
+
+        with real_fleet(directory) as real:
+            _each(order, real.cycle, deadline, log, guardian_every=1)
 
 
 async def _attached(
@@ -158,7 +155,7 @@ async def _attached(
     from tests.faults.killing.attached import attached_fleet
 
     async with attached_fleet(directory, overwrites=overwrites) as fleet:
-        for point, seed in order:
+        for _, point, seed in order:
             if time.monotonic() > deadline:
                 break
             began = time.monotonic()
@@ -173,7 +170,7 @@ def _each(
     log: Path,
     guardian_every: int = 10,
 ) -> None:
-    for point, seed in order:
+    for _, point, seed in order:
         if time.monotonic() > deadline:
             break
         began = time.monotonic()

@@ -61,9 +61,15 @@ def side_by_side(
         return lines
 
 
+def _end(*_: object) -> None:
+    """Once: the group may have been signalled as well, and what runs is taken down meanwhile."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _run(part: Part, items: list[Any], deadline: float, log: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's affair: it ends this process
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _end)
     with log.open("a", encoding="utf-8") as file, suppress(KeyboardInterrupt):
         try:
             for line in part(items, deadline):

@@ -328,6 +328,7 @@ def _be(
 ) -> NoReturn:
     """Be that command."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     numbers = [*range(len(streams)), *request["passed"]]
     apart = [fcntl.fcntl(own, fcntl.F_DUPFD, max(numbers) + 1) for own in (*streams, *passed)]
     for descriptor in (*streams, *passed, *others):
@@ -377,5 +378,6 @@ def _be_quick(*, guardian: bool) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the commands'
+    for number in (signal.SIGINT, signal.SIGTERM):  # to a group: they are the commands'
+        signal.signal(number, signal.SIG_IGN)
     main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.kill_points import KINDS
@@ -102,6 +105,36 @@ def test_a_fleet_whose_start_or_end_was_cut_short_leaves_nothing(
     came = short_lives.cycle(Dice.thrown(point, seed))
     assert came.violations == []
     assert came.killed
+
+
+def started_in(home: Path) -> list[psutil.Process]:
+    """What runs with this state directory."""
+    processes = psutil.process_iter(["environ"])
+    return [p for p in processes if (p.info["environ"] or {}).get("SKYCTL_HOME") == str(home)]
+
+
+def test_a_sweep_that_is_terminated_takes_its_fleets_down(tmp_path: Path) -> None:
+    log, out = tmp_path / "log", tmp_path / "out.json"
+    options = ["--only", "supervised", "--log", str(log), "--out", str(out)]
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.kill_points", *options],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 60.0
+        while not log.with_name("supervised-log").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        [home] = tmp_path.glob("kill-points-*/home")
+        assert started_in(home)
+    finally:
+        sweep.terminate()
+        code = sweep.wait(60)
+    assert code == 0 and json.loads(out.read_text())["cycles"] >= 1
+    deadline = time.monotonic() + 5.0
+    while started_in(home) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert started_in(home) == []
 
 
 def test_the_sweep_needs_nothing_but_what_skyctl_itself_needs() -> None:
