@@ -10,8 +10,7 @@ from typing import Any
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
-from skyctl.core import expectations
-from skyctl.core.actions import READ_BACK_TIMEOUT_S
+from skyctl.core import actions, expectations
 from skyctl.core.expectations import (
     arguments_of,
     files_of,
@@ -190,8 +189,6 @@ async def _digest_at_start(
 
 async def wake(replica: Replica, client: ControlClient) -> None:
     """Wake a server that slept outside the fleet. Raises ServerError if it does not."""
-    from skyctl.core import actions
-
     [outcome] = await actions.wake(client, [replica.target])
     if not outcome.ok:
         raise ServerError(f"{replica.name} did not wake: {outcome.detail}")
@@ -201,15 +198,13 @@ async def wake(replica: Replica, client: ControlClient) -> None:
 
 async def record_sleep(replica: Replica, client: ControlClient, state: FleetState) -> None:
     """Put on record that a server sleeps, or deeper than the record says."""
-    rows = {replica.name: replica.row}
-    await put_sleep_on_record([replica.target], rows, (), client, state, READ_BACK_TIMEOUT_S)
+    rows, timeout_s = {replica.name: replica.row}, actions.READ_BACK_TIMEOUT_S
+    await put_sleep_on_record([replica.target], rows, (), client, state, timeout_s)
     replica.reload_row()
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
     """Bring a server to its intended state: paused or asleep as its predecessor was, or running."""
-    from skyctl.core import actions
-
     row, resume = replica.row, replica.resume_when_up
     replica.intent_changed = replica.resume_when_up = False  # later changes are applied next
     outcomes: Sequence[Outcome[Any]]
