@@ -59,7 +59,7 @@ def test_a_push_that_waits_for_requests_is_cancelled_while_they_run(real_fleet: 
         for stream in streams:
             stream.wait_for_tokens(1)
         push = real_fleet.start("sync-weights", "checkpoints/b", "--mode", "wait")
-        until_said(push, f"pause: waits for {REQUESTS} requests on tiny-0")
+        until_said(push, "pause: waits for ")
         cancel()
     reached = [len(stream.tokens) for stream in streams]
     assert max(reached) < 1900 and not any(stream.error for stream in streams)  # they still run

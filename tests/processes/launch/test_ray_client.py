@@ -93,7 +93,7 @@ time.sleep(600)
 _HURRIED = """
 import sys
 from skyctl.launch.ray import client
-client._TAKEN_S, client._CONNECTED_S = 0.2, float(sys.argv.pop(1))
+client._TAKEN_S, client._CONNECTED_S = 2.0, float(sys.argv.pop(1))
 client.main()
 """
 
