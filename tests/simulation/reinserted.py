@@ -297,4 +297,13 @@ DEFECTS: dict[str, Defect] = {
             "skyctl.push.commit._outvote": _nothing,
         },
     ),
+    "38 discarded weights are woken": Defect(
+        "attached", {"skyctl.core.verbs.refuse_discarded": _nothing}
+    ),
+    "39 a server that another program woke without its weights is left so": Defect(
+        "attached", {"skyctl.core.diagnosis.is_empty": lambda *_: False}
+    ),
+    "40 a push takes servers that sleep for awake": Defect(
+        "attached", {"skyctl.push.sleeping.sleepers": lambda servers: []}
+    ),
 }

@@ -27,6 +27,8 @@ FOUND_BY = {
     "28 a forked child keeps its parent's locks": 381,
     "29 a record belongs to a place in the list": 25,
     "37 what servers copied out of a trainer's memory is compared with nothing": 70,
+    "38 discarded weights are woken": 328,
+    "40 a push takes servers that sleep for awake": 300,
 }
 
 
