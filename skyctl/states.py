@@ -27,10 +27,11 @@ def label_matches(reported: str | None, recorded: str | None) -> bool:
 
 
 def is_empty(slept: int, reported: str | None, recorded: str | None) -> bool:
-    """Whether a server that is awake, and was put to sleep at level `slept`, holds no weights:
-    those that the sleep discarded are whole again only if its label has changed.
+    """Whether a server that is awake, and was put to sleep at level `slept`, is known to hold no
+    weights: the sleep discarded them, and it still has the label that it was given, which one that
+    was started again has not.
     """
-    return slept == DISCARDED and label_matches(reported, recorded)
+    return slept == DISCARDED and bool(recorded) and reported == recorded
 
 
 class FleetEvent(StrEnum):

@@ -327,7 +327,7 @@ def judge(
         return Finding(name, Condition.HALF_UPDATED, record.reason, Action.PUSH)
     back = Action.RESTART if ours and weights.version is None else Action.PUSH
     asleep = seen.sleep_level or seen.paused
-    if not asleep and is_empty(row.sleep_level, seen.version, row.weight_version):
+    if not (ours or asleep) and is_empty(row.sleep_level, seen.version, row.weight_version):
         detail = "a level-2 sleep discarded its weights, and another program woke it"
         return Finding(name, Condition.HALF_UPDATED, detail, back)
     restarted = "" if record is None else _restarted(seen, row, record, ours=ours)

@@ -11,7 +11,7 @@ from skyctl.core.health import sleep_level
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.states import is_empty
+from skyctl.states import label_matches
 from skyctl.store.state import FleetState, ServerRow
 
 
@@ -29,7 +29,9 @@ async def rows_as_found(
         server, row = engines.server(client, target, timeout_s=timeout_s), rows[target.name]
         if await server.is_paused() or await sleep_level(client, target, timeout_s):
             return False  # one that sleeps is paused as well
-        return not is_empty(row.sleep_level, await server.weight_version(), row.weight_version)
+        if row.sleep_level == 1:
+            return True
+        return not label_matches(await server.weight_version(), row.weight_version)
 
     asleep = [target for target in targets if rows[target.name].sleep_level]
     outcomes = await fan_out(asleep, serves, timeout_s=3 * timeout_s)

@@ -217,10 +217,9 @@ async def _keep_frozen(case: _Case, actions: Actions) -> None:
     lacks the label of what it holds: the push may not come about.
     """
     record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
-    empty = case.finding.condition is Condition.HALF_UPDATED and not (
-        record and record.half_updated
-    )
-    if empty:
+    empty = case.finding.condition is Condition.HALF_UPDATED
+    empty = empty and actions.state.server(case.name).sleep_level == DISCARDED
+    if empty and (record is None or not record.half_updated):
         record = InDoubt(case.name, "recovery", PushStage.UPDATE, half_updated=True, thaw=True)
     if record is None or target is None or not (record.half_updated or record.version):
         return

@@ -243,7 +243,9 @@ def was_attached(paths: FleetPaths) -> bool:
 
 
 def left_alone(paths: FleetPaths) -> bool:
-    """Whether processes of this fleet run on without a supervisor, and are not being ended."""
+    """Whether processes of this fleet, on record or not, run on without a supervisor, and are not
+    being ended.
+    """
     if not paths.database.exists() or supervisor_running(paths):
         return False
     from skyctl.store.state import FleetState
@@ -252,7 +254,6 @@ def left_alone(paths: FleetPaths) -> bool:
         if state.get("going_down"):
             return False
         rows = state.processes()
-        # or processes of a run that its supervisor could not put on record
         return any(row.alive() for row in rows) or bool(rows and state.unrecorded_processes())
 
 
@@ -261,13 +262,15 @@ def refuse_another_file(ref: FleetRef) -> None:
     the records of them. A file that was moved goes on where it was.
 
     Raises:
-        ConflictError: the fleet runs, or is attached, from another file of the same name, which
-            still exists.
+        ConflictError: the fleet runs, or is attached, from another file of its name, still there.
     """
     file, before = ref.file, Path(origin_of(ref.paths).get("file") or "")
     if file is None or file.parent == ref.paths.directory:  # not the user's
         return
-    if not (before.is_file() and file.is_file()) or before.samefile(file):
+    try:
+        if not (before.is_file() and file.is_file()) or before.samefile(file):
+            return
+    except OSError:  # it is out of reach
         return
     runs = supervisor_running(ref.paths) or left_alone(ref.paths)
     if not (runs or ref.attached):

@@ -55,7 +55,7 @@ class NotYet(Exception):
         rows = [server.report().to_json() for server in servers]
         in_doubt = [row["server"] for row in rows if row["state"] == PushState.QUARANTINED]
         after = (
-            f"{', '.join(in_doubt)} stay paused: an earlier push broke off there"
+            f"{', '.join(in_doubt)} stay paused, without whole weights"
             if in_doubt
             else "the servers keep their old weights"
         )
@@ -230,10 +230,11 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
         await resume(run, [server for server in able if server.holds is Holds.OLD])
         for server in servers:
             if server.holds is Holds.UNKNOWN:
-                server.failure = server.failure or (
-                    "a level-2 sleep discarded its weights: push again"
-                    if server.before.empty
-                    else "an earlier push broke off and left it half updated"
+                if server.before.empty:
+                    reason = f" ({server.failure})" if server.failure else ""
+                    server.failure = f"a level-2 sleep discarded its weights: push again{reason}"
+                server.failure = (
+                    server.failure or "an earlier push broke off and left it half updated"
                 )
                 run.observer.server(server.name, PushState.QUARANTINED, server.failure)
 

@@ -23,7 +23,7 @@ from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
 from skyctl.push.servers import Holds, PushedServer, alive, each, responsive, take_over_freeze
-from skyctl.states import DISCARDED, PushState
+from skyctl.states import DISCARDED, PushState, is_empty
 
 
 def refuse_impossible(request: PushRequest) -> None:
@@ -57,7 +57,8 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
         if (await server.control.metrics()).sleep_level:  # another program has resumed it
             await server.control.pause("abort", clear_cache=False)
         else:  # woken or started again since the check: it is frozen like others
-            empty = server.given.recorded.sleep_level == DISCARDED
+            recorded, label = server.given.recorded, await server.control.weight_version()
+            empty = is_empty(recorded.sleep_level, label, recorded.version)
             server.before = replace(server.before, asleep=False, empty=empty)
             server.did.woken, server.did.slept = False, None if empty else 0
             take_over_freeze(server)
@@ -83,7 +84,8 @@ async def sleep_again(run: Run, servers: Sequence[PushedServer]) -> None:
     answering = await responsive(failed, control_timeout_s=run.fleet.timeouts.control_s)
 
     async def call(server: PushedServer) -> None:
-        if not await server.control.is_paused():  # started again, or woken, and not by this push
+        asleep = await server.control.is_paused() or (await server.control.metrics()).sleep_level
+        if not asleep:  # it was started again, or another program has woken it
             server.did.woken = False
             return
         level = max(1, server.given.recorded.sleep_level)

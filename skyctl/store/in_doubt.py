@@ -150,11 +150,16 @@ def released_by(events: Iterable[JobEvent]) -> set[str]:
     """The servers that a push has released. A roll that stops has not come to all, and a push that
     breaks off leaves some frozen that hold their old weights.
     """
-    last: dict[str, PushState] = {}
-    for event in events:
-        if event.kind is EventKind.SERVER:
-            last[event.data["server"]] = PushState(event.data["state"])
-    return {name for name, state in last.items() if state.thawed or state is PushState.ASLEEP}
+    states = _last_states(events).items()
+    return {name for name, state in states if state.thawed or state is PushState.ASLEEP}
+
+
+def _last_states(events: Iterable[JobEvent]) -> dict[str, PushState]:
+    return {
+        event.data["server"]: PushState(event.data["state"])
+        for event in events
+        if event.kind is EventKind.SERVER
+    }
 
 
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
@@ -307,15 +312,22 @@ def record_cut_short(state: FleetState, job: Job) -> None:
     suspects = left_behind(job, events)
     with state.transaction():
         put_in_doubt(state, suspects)
-        _roll_forward(state, job, verified(events), suspects)
+        states, running = _last_states(events), (PushState.READY, PushState.RESUMED)
+        ran = {name for name, last in states.items() if last in running}
+        _roll_forward(state, job, verified(events), suspects, ran)
 
 
 def _roll_forward(
-    state: FleetState, job: Job, done: Sequence[Mapping[str, Any]], suspects: Collection[str]
+    state: FleetState,
+    job: Job,
+    done: Sequence[Mapping[str, Any]],
+    suspects: Collection[str],
+    ran: Collection[str],
 ) -> None:
     """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
     was for all of it. A server that was not to be verified has them if the push released it, and is
-    not among the `suspects`. What an earlier push left in it is cleared.
+    not among the `suspects`. What an earlier push left in it is cleared. Those that `ran` generated
+    at the push's end.
     """
     for update in done:
         source = {key: update[key] for key in ("checkpoint", "checkpoint_digest")}
@@ -326,11 +338,11 @@ def _roll_forward(
         clear_doubt(state, *released)
         state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
-            now = {**source, "checkpoint": update["checkpoint"] or None}
-            if name in suspects:  # weights that a level-2 sleep discarded exist again
-                now["sleep_level"] = min(state.server(name).sleep_level, 1)
-            else:  # it was wholly awake; it may have been put to sleep since
-                now |= {"sleep_level": 0, "weights_awake": False}
+            # weights that a level-2 sleep discarded exist again
+            level = min(state.server(name).sleep_level, 1)
+            now = {**source, "checkpoint": update["checkpoint"] or None, "sleep_level": level}
+            if name in ran:  # all of it was awake; all of it may have been put to sleep since
+                now["weights_awake"] = False
             state.update_server(
                 name, weight_version=update["version"], weights_digest=digest or None, **now
             )

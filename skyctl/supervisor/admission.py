@@ -20,7 +20,6 @@ from skyctl.core.expectations import (
 from skyctl.core.findings import Condition, Finding, Severity
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.core.recorded_sleep import put_sleep_on_record
 from skyctl.core.tinker import LABEL_PREFIX
 from skyctl.engines.base import Feature
 from skyctl.errors import DeadlineExceeded, ServerError
@@ -194,13 +193,6 @@ async def wake(replica: Replica, client: ControlClient) -> None:
         raise ServerError(f"{replica.name} did not wake: {outcome.detail}")
     replica.asleep = False
     replica.observe(paused=False)
-
-
-async def record_sleep(replica: Replica, client: ControlClient, state: FleetState) -> None:
-    """Put on record that a server sleeps, or deeper than the record says."""
-    rows, timeout_s = {replica.name: replica.row}, actions.READ_BACK_TIMEOUT_S
-    await put_sleep_on_record([replica.target], rows, (), client, state, timeout_s)
-    replica.reload_row()
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:

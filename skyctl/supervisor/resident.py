@@ -664,8 +664,6 @@ class Supervisor(OperatedFleet, SupervisorService):
         plan, slept = self.require_plan(), replica.asleep
         if slept:
             await admission.wake(replica, self.client)
-        elif replica.adopted:  # by the process before this, which may have died amid it
-            await admission.record_sleep(replica, self.client, self.state)
         # a push that is under way quarantines its predecessor, and forgets that in the end
         while await self.pushes.over.wait() and not replica.row.quarantine:
             if replica.reached_by_push:

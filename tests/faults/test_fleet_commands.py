@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -235,22 +234,6 @@ def test_a_fleet_whose_supervisor_was_killed_gets_another_with_the_next_command(
     assert after["router"]["pid"] == before["router"]["pid"]
     assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
     assert {r["state"] for r in after["replicas"]} == {"paused"}
-
-
-def test_a_sleep_that_a_dead_supervisor_could_not_put_on_record_is_on_record_with_the_next(
-    fleet: StubFleet,
-) -> None:
-    fleet.run("up")
-    urls = fleet.json("urls")["data"]
-    token = Path(urls["access"]["control_token_file"]).read_text().strip()
-    kill(fleet.json("status")["data"]["supervisor_pid"])
-    url = f"{urls['servers']['stubs-0']}/sleep?level=1"
-    httpx.post(url, headers={"Authorization": f"Bearer {token}"}).raise_for_status()
-    fleet.run("recover", "--yes")
-    asleep = fleet.replicas()["stubs-0"]
-    assert (asleep["state"], asleep["routed"]) == ("asleep", False)
-    fleet.run("wake")
-    assert {row["state"] for row in fleet.replicas().values()} == {"ready"}
 
 
 def test_a_supervisor_that_cannot_be_replaced_is_missed_and_said_so(fleet: StubFleet) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyctl.states import DISCARDED
+from skyctl.states import is_empty
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
@@ -158,7 +158,8 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
         )
         elsewhere = _ELSEWHERE in findings.get(row.name, "")  # recovery leaves it alone until then
         if found := serves(world, engine):
-            if engine.meddled_with and row.sleep_level != DISCARDED:
+            known = is_empty(row.sleep_level, engine.label, row.weight_version)
+            if engine.meddled_with and (world.supervised or not known):
                 world.excused += 1  # nothing shows that its weights are discarded
                 continue
             if not thawed_by_stranger(engine):

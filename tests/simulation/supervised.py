@@ -370,7 +370,7 @@ class SupervisedWorld(World):
         for url in self.router.workers:
             engine = self.engine_at(url)
             assert engine is not None
-            if engine.asleep and not (self.verbs_open or engine.meddled_with):
+            if engine.asleep and supervisor.replicas[engine.name].row.sleep_level:
                 self.violate("router: a server that sleeps is routed")
 
     def note_names(self, state: FleetState) -> None:

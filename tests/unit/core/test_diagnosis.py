@@ -112,7 +112,7 @@ def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
         (Observed("a", version="v1"), ("half-updated", "push")),
         (Observed("a", version="v1", sleep_level=2), ("healthy", "nothing")),
         (Observed("a", version="v1", paused=True), ("healthy", "nothing")),
-        (Observed("a", version=None), ("half-updated", "push")),  # its engine has no labels
+        (Observed("a", version=None), ("healthy", "nothing")),  # its engine has no labels
     ],
 )
 def test_one_that_another_program_woke_after_its_weights_were_discarded_serves_none(
@@ -120,7 +120,10 @@ def test_one_that_another_program_woke_after_its_weights_were_discarded_serves_n
 ) -> None:
     row = ServerRow("a", weight_version="v1", checkpoint_digest="digest", sleep_level=2)
     assert found(seen, row, weights=V1, ours=False) == expected
-    assert found(seen, replace(row, sleep_level=1), weights=V1) == ("healthy", "nothing")
+    assert found(seen, row, weights=V1) == ("healthy", "nothing")  # perhaps its trainer loaded it
+    assert found(seen, replace(row, sleep_level=1), weights=V1, ours=False)[0] == "healthy"
+    fresh = Observed("a", version="default")  # before a first push: it may have been restarted
+    assert found(fresh, ServerRow("a", sleep_level=2), ours=False)[0] == "healthy"
 
 
 def test_a_pause_of_somebody_elses_is_no_fault() -> None:

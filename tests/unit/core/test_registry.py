@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -175,9 +176,9 @@ def test_the_file_of_an_attached_fleet_may_move(here: Path, tmp_path: Path, beca
     refuse_another_file(select([second], None))
 
 
-@pytest.mark.parametrize("change", ["copied", "moved", "down"])
+@pytest.mark.parametrize("change", ["copied", "moved", "down", "out of reach"])
 def test_a_second_file_of_a_running_fleets_name_is_refused_while_the_first_exists(
-    here: Path, tmp_path: Path, change: str
+    here: Path, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "project").mkdir()
     first, second = tmp_path / "project" / "fleet.yaml", here / "fleet.yaml"
@@ -186,6 +187,8 @@ def test_a_second_file_of_a_running_fleets_name_is_refused_while_the_first_exist
     remember(select([first], None))
     if change == "moved":
         first.unlink()
+    if change == "out of reach":
+        monkeypatch.setattr(Path, "samefile", Mock(side_effect=PermissionError))
     with contextlib.ExitStack() as stack:
         if change != "down":
             lock = stack.enter_context(fleet_paths("lab").supervisor_lock.open("w"))

@@ -222,6 +222,9 @@ async def test_one_that_another_program_woke_without_its_weights_serves_only_new
             await wake_weights(*how)
 
     await asleep(stubs, level=2)
+    for server, engine in zip(stubs.fleet.servers, stubs.engines, strict=True):
+        engine.weight_version = "v1"
+        state.update_server(server.name, weight_version="v1")
     if late:
         monkeypatch.setattr(sleeping, "wake_weights", woken)
     else:
@@ -232,6 +235,7 @@ async def test_one_that_another_program_woke_without_its_weights_serves_only_new
     assert (job.error is not None) is fails
     rows = [(row.sleep_level, bool(row.quarantine)) for row in state.servers()]
     assert rows == [(2, True) if fails else (0, False)] * 2
+    assert all("discarded its weights" in row.quarantine for row in state.servers() if fails)
     assert [engine.paused for engine in stubs.engines] == [fails] * 2
 
 
@@ -252,6 +256,38 @@ async def test_one_that_was_started_again_amid_a_push_is_not_put_to_sleep_as_tha
     await failing(stubs)
     assert first.log == [] and not first.paused
     assert stubs.engines[1].asleep == {"weights", "kv_cache"}
+
+
+async def test_one_that_was_started_again_after_its_weights_were_discarded_serves_on(
+    stubs: Stubs, state: FleetState
+) -> None:
+    """Before a first push no label shows it: a push that is undone leaves it as it was."""
+    stubs.record(sleep_level=2)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    job = await recorded(state, stubs, colocated=False)
+    assert job.error is not None and "keep their old weights" in job.error["message"]
+    assert not any(engine.paused for engine in stubs.engines)
+    assert {(row.sleep_level, row.quarantine) for row in state.servers()} == {(0, None)}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_one_that_sleeps_in_part_sleeps_again_as_a_push_is_undone(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """Also if another program has resumed it, which wakes nothing."""
+    await asleep(stubs)
+    sleep_again = sleeping.sleep_again
+
+    async def beside(*how: Any) -> None:
+        if resumed:
+            await stubs.engines[0].resume()
+        await sleep_again(*how)
+
+    monkeypatch.setattr(sleeping, "sleep_again", beside)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    await failing(stubs)
+    assert [engine.asleep for engine in stubs.engines] == [{"weights", "kv_cache"}] * 2
+    assert all(engine.paused for engine in stubs.engines)
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

@@ -170,11 +170,25 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         row = state.server(name)
         assert (row.weight_version, row.weights_digest) == ("v2", "weights")
     assert state.server("a").quarantine and not state.server("b").quarantine
-    # what was given back was wholly awake; it may have been put to sleep at any level since
+    # what is ready was wholly awake; all of it may sleep since
     slept = [(row.sleep_level, row.weights_awake) for row in state.servers() if row.name in "ab"]
-    assert slept == [(1, True), (0, False)]
+    assert slept == [(1, True), (1, False)]
     assert state.weights().version == ("v2" if whole else None)
     assert [push.ok for push in state.journal.pushes()] == ([True] if whole else [])
+
+
+def test_what_a_dead_push_left_asleep_but_for_its_weights_is_on_record_as_that(
+    state: FleetState,
+) -> None:
+    state.update_server("a", sleep_level=2, weights_awake=True)
+    job = journaled(state, "pause", "a:held", "update", "a:updated=v2", "resume", dead=True)
+    fact = {"version": "v2", "checkpoint": "/new", "checkpoint_digest": "files", "whole": True}
+    fact |= {"content_digest": "bytes", "transport": "shm", "servers": {"a": "weights"}}
+    state.journal.add_events(job.id, JobEvent.now("verified", **fact))
+    state.journal.add_events(job.id, JobEvent.server("a", "kept"))
+    close_orphans(state)
+    row = state.server("a")
+    assert (row.weight_version, row.sleep_level, row.weights_awake) == ("v2", 1, True)
 
 
 @pytest.mark.parametrize("thawed", [True, False])
