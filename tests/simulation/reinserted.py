@@ -4,7 +4,9 @@ What cannot be put back in one process without distorting it is not here: a dige
 permutations is computed inside vLLM's workers (tests/unit/engines), where weights are real tensors.
 Nor is 33 any more, a push that dies early and hides the session that one before it left open:
 recovery thaws no server whose digest is not what it was, and amid a session its layers are meta
-tensors, which have none (tests/unit/store/test_in_doubt.py has the record).
+tensors, which have none (tests/unit/store/test_in_doubt.py has the record). A server that another
+program woke without its weights, after a push had labelled it, is too rare
+(tests/unit/service/test_attached.py).
 """
 
 from __future__ import annotations
@@ -300,10 +302,7 @@ DEFECTS: dict[str, Defect] = {
     "38 discarded weights are woken": Defect(
         "attached", {"skyctl.core.verbs.refuse_discarded": _nothing}
     ),
-    "39 a server that another program woke without its weights is left so": Defect(
-        "attached", {"skyctl.core.diagnosis.is_empty": lambda *_: False}
-    ),
-    "40 a push takes servers that sleep for awake": Defect(
+    "39 a push takes servers that sleep for awake": Defect(
         "attached", {"skyctl.push.sleeping.sleepers": lambda servers: []}
     ),
 }

@@ -28,7 +28,7 @@ FOUND_BY = {
     "29 a record belongs to a place in the list": 25,
     "37 what servers copied out of a trainer's memory is compared with nothing": 70,
     "38 discarded weights are woken": 328,
-    "40 a push takes servers that sleep for awake": 300,
+    "39 a push takes servers that sleep for awake": 300,
 }
 
 
