@@ -33,6 +33,7 @@ from skyctl.push.sleeping import back_to_sleep, wake_weights_alone
 from skyctl.push.verify import weights_digest
 from skyctl.states import DISCARDED, PushStage
 from skyctl.store.in_doubt import (
+    NO_DOUBT,
     InDoubt,
     clear_doubt,
     held_by,
@@ -217,9 +218,11 @@ async def _keep_frozen(case: _Case, actions: Actions) -> None:
     lacks the label of what it holds: the push may not come about.
     """
     record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
-    empty = case.finding.condition is Condition.HALF_UPDATED
+    empty = (
+        case.finding.condition is Condition.HALF_UPDATED and not (record or NO_DOUBT).half_updated
+    )
     empty = empty and actions.state.server(case.name).sleep_level == DISCARDED
-    if empty and (record is None or not record.half_updated):
+    if empty:
         record = InDoubt(case.name, "recovery", PushStage.UPDATE, half_updated=True, thaw=True)
     if record is None or target is None or not (record.half_updated or record.version):
         return
