@@ -33,7 +33,6 @@ from skyctl.push.sleeping import back_to_sleep, wake_weights_alone
 from skyctl.push.verify import weights_digest
 from skyctl.states import DISCARDED, PushStage
 from skyctl.store.in_doubt import (
-    NO_DOUBT,
     InDoubt,
     clear_doubt,
     held_by,
@@ -218,10 +217,9 @@ async def _keep_frozen(case: _Case, actions: Actions) -> None:
     lacks the label of what it holds: the push may not come about.
     """
     record, target = in_doubt(actions.state).get(case.name), actions.targets.get(case.name)
-    empty = (
-        case.finding.condition is Condition.HALF_UPDATED and not (record or NO_DOUBT).half_updated
-    )
-    empty = empty and actions.state.server(case.name).sleep_level == DISCARDED
+    half = record is not None and record.half_updated
+    slept = actions.state.server(case.name).sleep_level
+    empty = case.finding.condition is Condition.HALF_UPDATED and slept == DISCARDED and not half
     if empty:
         record = InDoubt(case.name, "recovery", PushStage.UPDATE, half_updated=True, thaw=True)
     if record is None or target is None or not (record.half_updated or record.version):
