@@ -353,9 +353,9 @@ class SupervisedWorld(World):
                 self.violate("ended: a server was ended because something could not be written")
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
-            by_verb = self.verbs_open or engine.meddled_with
-            by_verb = by_verb and not (engine.serving or engine.frozen_for_push)
-            if replica is None or replica.state != "ready" or by_verb:
+            by_verb = self.verbs_open and not engine.frozen_for_push
+            excused = not engine.serving and (by_verb or engine.meddled_with)
+            if replica is None or replica.state != "ready" or excused:
                 continue
             if engine.process is None or engine.process.dead:
                 self.violate("gone: a server is shown as ready, and its process is dead")
