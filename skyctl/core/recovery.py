@@ -290,7 +290,8 @@ async def _release_whole(case: _Case, actions: Actions) -> bool:
     weights = actions.state.weights_of(case.name)
     current = row.weight_version == weights.version
     current = current and row.checkpoint_digest == weights.checkpoint_digest
-    if record is None or not row.weights_digest or not current:
+    # of one that discarded its weights no digest is compared
+    if record is None or not row.weights_digest or not current or row.sleep_level == DISCARDED:
         return False
     if not record.half_updated and record.digest not in ("", row.weights_digest):
         return False  # restarted by another program before that push: it held something else

@@ -402,16 +402,18 @@ async def test_one_that_has_them_whole_is_resumed_at_their_label(actions: Action
     assert (engine.weight_version, engine.paused) == ("v1", False)
 
 
+@pytest.mark.parametrize("slept", [0, 2])
 async def test_one_that_was_restarted_before_the_push_is_not_taken_for_whole(
-    actions: Actions,
+    actions: Actions, slept: int
 ) -> None:
     """Another program started it anew; the push that then froze it saw what it holds since."""
     findings = leave(actions, "stub-0", half=False)
     actions.gone = True
     server = VLLMServer(actions.client, actions.targets["stub-0"])
-    seen = (await weights_digest(server, timeout_s=5)).digest
+    seen = "" if slept else (await weights_digest(server, timeout_s=5)).digest
     put_in_doubt(actions.state, {"stub-0": replace(in_doubt(actions.state)["stub-0"], digest=seen)})
-    actions.state.update_server("stub-0", weight_version="v1", weights_digest="of v1")
+    held = {"weight_version": "v1", "weights_digest": "of v1"}
+    actions.state.update_server("stub-0", sleep_level=slept, **held)
     actions.state.set_weights(FleetWeights("v1", None))
     engine = actions.stubs[0].engine
     await engine.pause("keep")
