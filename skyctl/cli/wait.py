@@ -13,13 +13,7 @@ import typer
 from skyctl import output
 from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServersArgument, seconds
-from skyctl.errors import (
-    DeadlineExceeded,
-    FleetDownError,
-    SkyctlError,
-    UsageError,
-    no_server,
-)
+from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError, UsageError, no_server
 from skyctl.states import ReplicaState
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import FreezeOrder, ServerTarget
+from skyctl.states import DISCARDED
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import InDoubt, clear_doubt, doubt_pause, in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -302,7 +303,7 @@ def _with_context(request: Control, outcome: Outcome[Any], before: ServerRow) ->
 
 def refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: str) -> None:
     """Raise ConflictError if waking these `tags`, all if empty, would serve discarded weights."""
-    discarded = [row.name for row in rows if row.sleep_level == 2]
+    discarded = [row.name for row in rows if row.sleep_level == DISCARDED]
     if not discarded or device == "cpu" or list(tags) == ["weights"]:
         return
     raise ConflictError(
@@ -314,7 +315,7 @@ def refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: str
 
 def _refuse_empty(awake: Sequence[ServerRow]) -> None:
     """To sleep again, they would have to be awake for a moment, and generate from nothing."""
-    empty = [row.name for row in awake if row.sleep_level == 2]
+    empty = [row.name for row in awake if row.sleep_level == DISCARDED]
     if empty:
         raise ConflictError(
             f"the weights of {', '.join(empty)} are awake, and empty: a level-2 sleep discarded "
