@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from skyctl import engines
 from skyctl.core import actions
 from skyctl.core.health import sleep_level
+from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
@@ -51,20 +53,28 @@ async def put_sleep_on_record(
     timeout_s: float,
 ) -> dict[str, ServerRow]:
     """The rows that differ from the record. A server that sleeps, or deeper than is on record, is
-    put on record: the answer to its sleep may have been lost, or another program sent it. (Awake
-    weights may be new ones, and until the rest is awake the engine reports its sleep.) One of the
-    `unfit`, which must not be thawed, is taken for awake if it does not report the sleep that is on
-    record: the record of its wake may have been lost, and waking only the weights of a server that
-    is awake thaws it.
+    put on record: the answer to its sleep may have been lost, or another program sent it. One whose
+    weights are awake reports the sleep that discarded those before until the rest is awake, so it
+    counts as deeper asleep only under a label that is not on record, or cannot be read: another
+    fleet has pushed, and put it to sleep. One of the `unfit`, which must not be thawed, is taken
+    for awake if it does not report the sleep that is on record: the record of its wake may have
+    been lost, and waking only the weights of a server that is awake thaws it.
     """
 
-    async def ask(target: ServerTarget) -> int | None:
-        return await sleep_level(client, target, timeout_s)
+    async def ask(target: ServerTarget) -> tuple[int, bool]:
+        level, row = await sleep_level(client, target, timeout_s) or 0, rows[target.name]
+        deeper = level > row.sleep_level
+        if deeper and row.weights_awake:
+            server = engines.server(client, target, timeout_s=timeout_s)
+            with suppress(ServerError):
+                deeper = not label_matches(await server.weight_version(), row.weight_version)
+        return level, deeper
 
-    outcomes = await fan_out(targets, ask, timeout_s=timeout_s)
+    outcomes = await fan_out(targets, ask, timeout_s=2 * timeout_s)
     asleep = {outcome.server: outcome.value for outcome in outcomes if outcome.value}
-    return {name: replace(rows[name], sleep_level=0) for name in unfit if name not in asleep} | {
-        name: state.update_server(name, sleep_level=level)
-        for name, level in asleep.items()
-        if level > rows[name].sleep_level and not rows[name].weights_awake
+    awake = {name for name in unfit if name not in asleep or not asleep[name][0]}
+    return {name: replace(rows[name], sleep_level=0) for name in awake} | {
+        name: state.update_server(name, sleep_level=level, weights_awake=False)
+        for name, (level, deeper) in asleep.items()
+        if deeper
     }

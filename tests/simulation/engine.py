@@ -156,7 +156,7 @@ class Engine:
         guarded: bool = False,
     ) -> None:
         self.guarded = guarded
-        self.named = False  # by the last pause: its guard knows who froze it
+        self.named = False  # its guard knows who froze it: the fleet of the last pause
         self.name, self.url, self.model, self.ranks = name, url, model, ranks
         self.process: Process | None = None
         self.held: Callable[[], bool] = lambda: False
@@ -270,8 +270,11 @@ class Engine:
             if not passing.passes:
                 self._watch(self, f"refuses {path} of {caller}")
                 return
+            holder = HOLDER_HEADER in request.headers
             if path == "/pause":
-                self.named = HOLDER_HEADER in request.headers
+                self.named = holder
+            elif holder and request.path in ("/resume", "/wake_up"):
+                self.named = False  # the fleet has ended its freeze; a sleep is none
         self._act(request, caller, answer, reply)
 
     def _act(

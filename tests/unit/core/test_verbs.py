@@ -297,6 +297,23 @@ async def test_what_another_program_discarded_is_on_record_before_a_verb(
         assert state.server(targets[0].name).sleep_level == 2
 
 
+@pytest.mark.parametrize("label", ["v1", "v2"])
+async def test_awake_weights_on_record_count_under_their_label_only(
+    label: str, tmp_path: Path
+) -> None:
+    """Under another one, another fleet has pushed since, and discarded them."""
+    server = stub()
+    await server.engine.sleep(2, "abort")
+    server.engine.weight_version = label
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            recorded = {"sleep_level": 1, "weights_awake": True, "weight_version": "v1"}
+            state.update_server(targets[0].name, **recorded)
+            with nullcontext() if label == "v1" else pytest.raises(ConflictError):
+                await run(Wake(), targets, client=client, state=state, timeout_s=5.0)
+    assert server.engine.sleeping is (label == "v2")
+
+
 async def test_a_lost_wake_is_read_back() -> None:
     sleeper = stub(wake_up=Fault("reset-after"))
     await sleeper.engine.sleep(1, "abort")
