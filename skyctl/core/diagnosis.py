@@ -330,9 +330,6 @@ def judge(
     if not (ours or asleep) and is_empty(row.sleep_level, seen.version, row.weight_version):
         detail = "a level-2 sleep discarded its weights, and another program woke it"
         return Finding(name, Condition.HALF_UPDATED, detail, back)
-    restarted = "" if record is None else _restarted(seen, row, record, ours=ours)
-    if record is not None and record.woken and not restarted:
-        return Finding(name, Condition.WOKEN, record.reason, Action.SLEEP)
     compared = not row.quarantine and (row.weight_version or weights.version) is not None
     if seen.version_problem and (record is not None or compared):
         reason = seen.version_problem.removeprefix(f"{name}: ")
@@ -340,6 +337,7 @@ def judge(
             name, Condition.STUCK, f"its weight version cannot be read ({reason})", replace
         )
     if record is not None:
+        restarted = _restarted(seen, row, record, ours=ours)
         return _judge_frozen(name, row, record, weights, back, restarted)
     if row.quarantine:
         return Finding(
@@ -375,6 +373,8 @@ def _judge_frozen(
     # the fleet moved on without it; a server that a push has touched belongs to the fleet
     if wrong := _behind(version, row, weights, ours=True) or restarted:
         return Finding(name, Condition.WRONG_VERSION, wrong, back)
+    if record.woken:
+        return Finding(name, Condition.WOKEN, record.reason, Action.SLEEP)
     return Finding(name, Condition.FROZEN, record.reason, Action.RESUME)
 
 

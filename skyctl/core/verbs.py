@@ -333,5 +333,6 @@ def _changes(request: Control, outcome: Outcome[Any], before: ServerRow) -> dict
             level = max(request.level, before.sleep_level)
             return {"sleep_level": level, "weights_awake": False}
         case Wake(tags=tags) if outcome.value is False:  # partly awake
-            return {"weights_awake": True} if "weights" in tags else {}
+            recorded = "weights" in tags and before.sleep_level  # else the next verb looks at it
+            return {"weights_awake": True} if recorded else {}
     return {"sleep_level": 0, "weights_awake": False}

@@ -43,6 +43,7 @@ def found(
         ({"doubt": HALF}, True, ("half-updated", "push")),
         ({"doubt": FROZEN}, True, ("frozen", "resume")),
         ({"doubt": FROZEN}, False, ("frozen", "resume")),
+        ({"doubt": replace(FROZEN, woken=True)}, False, ("woken", "sleep")),
         ({"doubt": FROZEN, "weights": V1}, False, ("wrong-version", "push")),
         ({"doubt": FROZEN, "weights": V1}, True, ("wrong-version", "push")),
         (
@@ -82,8 +83,7 @@ def test_from_outside_the_label_that_a_server_carries_counts() -> None:
         row = ServerRow("a", weight_version=version)
         assert found(seen, row, weights=V1, ours=False) == ("wrong-version", "push")
         for doubt in (FROZEN, replace(FROZEN, woken=True)):  # whatever a push had left in it
-            if version is not None:
-                assert found(seen, row, doubt, V1, ours=False) == ("wrong-version", "push")
+            assert found(seen, row, doubt, V1, ours=False) == ("wrong-version", "push")
     assert found(seen, weights=BASE, ours=False) == ("healthy", "nothing")
 
 

@@ -314,6 +314,23 @@ async def test_awake_weights_on_record_count_under_their_label_only(
     assert server.engine.sleeping is (label == "v2")
 
 
+async def test_weights_that_are_woken_amid_an_unknown_sleep_are_not_recorded_as_awake(
+    tmp_path: Path,
+) -> None:
+    """The next verb puts that sleep on record, and would take the weights for the new ones."""
+    fault = Fault("status", calls=(1,))
+    server = stub(**{"metrics/": fault, "metrics": fault})
+    await server.engine.sleep(2, "abort")
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            wake = Wake(tags=("weights",))
+            await run(wake, targets, client=client, state=state, timeout_s=5.0)
+            assert not state.server(targets[0].name).weights_awake
+            with pytest.raises(ConflictError):
+                await run(Wake(), targets, client=client, state=state, timeout_s=5.0)
+    assert server.engine.asleep == {"kv_cache"}
+
+
 async def test_a_lost_wake_is_read_back() -> None:
     sleeper = stub(wake_up=Fault("reset-after"))
     await sleeper.engine.sleep(1, "abort")
