@@ -206,7 +206,8 @@ class PushState(StrEnum):
                 quarantined ◄────────────────────── what it holds is not certain ◄───────────┘
 
     A server whose resume failed ends `paused`. A push that is undone before its first byte leads
-    from `draining` to `paused` straight to an end.
+    from `draining` to `paused` straight to an end. With `--sleep-after`, `ready` and `kept` are
+    followed by `sleeping`.
     """
 
     WEIGHED = "weighed"
@@ -230,6 +231,8 @@ class PushState(StrEnum):
     """It generates; it is routed to once all are resumed."""
     READY = "ready"
     KEPT = "kept"
+    SLEEPING = "sleeping"
+    """The push is over, and it is told to sleep, which may discard what was pushed."""
     ASLEEP = "asleep"
     QUARANTINED = "quarantined"
 
@@ -241,7 +244,7 @@ class PushState(StrEnum):
     @property
     def must_be_recorded_first(self) -> bool:
         """Whether the journal has it on disk before the push acts: recovery depends on it."""
-        return self in (PushState.WAKING, PushState.HELD, PushState.PAUSING)
+        return self in (PushState.WAKING, PushState.HELD, PushState.PAUSING, PushState.SLEEPING)
 
     @property
     def given_back(self) -> bool:
@@ -256,7 +259,7 @@ class PushState(StrEnum):
     @property
     def complete(self) -> bool:
         """Whether the push has nothing more to do with it."""
-        return self in (PushState.READY, PushState.KEPT)
+        return self in (PushState.READY, PushState.KEPT, PushState.SLEEPING)
 
     @property
     def serves_or_sleeps(self) -> bool:

@@ -21,7 +21,7 @@ that attach the same servers share neither.
 
 vLLM has no fencing token: a server carries out whatever reaches it. After a holder died with the
 lock (a verb's, too), the next one therefore waits for `LATE_S` before it acts. So does a supervisor
-that takes over servers which the one before was admitting, without a turn.
+before it takes servers over, if the one before died so, or while it admitted them, without a turn.
 """
 
 from __future__ import annotations
@@ -244,6 +244,11 @@ class Arbiter:
         return self._locks.taken(LOCK) and any(
             holder.subject.startswith("push-") for holder in self.holders()
         )
+
+    def died(self) -> bool:
+        """Whether the last holder died with the turn: its requests may still be on their way."""
+        before = self._locks.recorded(LOCK)
+        return before is not None and not (before.ended or self._locks.lives(LOCK))
 
     def stopped(self) -> list[Holder]:
         """Those whose process is stopped: they keep others out and do nothing."""

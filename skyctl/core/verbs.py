@@ -48,7 +48,8 @@ async def run(
     Raises:
         ConflictError: waking would serve weights that a level-2 sleep discarded; or sleeping would
             have to wake them.
-        StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
+        StateUnwritable: resuming or waking, if the state with the quarantines cannot be read;
+            putting to sleep, if it cannot be written. Nothing was called.
     """
     timeout_s = request.timeout_s or timeout_s
     if isinstance(request, Pause) and not undoes:
@@ -72,8 +73,9 @@ async def run(
     skipped = {name: reason for name, reason in (reasons | dict(unrepaired)).items() if reason}
     called = [target for target in targets if target.name not in skipped]
     if isinstance(request, Resume) and request.force:
-        asleep = [target for target in targets if rows[target.name].sleep_level]
-        await _take_over(asleep, client, timeout_s)
+        await _take_over([t for t in targets if rows[t.name].sleep_level], client, timeout_s)
+    if isinstance(request, Sleep) and called:
+        _intend_sleep(partly.intersection(target.name for target in called), state)
     outcomes = await _call(request, called, client, timeout_s, device, partly, unfit)
     woken, behind = [], {}
     if isinstance(request, Wake):
@@ -93,13 +95,20 @@ async def run(
         outcomes = await _taken_last(request, outcomes, state, called, client, number)
     if woken:
         await _pause_again(woken, state, client, timeout_s)
-    reported = {
-        o.server: _held_back(_with_context(request, o, rows[o.server]), behind) for o in outcomes
-    }
+    ended = [_held_back(_with_context(request, o, rows[o.server]), behind) for o in outcomes]
+    reported = {outcome.server: outcome for outcome in ended}
     return tuple(
         reported.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     )
+
+
+def _intend_sleep(awake: Collection[str], state: FleetState) -> None:
+    """Record that weights which are awake count as loaded no longer, before a sleep discards them:
+    that it did is recorded afterwards, which may be lost. What was found before is recorded too.
+    """
+    with state.durable():
+        state.update_servers({name: {"weights_awake": False} for name in awake})
 
 
 def _unless_recorded(

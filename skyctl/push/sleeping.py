@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from skyctl import engines
 from skyctl.engines.base import Server
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import PreflightError, ServerError, StateUnwritable
 from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
@@ -151,6 +151,12 @@ async def sleep_after(run: Run, servers: Sequence[PushedServer]) -> None:
         server.did.slept = level
 
     able = [server for server in alive(servers) if server.holds is Holds.VERIFIED]
+    try:  # on record first: else the weights of whoever is found dead here would count as loaded
+        run.observer.intend({server.name: PushState.SLEEPING for server in able})
+    except StateUnwritable as error:
+        for server in able:
+            server.failure = f"sleep: {error.message}"
+        return
     await each(able, call, timeout_s=run.fleet.timeouts.update_s, call_name="sleep")
 
 

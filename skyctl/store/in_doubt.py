@@ -312,8 +312,8 @@ def record_cut_short(state: FleetState, job: Job) -> None:
     suspects = left_behind(job, events)
     with state.transaction():
         put_in_doubt(state, suspects)
-        states, running = _last_states(events), (PushState.READY, PushState.RESUMED)
-        ran = {name for name, last in states.items() if last in running}
+        running = (PushState.READY, PushState.RESUMED, PushState.SLEEPING)
+        ran = {name: last for name, last in _last_states(events).items() if last in running}
         _roll_forward(state, job, verified(events), suspects, ran)
 
 
@@ -322,7 +322,7 @@ def _roll_forward(
     job: Job,
     done: Sequence[Mapping[str, Any]],
     suspects: Collection[str],
-    ran: Collection[str],
+    ran: Mapping[str, PushState],
 ) -> None:
     """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
     was for all of it. A server that was not to be verified has them if the push released it, and is
@@ -343,6 +343,8 @@ def _roll_forward(
             now = {**source, "checkpoint": update["checkpoint"] or None, "sleep_level": level}
             if name in ran:  # all of it was awake; all of it may have been put to sleep since
                 now["weights_awake"] = False
+            if ran.get(name) is PushState.SLEEPING:
+                now["sleep_level"] = job.request["sleep_after"]
             state.update_server(
                 name, weight_version=update["version"], weights_digest=digest or None, **now
             )

@@ -169,7 +169,8 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
     another skyctl, and its pending requests are on disk.
     """
     host = HOSTS[plan.config.launcher]
-    if any(record.by_admission for record in in_doubt(running.state).values()):
+    admitted = any(record.by_admission for record in in_doubt(running.state).values())
+    if admitted or running.arbiter.died():
         await asyncio.sleep(LATE_S)  # the supervisor before may have died amid it
     for row in running.state.unrecorded_processes():
         running.state.add_event(row.name, "ended a process that was not on record")

@@ -196,6 +196,7 @@ class Engine:
         self.sleep_level = 0
         self.meddled_with = False  # another program has sent it to sleep, or woken a part of it
         self.meddled_with_at = 0.0
+        self.slept_by: Process | None = None
         self.open = False
         self.half_open = False
         self.reloading = False
@@ -429,9 +430,10 @@ class Engine:
         self.requests = 0
         if level and not self.asleep:
             self._note_meddling(caller)
-            self.asleep, self.sleep_level = set(MEMORY), level
+            self.asleep, self.sleep_level, self.slept_by = set(MEMORY), level, caller
             self.cached = frozenset()
             if level == 2:
+                self.damaged |= self.open  # of its update, something is lost
                 for rank in self.weights:
                     rank.update(dict.fromkeys(rank, GARBAGE))
         return {"status": "sleeping", "level": level}

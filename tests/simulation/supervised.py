@@ -31,6 +31,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
+from tests.simulation.engine import STRANGER
 from tests.simulation.kernel import BOOT, Process, current
 from tests.simulation.loop import PROCESS
 from tests.simulation.network import _NOBODY, Reply, body
@@ -354,7 +355,8 @@ class SupervisedWorld(World):
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
             by_verb = self.verbs_open and not engine.frozen_for_push
-            excused = not engine.serving and (by_verb or engine.meddled_with)
+            slept = engine.asleep and engine.slept_by and engine.slept_by.label == STRANGER
+            excused = not engine.serving and bool(by_verb or engine.meddled_with or slept)
             if replica is None or replica.state != "ready" or excused:
                 continue
             if engine.process is None or engine.process.dead:

@@ -481,9 +481,13 @@ class World:
         found = self._operate("last look", self._find).result or ()
         checks.at_the_end(self, last, {one.server: one.explained for one in found})
         if not self.is_down():
-            if any("--fleet other" in one.detail for one in found):
+            elsewhere = any("--fleet other" in one.detail for one in found)
+            if elsewhere:
                 self._operate_elsewhere(again=True)
             self._restart_quarantined({one.server for one in found if one.action != "nothing"})
+            if elsewhere:  # either fleet may wait for the other
+                self._operate("recover", self._recover)
+                self._operate_elsewhere(again=True)
             self._operate_on()
 
     def _operate_elsewhere(self, *, again: bool = False) -> None:

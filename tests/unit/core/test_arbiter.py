@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from skyctl.core.arbiter import Act, Arbiter, caller, own_command
 from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store import locks
-from skyctl.store.locks import Locks
+from skyctl.store.locks import Holder, Locks
 
 
 @pytest.fixture
@@ -86,6 +87,19 @@ def test_where_there_is_no_room_for_the_lock_its_directory_is_locked(
         other.take(Act.PUSH, "push-1")
     verb.release()
     other.take(Act.PUSH, "push-1").release()
+
+
+def test_whether_the_last_holder_died_can_be_seen(
+    two: tuple[Arbiter, Arbiter], tmp_path: Path
+) -> None:
+    one, other = two
+    turn = one.take(Act.SLEEP, "skyctl sleep")
+    assert not other.died()
+    turn.release()
+    assert not other.died()
+    record = json.dumps(vars(Holder("skyctl sleep", 2**22 + 1, 0.0, 0.0)))
+    (tmp_path / "turn.lock").write_text(record)
+    assert other.died()
 
 
 def test_what_thaws_needs_no_lock_where_none_can_be_made(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from skyctl.core import actions as verbs
 from skyctl.core.requests import Resume, Sleep, Wake
 from skyctl.core.verbs import run
-from skyctl.errors import ConflictError
+from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
@@ -39,6 +39,10 @@ async def fleet(*stubs: StubServer) -> AsyncIterator[tuple[ControlClient, list[S
 
 def stub(**faults: Fault) -> StubServer:
     return StubServer(faults={f"/{route}": fault for route, fault in faults.items()})
+
+
+def unwritable() -> AbstractContextManager[None]:
+    raise StateUnwritable("cannot write it: disk is full")
 
 
 def statuses(outcomes: list[Outcome[None]]) -> list[OutcomeStatus]:
@@ -312,6 +316,25 @@ async def test_awake_weights_on_record_count_under_their_label_only(
             with nullcontext() if label == "v1" else pytest.raises(ConflictError):
                 await run(Wake(), targets, client=client, state=state, timeout_s=5.0)
     assert server.engine.sleeping is (label == "v2")
+
+
+@pytest.mark.parametrize("disk", ["full", "well"])
+async def test_awake_weights_are_forgotten_before_a_sleep_may_discard_them(
+    disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of the sleep itself may be lost: here its answer is."""
+    server = stub(sleep=Fault("reset"))
+    await server.engine.sleep(1, "abort")
+    await server.engine.wake(["weights"])
+    with FleetState(tmp_path / "state.sqlite") as state:
+        async with fleet(server) as (client, targets):
+            state.update_server(targets[0].name, sleep_level=1, weights_awake=True)
+            if disk == "full":
+                monkeypatch.setattr(state, "durable", unwritable)
+            with pytest.raises(StateUnwritable) if disk == "full" else nullcontext():
+                await run(Sleep(level=2), targets, client=client, state=state, timeout_s=5.0)
+            assert state.server(targets[0].name).weights_awake is (disk == "full")
+    assert server.engine.asleep == ({"kv_cache"} if disk == "full" else set())
 
 
 async def test_weights_that_are_woken_amid_an_unknown_sleep_are_not_recorded_as_awake(

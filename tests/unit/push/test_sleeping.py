@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import pytest
 
 from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
-from skyctl.errors import PreflightError, PushError
+from skyctl.errors import PreflightError, PushError, StateUnwritable
 from skyctl.http.target import ServerTarget
 from skyctl.push import sleeping
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.transaction import push
+from skyctl.states import PushState
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
@@ -413,6 +414,24 @@ async def test_a_push_may_end_asleep(stubs: Stubs, state: FleetState, before: st
     assert [row.sleep_level for row in state.servers()] == [1, 1]
     assert all(engine.asleep == {"weights", "kv_cache"} for engine in stubs.engines)
     assert {engine.weight_version for engine in stubs.engines} == {"step-2"}
+
+
+async def test_none_is_put_to_sleep_that_is_not_on_record_first(
+    stubs: Stubs, state: FleetState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found dead then, its push would leave weights on record that the sleep may have discarded."""
+    intend = jobs.JournalObserver.intend
+
+    def full(observer: jobs.JournalObserver, states: Mapping[str, str]) -> None:
+        if PushState.SLEEPING in states.values():
+            raise StateUnwritable("cannot write it: disk is full")
+        intend(observer, states)
+
+    monkeypatch.setattr(jobs.JournalObserver, "intend", full)
+    job = await recorded(state, stubs, colocated=False, sleep_after=2)
+    assert job.error is not None and "sleep: cannot write it" in job.error["message"]
+    assert not any(engine.sleeping for engine in stubs.engines)
+    assert {row.weight_version for row in state.servers()} == {"step-2"}
 
 
 async def test_an_awake_fleet_is_pushed_to_as_ever_and_it_is_said(stubs: Stubs) -> None:

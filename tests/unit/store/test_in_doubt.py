@@ -32,7 +32,7 @@ def state(tmp_path: Path) -> Iterator[FleetState]:
 
 def journaled(state: FleetState, *events: str, dead: bool = False) -> Job:
     """A push with these events: a word is a stage, `a:paused` a server's state."""
-    job = state.journal.begin("push", {"checkpoint": "c"})
+    job = state.journal.begin("push", {"checkpoint": "c", "sleep_after": 2})
     for event in events:
         server, _, reached = event.partition(":")
         if reached:
@@ -142,8 +142,10 @@ def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetSta
     assert close_orphans(state) == []
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bool) -> None:
+@pytest.mark.parametrize(("whole", "last"), [(True, "ready"), (True, "sleeping"), (False, "ready")])
+def test_what_a_dead_push_had_verified_is_committed(
+    state: FleetState, whole: bool, last: str
+) -> None:
     """Of a part of a roll only the servers are: the fleet's version is the one before. What an
     earlier push had left of a server that this one gave back is over."""
     put_in_doubt(state, {"b": InDoubt("b", "push-0", "init", half_updated=False, thaw=True)})
@@ -161,7 +163,7 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         "servers": {"a": "weights", "b": "weights"},
     }
     state.journal.add_events(job.id, JobEvent.now("verified", **fact))
-    state.journal.add_events(job.id, JobEvent.server("b", "ready"))
+    state.journal.add_events(job.id, JobEvent.server("b", last))
     close_orphans(state)
     doubts = in_doubt(state)
     assert set(doubts) == {"a", "c"} and doubts["c"].half_updated
@@ -170,9 +172,9 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
         row = state.server(name)
         assert (row.weight_version, row.weights_digest) == ("v2", "weights")
     assert state.server("a").quarantine and not state.server("b").quarantine
-    # what is ready was wholly awake; all of it may sleep since
+    # what is ready was wholly awake; all of it may sleep since, and does if that was begun
     slept = [(row.sleep_level, row.weights_awake) for row in state.servers() if row.name in "ab"]
-    assert slept == [(1, True), (1, False)]
+    assert slept == [(1, True), (2 if last == "sleeping" else 1, False)]
     assert state.weights().version == ("v2" if whole else None)
     assert [push.ok for push in state.journal.pushes()] == ([True] if whole else [])
 
