@@ -14,10 +14,11 @@ from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.check import Checked
 from skyctl.push.freeze import label_verified, resume
+from skyctl.push.frozen import require_paused
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.request import PushResult
 from skyctl.push.run import Delivered, Run, Verified, conclude
-from skyctl.push.servers import Holds, PushedServer, alive, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, each
 from skyctl.push.verify import (
     HOW_TO_DIGEST,
     agreed,

@@ -15,16 +15,9 @@ from skyctl.kill_points import reached
 from skyctl.launch.base import Node
 from skyctl.push.collective import OneReader, in_one_group
 from skyctl.push.forecast import slots_of
+from skyctl.push.frozen import require_paused
 from skyctl.push.request import PushFleet
-from skyctl.push.servers import (
-    Holds,
-    PushedServer,
-    alive,
-    each,
-    open_session,
-    require_paused,
-    scrub,
-)
+from skyctl.push.servers import Holds, PushedServer, alive, each, open_session, scrub
 from skyctl.push.source import check_unchanged, content_digest
 from skyctl.push.way import Delivery
 from skyctl.push.worker_memory import NCCL_GROUP_BYTES, bytes_beside, numbering_bytes

@@ -14,22 +14,10 @@ from skyctl.http.fanout import OutcomeStatus
 from skyctl.http.target import FreezeOrder
 from skyctl.kill_points import reached
 from skyctl.push.drain import drained, paused
+from skyctl.push.frozen import LOOKS, ThawSeen, count_tokens, require_paused, take_over_freeze
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
-from skyctl.push.servers import (
-    LOOKS,
-    Holds,
-    PushedServer,
-    ThawSeen,
-    alive,
-    ask_all,
-    close_session,
-    count_tokens,
-    each,
-    require_paused,
-    responsive,
-    take_over_freeze,
-)
+from skyctl.push.servers import Holds, PushedServer, alive, ask_all, close_session, each, responsive
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
 

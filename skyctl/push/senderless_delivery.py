@@ -15,17 +15,10 @@ from skyctl.engines.dialect import GroupJoin
 from skyctl.errors import NotFoundError, PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
+from skyctl.push.frozen import require_paused
 from skyctl.push.request import PushFleet
 from skyctl.push.server_facts import ServerFacts, ask_servers
-from skyctl.push.servers import (
-    Holds,
-    PushedServer,
-    alive,
-    close_session,
-    each,
-    require_paused,
-    scrub,
-)
+from skyctl.push.servers import Holds, PushedServer, alive, close_session, each, scrub
 from skyctl.push.source import Source
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest

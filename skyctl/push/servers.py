@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
 from skyctl.engines.base import Refusal, Server
 from skyctl.engines.dialect import Dialect
-from skyctl.errors import ServerError, SkyctlError, StateUnwritable
+from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
@@ -24,16 +23,6 @@ T = TypeVar("T")
 ENGINE_TIMEOUT_S = 10.0
 """How long an engine may take to answer before it counts as stuck: it may still load the chunk
 that a dead push sent it."""
-_COUNT_INTERVAL_S = 0.02
-_FRESH_S = 2.0
-"""For so long holds what a server was seen to be. A push that was stopped (SIGSTOP) looks again: a
-server may have been started meanwhile."""
-LOOKS = 3
-"""How often that is repeated at most."""
-
-
-class ThawSeen(ServerError):
-    """Another program has thawed a server that must be frozen. It is frozen again."""
 
 
 @dataclass
@@ -280,72 +269,6 @@ async def all_or_none(
 def alive(servers: Sequence[PushedServer]) -> list[PushedServer]:
     """The servers that still take part."""
     return [server for server in servers if not server.failure]
-
-
-async def count_tokens(server: PushedServer) -> None:
-    """Remember how many tokens a frozen server without skyctl's guard has generated. Its counter
-    may still lack those of its last step: it is read until it stands still.
-
-    Raises:
-        ServerError: another program has put it to sleep, so nothing can be loaded. It sleeps on.
-    """
-    if server.target.holder:
-        return
-    count, metrics = -1, await server.control.metrics()
-    while count != metrics.generation_tokens:
-        count = metrics.generation_tokens
-        await asyncio.sleep(_COUNT_INTERVAL_S)
-        metrics = await server.control.metrics()
-    server.generated = count
-    if metrics.sleep_level and not server.given.recorded.sleep_level:
-        server.before = replace(server.before, paused=True, asleep=True)
-        server.did.frozen, server.did.slept = False, metrics.sleep_level
-        raise ServerError(f"{server.name}: another program has put it to sleep")
-
-
-def take_over_freeze(server: PushedServer) -> None:
-    """A server is about to be paused that runs: whoever had paused it before the push, that freeze
-    is over, and this one is the push's to end. Unless the fleet itself had paused it.
-    """
-    if not server.did.frozen and not server.given.recorded.paused:
-        with suppress(StateUnwritable):  # it must not answer, on record or not
-            server.intend({server.name: PushState.PAUSING})
-        server.before = replace(server.before, paused=False)
-        server.did.frozen = True
-
-
-async def require_paused(server: PushedServer) -> None:
-    """Raise ThawSeen if a server that must be frozen is not, or has not been since: it would
-    answer from a half-loaded model. It is frozen again first. One that sleeps is paused as well.
-    """
-    for _ in range(LOOKS):
-        began = time.monotonic()
-        problem = await _thaw_seen(server)
-        if problem or time.monotonic() - began < _FRESH_S:
-            break
-    else:
-        raise ServerError(
-            f"{server.name} takes longer than {_FRESH_S:g} s to report that it is paused"
-        )
-    if problem:
-        await server.control.pause("abort", clear_cache=False)
-        raise ThawSeen(f"{server.name} {problem}")
-
-
-async def _thaw_seen(server: PushedServer) -> str:
-    """How it is seen that another program has thawed a server; "" if it has stayed frozen."""
-    if not await server.control.is_paused():
-        if not server.before.asleep:  # such a one is put back to sleep, or woken whole
-            take_over_freeze(server)
-        return "is not paused: another program resumed it, or it was started again"
-    if server.generated is None:
-        return ""
-    if (await server.control.metrics()).generation_tokens == server.generated:
-        return ""
-    return (
-        "generated tokens while it was frozen for this push: another client resumed it, "
-        "and paused it again"
-    )
 
 
 async def open_session(server: PushedServer) -> None:

@@ -13,17 +13,17 @@ These calls have the deadline of an update: a first sleep pins host memory, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skyctl import engines
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError, ServerError, StateUnwritable
 from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
+from skyctl.push.frozen import take_over_awake
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
-from skyctl.push.servers import Holds, PushedServer, alive, each, responsive, take_over_freeze
-from skyctl.states import DISCARDED, PushState, is_empty
+from skyctl.push.servers import Holds, PushedServer, alive, each, responsive
+from skyctl.states import DISCARDED, PushState
 
 
 def refuse_impossible(request: PushRequest) -> None:
@@ -56,12 +56,8 @@ async def wake_weights(run: Run, servers: Sequence[PushedServer]) -> None:
             return
         if (await server.control.metrics()).sleep_level:  # another program has resumed it
             await server.control.pause("abort", clear_cache=False)
-        else:  # woken or started again since the check: it is frozen like others
-            recorded, label = server.given.recorded, await server.control.weight_version()
-            empty = is_empty(recorded.sleep_level, label, recorded.version)
-            server.before = replace(server.before, asleep=False, empty=empty)
-            server.did.woken, server.did.slept = False, None if empty else 0
-            take_over_freeze(server)
+        else:
+            await take_over_awake(server)
 
     await each(asleep, call, timeout_s=run.fleet.timeouts.update_s, call_name="wake the weights")
     reached("push.woken")

@@ -20,9 +20,10 @@ from skyctl.errors import (
 )
 from skyctl.kill_points import reached
 from skyctl.push.freeze import abort_stragglers
+from skyctl.push.frozen import count_tokens
 from skyctl.push.request import THIS_JOB, PushRequest, PushResult, ServerPush
 from skyctl.push.run import CancelGuard, Run, Verified
-from skyctl.push.servers import Holds, PushedServer, alive, count_tokens, each
+from skyctl.push.servers import Holds, PushedServer, alive, each
 from skyctl.push.trial_file import Trial, TrialResult, failed, judge, parse_trial, read_answer
 from skyctl.states import PushStage, PushState
 

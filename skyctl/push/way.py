@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 from skyctl.errors import ServerError
 from skyctl.push.forecast import Forecast
+from skyctl.push.frozen import require_paused
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.server_facts import ServerFacts
-from skyctl.push.servers import Holds, PushedServer, alive, close_session, each, require_paused
+from skyctl.push.servers import Holds, PushedServer, alive, close_session, each
 from skyctl.push.source import Source
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease, SenderPool

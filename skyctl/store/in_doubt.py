@@ -181,10 +181,12 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     return {record.server: record for record in records}
 
 
-def in_doubt_or_orphaned(state: FleetState) -> dict[str, InDoubt]:
-    """Those, and what pushes left whose process is dead and which no process has closed yet."""
+def in_doubt_or_orphaned(state: FleetState, *, living: bool = False) -> dict[str, InDoubt]:
+    """Those, and what pushes left whose process is dead and which no process has closed yet; with
+    `living`, which are on record as running: their process may live, and not have recorded the end.
+    """
     records = in_doubt(state)
-    for job in state.journal.orphans():
+    for job in state.journal.orphans(living=living):
         records |= left_behind(job, state.journal.events(job.id))
     return records
 
@@ -197,8 +199,10 @@ def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
     with state.transaction():
         earlier = in_doubt(state)
         for name, record in records.items():
-            before = earlier.get(name, NO_DOUBT)
-            record = replace(record, woken=record.woken or before.woken)
+            before, row = earlier.get(name, NO_DOUBT), state.server(name)
+            woken = record.woken or before.woken
+            # once all of it is awake, a freeze is a push's, on record or not
+            record = replace(record, woken=woken, thaw=record.thaw or (woken and not row.paused))
             if not record.version:
                 sent = before.half_updated and not record.half_updated
                 session = before.stage in (PushStage.START, PushStage.RECOVER)
@@ -211,7 +215,7 @@ def put_in_doubt(state: FleetState, records: Mapping[str, InDoubt]) -> None:
                 record = replace(record, digest=before.digest or record.digest, version=version)
             _save(state, record)
             changes: dict[str, Any] = {"weights_awake": True} if record.woken else {}
-            if not state.server(name).quarantine:
+            if not row.quarantine:
                 changes["quarantine"] = f"{record.job} broke off in stage {record.stage}"
             state.update_server(name, **changes)
 

@@ -129,23 +129,25 @@ class ServerLocks(Locks):
             },
         )
 
-    def unrepaired(self, url: str) -> Unfinished | None:
-        """What another fleet has to repair in this server before this one may touch it."""
+    def unrepaired(self, url: str, *, locked: bool = False) -> Unfinished | None:
+        """What another fleet has to repair in this server before this one may touch it. `locked`:
+        its lock is this process's, so no push into it is under way, whatever is on record.
+        """
         before = self.recorded(self._name(url))
         if before is None or not before.repairs or before.fleet == self.fleet:
             return None
-        return self._left_by(before.fleet, normalized(url))
+        return self._left_by(before.fleet, normalized(url), locked)
 
     def _unrepaired_by_another(self, lock: Lock) -> Unrepaired | None:
         url = self._urls[lock.name]
-        if (work := self.unrepaired(url)) is None:
+        if (work := self.unrepaired(url, locked=True)) is None:
             return None
         return Unrepaired(
             f"{url}: {work.reason}; that was fleet {work.fleet}, which has not repaired it",
             hint=f"first: {work.command}",
         )
 
-    def _left_by(self, fleet: str, url: str) -> Unfinished | None:
+    def _left_by(self, fleet: str, url: str, locked: bool) -> Unfinished | None:
         """What another fleet, by its record, has to repair in the server at this URL."""
         from skyctl.store.in_doubt import in_doubt_or_orphaned
         from skyctl.store.state import FleetState
@@ -154,7 +156,7 @@ class ServerLocks(Locks):
         if not paths.database.exists():
             return None
         with FleetState(paths.database) as state:
-            for name, record in in_doubt_or_orphaned(state).items():
+            for name, record in in_doubt_or_orphaned(state, living=locked).items():
                 row = state.server(name)
                 if normalized(row.url) == url and not record.whole:
                     # a recovery repairs what its fleet lists

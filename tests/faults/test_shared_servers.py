@@ -16,6 +16,7 @@ from skyctl.core.recovery import clear
 from skyctl.errors import ConflictError, StateUnwritable
 from skyctl.store import locks
 from skyctl.store.in_doubt import InDoubt, in_doubt, put_in_doubt
+from skyctl.store.journal import JobEvent
 from skyctl.store.paths import FleetPaths
 from skyctl.store.server_locks import ServerLocks, Unrepaired
 from skyctl.store.server_names import name_servers, record_names
@@ -191,6 +192,19 @@ def test_a_push_that_fails_leaves_its_mark_until_the_server_is_repaired(tmp_path
         clear(state, "far-0")
         claim.release()
         near.take_all({"near-0": URL}, "skyctl wake", shared=False).release()
+
+
+def test_so_does_one_whose_end_could_not_be_recorded(tmp_path: Path) -> None:
+    """Its process lives, and knows what it left; on record the push runs."""
+    with fleet_state(tmp_path, "far") as state:
+        job = state.journal.begin("push", {"checkpoint": "c"})
+        steps = JobEvent.server("far-0", "pausing"), JobEvent.stage("update")
+        state.journal.add_events(job.id, JobEvent.stage("pause"), *steps)
+        far = ServerLocks(FleetPaths(tmp_path, "far"), lambda: {"far-0"})
+        far.take_all({"far-0": URL}, job.id, shared=False, pushes=True).release()
+        near = ServerLocks(FleetPaths(tmp_path, "near"), tuple)
+        with pytest.raises(Unrepaired, match=f"{job.id} broke off in stage update"):
+            near.take_all({"near-0": URL}, "skyctl resume", shared=True)
 
 
 def test_a_verb_needs_no_room_for_a_lock_that_no_push_has_made(

@@ -17,8 +17,9 @@ from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.frozen import count_tokens, require_paused
 from skyctl.push.request import PushServer
-from skyctl.push.servers import PushedServer, count_tokens, require_paused
+from skyctl.push.servers import PushedServer
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.sglang import SGLangEngine, SGLangStub

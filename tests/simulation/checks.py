@@ -26,6 +26,13 @@ def thawed_by_stranger(engine: Engine) -> bool:
     return stranger and not engine.protected
 
 
+def started_again_unseen(engine: Engine) -> bool:
+    """Whether the server was started again while its pusher was stopped, after that had looked for
+    the last time before it began: nothing tells the server that the update is not its own."""
+    pusher = engine.loading_by
+    return pusher is not None and pusher.stopped_at <= engine.ready_at <= pusher.continued_at
+
+
 def unseen_sleep(world: World, engine: Engine) -> bool:
     """Whether nobody can know what of it sleeps, or holds nothing since it slept: another program
     has changed that, or the record of what ours did may be lost."""

@@ -33,6 +33,7 @@ class Process:
         self.dead = False
         self.died_at = math.inf
         self.stopped = False
+        self.stopped_at, self.continued_at = math.inf, -math.inf
         self.parked: list[Any] = []  # what it will do when it is continued
         self.code: int | None = None
         self.tasks: list[asyncio.Task[Any]] = []
@@ -158,7 +159,7 @@ class Kernel:
         """SIGSTOP, or Ctrl-Z in its terminal."""
         if not process.dead:
             self.tell(f"{process} is stopped")
-            process.stopped = True
+            process.stopped, process.stopped_at = True, self.loop.now
             for hear in process.on_stop:
                 hear()
 
@@ -166,7 +167,7 @@ class Kernel:
         """SIGCONT."""
         if not process.dead and process.stopped:
             self.tell(f"{process} is continued")
-            process.stopped = False
+            process.stopped, process.continued_at = False, self.loop.now
             self.loop.run_again(process.parked)
             process.parked = []
 

@@ -210,6 +210,7 @@ class World:
         elif found := checks.serves(self, engine):
             # nothing of ours stands in the way of either
             excused = checks.thawed_by_stranger(engine) or engine.meddled_with
+            excused = excused or checks.started_again_unseen(engine)
             self._violate_unless(excused, f"{found} after {plain(what)}")
 
     def _violate_unless(self, excused: bool, line: str) -> None:

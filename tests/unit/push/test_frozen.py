@@ -11,7 +11,7 @@ import pytest
 
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, ServerError
-from skyctl.push import drain, servers
+from skyctl.push import drain, frozen, servers
 from skyctl.push.request import RecordedState
 from skyctl.push.servers import PushedServer
 from tests.stub.faults import Fault
@@ -116,13 +116,13 @@ async def test_a_push_that_was_stopped_after_it_saw_a_server_paused_looks_again(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the server was started again: the start would empty layers that answer."""
-    stopped_s, look, starting = 0.0, servers._thaw_seen, False
+    stopped_s, look, starting = 0.0, frozen._thaw_seen, False
 
     def reach(point: str) -> None:
         nonlocal starting
         starting = starting or point == "push.start.call"
 
-    async def stopped_behind(server: servers.PushedServer) -> str:
+    async def stopped_behind(server: PushedServer) -> str:
         nonlocal stopped_s
         problem = await look(server)
         if starting and server.name == "demo-1" and not stopped_s:
@@ -134,8 +134,8 @@ async def test_a_push_that_was_stopped_after_it_saw_a_server_paused_looks_again(
         monotonic=lambda: time.monotonic() + stopped_s, perf_counter=time.perf_counter
     )
     monkeypatch.setattr("skyctl.push.transaction.reached", reach)
-    monkeypatch.setattr(servers, "_thaw_seen", stopped_behind)
-    monkeypatch.setattr(servers, "time", clock)
+    monkeypatch.setattr(frozen, "_thaw_seen", stopped_behind)
+    monkeypatch.setattr(frozen, "time", clock)
     error = await failing_push(stubs)
     assert "it was started again" in error.message
     assert "start" not in stubs.engines[1].log

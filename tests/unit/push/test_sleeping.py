@@ -240,22 +240,27 @@ async def test_one_that_another_program_woke_without_its_weights_serves_only_new
     assert [engine.paused for engine in stubs.engines] == [fails] * 2
 
 
+@pytest.mark.parametrize("step", ["wake_weights", "sleep_again"])
 async def test_one_that_was_started_again_amid_a_push_is_not_put_to_sleep_as_that_is_undone(
-    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Whoever started it does that, once it is admitted."""
+    """Whoever started it does that, once it is admitted; also if the push has frozen it since."""
     await asleep(stubs)
-    first, sleep_again = stubs.engines[0], sleeping.sleep_again
+    first, original = stubs.engines[0], getattr(sleeping, step)
 
     async def restarted(*how: Any) -> None:
+        if step == "wake_weights":
+            await original(*how)
         await first.wake([])
         first.log.clear()
-        await sleep_again(*how)
+        if step == "sleep_again":
+            await original(*how)
 
-    monkeypatch.setattr(sleeping, "sleep_again", restarted)
-    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    monkeypatch.setattr(sleeping, step, restarted)
+    if step == "sleep_again":
+        stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
     await failing(stubs)
-    assert first.log == [] and not first.paused
+    assert not first.paused and not {"sleep", "wake"} & {line.split()[0] for line in first.log}
     assert stubs.engines[1].asleep == {"weights", "kv_cache"}
 
 
