@@ -54,17 +54,17 @@ async def put_sleep_on_record(
 ) -> dict[str, ServerRow]:
     """The rows that differ from the record. A server that sleeps, or deeper than is on record, is
     put on record: the answer to its sleep may have been lost, or another program sent it. One whose
-    weights are awake reports the sleep that discarded those before until the rest is awake, so it
-    counts as deeper asleep only under a label that is not on record, or cannot be read: another
-    fleet has pushed, and put it to sleep. One of the `unfit`, which must not be thawed, is taken
-    for awake if it does not report the sleep that is on record: the record of its wake may have
-    been lost, and waking only the weights of a server that is awake thaws it.
+    weights were pushed while it slept reports, until the rest is awake, the sleep that discarded
+    those before: it counts as deeper asleep only without a label on record, or under another one,
+    or one that cannot be read. One of the `unfit`, which must not be thawed, is taken for awake if
+    it does not report the sleep that is on record: the record of its wake may have been lost, and
+    waking only the weights of a server that is awake thaws it.
     """
 
     async def ask(target: ServerTarget) -> tuple[int, bool]:
         level, row = await sleep_level(client, target, timeout_s) or 0, rows[target.name]
         deeper = level > row.sleep_level
-        if deeper and row.weights_awake:
+        if deeper and row.weights_awake and row.weight_version:
             server = engines.server(client, target, timeout_s=timeout_s)
             with suppress(ServerError):
                 deeper = not label_matches(await server.weight_version(), row.weight_version)

@@ -615,7 +615,8 @@ class Engine:
     def _rpc(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         method = sent["method"]
         if method == "skyctl_weight_digest":
-            self.touch_weights("a digest", caller)
+            if "weights" in self.asleep:
+                raise Refused("Worker failed with error 'the weights of this worker sleep'")
             if self._dice.random() < self._frailty.digest_fails:
                 raise Refused("Worker failed with error 'CUDA error: out of memory'")
             asked = sent.get("kwargs", {})

@@ -301,21 +301,23 @@ async def test_what_another_program_discarded_is_on_record_before_a_verb(
         assert state.server(targets[0].name).sleep_level == 2
 
 
-@pytest.mark.parametrize("label", ["v1", "v2"])
+@pytest.mark.parametrize(("label", "pushed"), [("v1", "v1"), ("v2", "v1"), ("default", None)])
 async def test_awake_weights_on_record_count_under_their_label_only(
-    label: str, tmp_path: Path
+    label: str, pushed: str | None, tmp_path: Path
 ) -> None:
-    """Under another one, another fleet has pushed since, and discarded them."""
+    """Under another one, another fleet has pushed since, and discarded them; without one, only a
+    later sleep can be as deep.
+    """
     server = stub()
     await server.engine.sleep(2, "abort")
     server.engine.weight_version = label
     with FleetState(tmp_path / "state.sqlite") as state:
         async with fleet(server) as (client, targets):
-            recorded = {"sleep_level": 1, "weights_awake": True, "weight_version": "v1"}
+            recorded = {"sleep_level": 1, "weights_awake": True, "weight_version": pushed}
             state.update_server(targets[0].name, **recorded)
             with nullcontext() if label == "v1" else pytest.raises(ConflictError):
                 await run(Wake(), targets, client=client, state=state, timeout_s=5.0)
-    assert server.engine.sleeping is (label == "v2")
+    assert server.engine.sleeping is (label != "v1")
 
 
 @pytest.mark.parametrize("disk", ["full", "well"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,3 +194,23 @@ def test_an_output_layer_counts_by_what_it_computes_with() -> None:
     before = digest_model(module)["digest"]
     packed[3, 70] += 1  # the parameter stays: a stale copy, or a fresh one
     assert digest_model(module)["digest"] != before
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(("asleep", "refused"), [("weights", True), ("kv_cache", False)])
+def test_weights_that_sleep_are_not_read(
+    monkeypatch: pytest.MonkeyPatch, asleep: str, refused: bool
+) -> None:
+    """Their memory is unmapped: a worker that touched it would end."""
+    from vllm.device_allocator import cumem
+
+    from skyctl.engines.vllm.inside.worker import require_mapped
+
+    parts = [cumem.AllocationData((0, 1, 2, 3), tag) for tag in ("weights", "kv_cache")]
+    allocator = SimpleNamespace(pointer_to_data=dict(enumerate(parts)))
+    monkeypatch.setattr(cumem.CuMemAllocator, "instance", allocator)
+    require_mapped()
+    for part in parts:
+        part.is_asleep = part.tag == asleep
+    with pytest.raises(RuntimeError, match="sleep") if refused else nullcontext():
+        require_mapped()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -38,6 +39,17 @@ _READ = {
 }
 
 
+def require_mapped() -> None:
+    """Raise RuntimeError while the weights sleep (vLLM's `CuMemAllocator`): a request to read them
+    may have come late, and a kernel that touches unmapped memory ends the worker.
+    """
+    allocators = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = getattr(getattr(allocators, "CuMemAllocator", None), "instance", None)
+    memory = allocator.pointer_to_data.values() if allocator is not None else ()
+    if any(getattr(part, "is_asleep", False) and part.tag == "weights" for part in memory):
+        raise RuntimeError("the weights of this worker sleep")
+
+
 class SkyctlWorkerExtension:
     """Mixed into vLLM's worker class by `--worker-extension-cls`.
 
@@ -72,6 +84,7 @@ class SkyctlWorkerExtension:
             digest_model,
         )
 
+        require_mapped()
         model = draft_model(self) if draft else self.model_runner.get_model()
         parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
         names = numbered[loader.rank] if numbered else ()
@@ -92,6 +105,7 @@ class SkyctlWorkerExtension:
         """A `TensorPart` for each `ReadTensor`, in order; see `checkpoint.py`."""
         from skyctl.engines.vllm.inside.checkpoint import parts_of
 
+        require_mapped()
         questions = [ReadTensor(**tensor) for tensor in tensors]
         return [asdict(part) for part in parts_of(self.model_runner.get_model(), questions)]
 
@@ -101,6 +115,7 @@ class SkyctlWorkerExtension:
         """Write this worker's part of each `ReadTensor` into a file; see `checkpoint.py`."""
         from skyctl.engines.vllm.inside.checkpoint import write_tensors
 
+        require_mapped()
         model = self.model_runner.get_model()
         write_tensors(model, path, inode, [ReadTensor(**tensor) for tensor in tensors])
 
