@@ -216,7 +216,8 @@ async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
         assert partly.status == "ok"
         with pytest.raises(ConflictError):
             await fleet.wake(Wake(tags=("kv_cache",)))
-        fleet.state.update_server("far-0", sleep_level=1)  # as a push does
+        stub.engine.weight_version = "v1"
+        fleet.state.update_server("far-0", sleep_level=1, weight_version="v1")  # as a push does
         await fleet.wake(Wake(tags=("kv_cache",)))
         assert (await fleet.status()).replicas[0].state == "ready"
 
