@@ -244,7 +244,7 @@ class PushState(StrEnum):
     @property
     def must_be_recorded_first(self) -> bool:
         """Whether the journal has it on disk before the push acts: recovery depends on it."""
-        return self in (PushState.WAKING, PushState.HELD, PushState.PAUSING, PushState.SLEEPING)
+        return self in (PushState.WAKING, PushState.HELD, PushState.PAUSING)
 
     @property
     def given_back(self) -> bool:

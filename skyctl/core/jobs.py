@@ -91,8 +91,7 @@ class JournalObserver(PushObserver):
         self._on_server(name, state, detail)
 
     def intend(self, states: Mapping[str, str]) -> None:
-        intent = any(PushState(state).must_be_recorded_first for state in states.values())
-        self._add(*(JobEvent.server(*row) for row in states.items()), intent=intent)
+        self._add(*(JobEvent.server(*row) for row in states.items()), intent=True)
         for name, state in states.items():
             self._on_server(name, state, "")
 

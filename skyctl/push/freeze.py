@@ -4,8 +4,12 @@ and thawed. Undo what was done before the first byte.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from skyctl import engines
 from skyctl.engines.base import Refusal
@@ -13,13 +17,18 @@ from skyctl.errors import PreflightError, PushError, ServerError, SkyctlError, S
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.http.target import FreezeOrder
 from skyctl.kill_points import reached
-from skyctl.push.drain import drained, paused
-from skyctl.push.frozen import LOOKS, ThawSeen, count_tokens, require_paused, take_over_freeze
+from skyctl.push.frozen import count_tokens, require_paused, take_over_freeze
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Abandoned, Rotation, Run
 from skyctl.push.servers import Holds, PushedServer, alive, ask_all, close_session, each, responsive
 from skyctl.push.verify import weights_digest
 from skyctl.states import PauseMode, PushStage, PushState
+from skyctl.units import waits_for
+
+_POLL_S = 0.25
+_REPORT_S = 1.0
+# a request that the router has already assigned may arrive after the server left it
+_EMPTY_POLLS = 2
 
 
 class NotYet(Exception):
@@ -120,7 +129,7 @@ async def take_out(run: Run, servers: Sequence[PushedServer]) -> None:
             [
                 server for server in servers if not server.before.paused
             ],  # frozen requests do not finish
-            lambda server: drained(run, server, patience_s),
+            lambda server: _drained(run, server, patience_s),
             timeout_s=patience_s + run.fleet.timeouts.control_s,
             call_name="drain",
         )
@@ -170,7 +179,7 @@ async def _pause(run: Run, servers: Sequence[PushedServer]) -> None:
         how: PauseMode = "keep" if server.before.paused else mode
         try:
             pausing = server.control.pause(how, clear_cache=False, timeout_s=timeout_s)
-            await paused(run, server, pausing)
+            await _paused(run, server, pausing)
         except ServerError as error:
             if error.refusal == Refusal.FROZEN_BY_ANOTHER:
                 server.did.frozen = False
@@ -225,29 +234,6 @@ async def roll_back(run: Run, servers: Sequence[PushedServer]) -> None:
                     server.failure or "an earlier push broke off and left it half updated"
                 )
                 run.observer.server(server.name, PushState.QUARANTINED, server.failure)
-
-
-async def freeze_again(run: Run, servers: Sequence[PushedServer]) -> None:
-    """Freeze servers that must not be resumed, in case another program has: the push ends, and
-    looks no more. Where it had to, the others may have been thawed meanwhile: all are looked at
-    again, a few times at most.
-    """
-
-    async def frozen_anew(server: PushedServer) -> bool:
-        try:
-            await require_paused(server)
-        except SkyctlError as error:
-            run.observer.server(server.name, PushState.QUARANTINED, server.failure)
-            if isinstance(error, ThawSeen):
-                return True
-            raise
-        return False
-
-    unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
-    for _ in range(LOOKS):
-        outcomes = await ask_all(unsafe, frozen_anew, timeout_s=run.fleet.timeouts.control_s)
-        if not any(outcome.value for outcome in outcomes):
-            break
 
 
 async def label_verified(run: Run, servers: Sequence[PushedServer]) -> None:
@@ -333,3 +319,72 @@ async def abort_stragglers(server: PushedServer) -> None:
         await server.control.pause("abort", clear_cache=False)
         if (await server.control.metrics()).in_flight:
             raise ServerError(f"{server.name}: requests arrive past the router")
+
+
+async def _drained(run: Run, server: PushedServer, patience_s: float) -> None:
+    """Return once the server has no requests. Raises ServerError: it has after `patience_s`, or the
+    push is to end.
+    """
+    empty, shown, deadline = 0, 0, time.monotonic() + patience_s
+    report_at = time.monotonic() + _REPORT_S
+    while empty < _EMPTY_POLLS:
+        in_flight = (await server.control.metrics()).in_flight
+        empty = 0 if in_flight else empty + 1
+        if in_flight and time.monotonic() > deadline:
+            raise ServerError(
+                f"{in_flight:g} requests have not ended after {patience_s:g} s (drain_timeout_s)"
+            )
+        if run.cancel_guard.cancelled:
+            raise ServerError("the push is cancelled")
+        if in_flight != shown and time.monotonic() >= report_at:
+            shown, report_at = in_flight, time.monotonic() + _REPORT_S
+            run.observer.server(server.name, PushState.DRAINING, waits_for(in_flight), in_flight)
+        if empty < _EMPTY_POLLS:
+            await asyncio.sleep(_POLL_S)
+
+
+async def _paused(run: Run, server: PushedServer, pausing: Coroutine[Any, Any, None]) -> None:
+    """Await the answer to a pause, and report which requests it waits for.
+
+    Raises:
+        ServerError: the push is to end meanwhile, and the server is paused.
+    """
+    answer = asyncio.create_task(pausing)
+    given_up = asyncio.create_task(_given_up(run, server))
+    reporting = asyncio.create_task(_report_requests(run, server))
+    # of a server that was frozen already, only the answer shows that it has this pause: one that
+    # arrived after the resume would freeze it for ever
+    was_frozen = server.before.paused or server.given.recorded.thaw
+    ends = {answer} if was_frozen else {answer, given_up}
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ServerError("the push is cancelled")
+        await answer
+    finally:
+        for task in (answer, given_up, reporting):
+            task.cancel()
+        await asyncio.gather(answer, given_up, reporting, return_exceptions=True)
+
+
+async def _given_up(run: Run, server: PushedServer) -> None:
+    """Return once the push is to end and the server has the pause: a resume then comes after it."""
+    await run.cancel_guard.requested.wait()
+    while True:
+        with suppress(SkyctlError):
+            if await server.control.is_paused():
+                return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _report_requests(run: Run, server: PushedServer) -> None:
+    """Report how many requests a server that is being paused still has, whenever that changes."""
+    shown = 0
+    while True:
+        await asyncio.sleep(_REPORT_S)
+        with suppress(SkyctlError):
+            in_flight = (await server.control.metrics()).in_flight
+            if in_flight != shown:
+                shown = in_flight
+                state = PushState.HELD if server.before.paused else PushState.PAUSING
+                run.observer.server(server.name, state, waits_for(in_flight), in_flight)

@@ -1,21 +1,23 @@
-"""Whether a server stays frozen for a push, and whose freeze it is."""
+"""Whether servers stay frozen for a push, whose freeze it is, and freezing them again."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from skyctl.errors import ServerError, StateUnwritable
-from skyctl.push.servers import Holds, PushedServer
+from skyctl.errors import ServerError, SkyctlError, StateUnwritable
+from skyctl.push.request import PushObserver
+from skyctl.push.servers import Holds, PushedServer, ask_all
 from skyctl.states import PushState, is_empty
 
 _COUNT_INTERVAL_S = 0.02
 _FRESH_S = 2.0
 """For so long holds what a server was seen to be. A push that was stopped (SIGSTOP) looks again: a
 server may have been started meanwhile."""
-LOOKS = 3
+_LOOKS = 3
 """How often that is repeated at most."""
 
 
@@ -72,7 +74,7 @@ async def require_paused(server: PushedServer) -> None:
     """Raise ThawSeen if a server that must be frozen is not, or has not been since: it would
     answer from a half-loaded model. It is frozen again first. One that sleeps is paused as well.
     """
-    for _ in range(LOOKS):
+    for _ in range(_LOOKS):
         began = time.monotonic()
         problem = await _thaw_seen(server)
         if problem or time.monotonic() - began < _FRESH_S:
@@ -102,3 +104,28 @@ async def _thaw_seen(server: PushedServer) -> str:
         "generated tokens while it was frozen for this push: another client resumed it, "
         "and paused it again"
     )
+
+
+async def freeze_again(
+    servers: Sequence[PushedServer], observer: PushObserver, timeout_s: float
+) -> None:
+    """Freeze servers that must not be resumed, in case another program has: the push ends, and
+    looks no more. Where it had to, the others may have been thawed meanwhile: all are looked at
+    again, a few times at most.
+    """
+
+    async def frozen_anew(server: PushedServer) -> bool:
+        try:
+            await require_paused(server)
+        except SkyctlError as error:
+            observer.server(server.name, PushState.QUARANTINED, server.failure)
+            if isinstance(error, ThawSeen):
+                return True
+            raise
+        return False
+
+    unsafe = [server for server in servers if server.holds in (Holds.UNKNOWN, Holds.NEW)]
+    for _ in range(_LOOKS):
+        outcomes = await ask_all(unsafe, frozen_anew, timeout_s=timeout_s)
+        if not any(outcome.value for outcome in outcomes):
+            break

@@ -296,7 +296,7 @@ class PushObserver:
         """
 
     def intend(self, states: Mapping[str, str]) -> None:
-        """The states that several servers, by name, are about to enter."""
+        """The states that several servers, by name, are about to enter, on record first."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""

@@ -30,7 +30,6 @@ from skyctl.push.check import Checked, check
 from skyctl.push.commit import publish, verify
 from skyctl.push.freeze import (
     NotYet,
-    freeze_again,
     pause,
     refuse_impossible,
     refuse_paused,
@@ -39,6 +38,7 @@ from skyctl.push.freeze import (
     roll_back,
     take_out,
 )
+from skyctl.push.frozen import freeze_again
 from skyctl.push.request import CarefulObserver, PushFleet, PushObserver, PushRequest, PushResult
 from skyctl.push.run import (
     CancelGuard,
@@ -119,7 +119,7 @@ async def carry_out(run: Run) -> PushResult:
             return await publish(run, verified)
     except BaseException as error:
         failure = cut_short(run, checked.servers, error)
-        await freeze_again(run, checked.servers)
+        await freeze_again(checked.servers, run.observer, run.fleet.timeouts.control_s)
         raise failure from error
     finally:
         await rejoin(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "skyctl"
 SLOW = {"asyncio", "ctypes", "importlib", "multiprocessing", "sqlite3"}  # of the standard library
 MOST_PER_1000_LINES = 4  # of skyctl's own modules
-MOST_OF_A_PUSH = 71  # modules
+MOST_OF_A_PUSH = 70  # modules
 
 
 @cache

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.push import drain
+from skyctl.push import freeze
 from tests.unit.push.fleets import Stubs
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain, "_POLL_S", 0.03)
+    monkeypatch.setattr(freeze, "_POLL_S", 0.03)
 
 
 @pytest.fixture

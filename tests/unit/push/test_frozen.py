@@ -11,7 +11,7 @@ import pytest
 
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, ServerError
-from skyctl.push import drain, frozen, servers
+from skyctl.push import freeze, frozen, servers
 from skyctl.push.request import RecordedState
 from skyctl.push.servers import PushedServer
 from tests.stub.faults import Fault
@@ -30,7 +30,7 @@ async def test_a_server_paused_before_is_held_however_long_it_takes_to_say_so(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever finds the push dead would thaw it otherwise."""
-    monkeypatch.setattr(drain, "_REPORT_S", 0.02)
+    monkeypatch.setattr(freeze, "_REPORT_S", 0.02)
     held, observer = stubs.engines[1], Recorder()
     held.requests = 2
     await held.pause("keep")

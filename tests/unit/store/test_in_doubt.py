@@ -126,17 +126,22 @@ def test_a_push_that_woke_weights_and_sent_them_is_judged_by_its_end(state: Flee
     assert woken(state, *sent, "resume", "a:ready") == {}
 
 
+def test_weights_that_may_be_awake_are_on_record(state: FleetState) -> None:
+    journaled(state, "wake", "a:waking", dead=True)
+    close_orphans(state)
+    assert {row.name for row in state.servers() if row.weights_awake} == {"a"}
+    assert state.server("a").quarantine == "push-1 broke off in stage wake"
+
+
 @pytest.mark.parametrize("paused", [True, False])
-def test_weights_that_may_be_awake_are_on_record(state: FleetState, paused: bool) -> None:
-    """Once all of it is awake, it is thawed unless somebody had paused it: on a full disk a later
-    push freezes it without a record.
-    """
+def test_one_that_slept_is_thawed_once_it_is_awake_unless_somebody_had_paused_it(
+    state: FleetState, paused: bool
+) -> None:
+    """On a full disk a later push freezes it without a record."""
     state.update_server("a", paused=paused)
     journaled(state, "wake", "a:waking", "pause", "a:held", dead=True)
     close_orphans(state)
-    assert {row.name for row in state.servers() if row.weights_awake} == {"a"}
     assert in_doubt(state)["a"].thaw is not paused
-    assert state.server("a").quarantine == "push-1 broke off in stage pause"
 
 
 def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetState) -> None:
