@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.integration.fleet_cli import FleetCli, greedy
+from tests.integration.fleet_cli import FleetCli, ended, greedy
 from tests.integration.streaming import StreamingCompletion
 
 PROMPT = "the fleet is up and"
@@ -66,7 +66,7 @@ def frozen_generation(fleet: FleetCli, endpoints: Endpoints) -> StreamingComplet
                 endpoints.router, endpoints.model, PROMPT, LONG, key=endpoints.key
             )
             stream.wait_for_tokens(1)
-            pause()
+            ended(pause())
         while stream.grows_within(0.5):  # tokens already on their way may still arrive
             pass
         if len(stream.tokens) < LONG:

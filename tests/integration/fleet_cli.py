@@ -78,8 +78,8 @@ class FleetCli:
         return Path(self.data("urls")["access"]["control_token_file"]).read_text().strip()
 
     @contextmanager
-    def loaded(self, *arguments: str) -> Iterator[Callable[[], None]]:
-        """A command that has been loaded and waits; calling it lets it run to its end.
+    def loaded(self, *arguments: str) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+        """A command that has been loaded and waits; calling it lets it run.
 
         For what must happen within the second or two that loading takes on a busy machine.
         """
@@ -102,9 +102,11 @@ class FleetCli:
             assert process.stderr is not None
             assert process.stderr.readline().strip() == "loaded"
 
-            def run() -> None:
-                _, errors = process.communicate("go\n", timeout=COMMAND_TIMEOUT_S)
-                assert process.returncode == 0, errors
+            def run() -> subprocess.Popen[str]:
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                return process
 
             yield run
 
@@ -138,6 +140,12 @@ class FleetCli:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> None:
+    """Wait for a command to end, with this exit status."""
+    _, errors = process.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert process.returncode == code, errors
 
 
 def bearer(secret: str) -> dict[str, str]:

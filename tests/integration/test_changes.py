@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.stub_fleet import until_said
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, ended
 from tests.integration.streaming import StreamingCompletion
 from tests.load import ThreadedLoad
 
@@ -51,22 +51,22 @@ def test_a_push_that_waits_for_requests_is_cancelled_while_they_run(real_fleet: 
     server = urls["servers"]["tiny-0"]
     pushes = [job["id"] for job in real_fleet.data("jobs")["jobs"] if job["kind"] == "push"]
     job = f"push-{1 + max((int(name.partition('-')[2]) for name in pushes), default=0)}"
-    with real_fleet.loaded("jobs", "cancel", job) as cancel:
-        streams = [  # several: they take longer than a command to start on a busy machine
+    waiting = ("sync-weights", "checkpoints/b", "--mode", "wait")
+    with real_fleet.loaded("jobs", "cancel", job) as cancel, real_fleet.loaded(*waiting) as push:
+        streams = [  # several: they take longer than two commands on a busy machine
             StreamingCompletion(server, urls["model"], "on and", 1900, key=real_fleet.key)
             for _ in range(REQUESTS)
         ]
         for stream in streams:
             stream.wait_for_tokens(1)
-        push = real_fleet.start("sync-weights", "checkpoints/b", "--mode", "wait")
-        until_said(push, "pause: waits for ")
-        cancel()
-    reached = [len(stream.tokens) for stream in streams]
-    assert max(reached) < 1900 and not any(stream.error for stream in streams)  # they still run
-    push.communicate(timeout=60)
-    assert push.returncode == 1
+        until_said(pushing := push(), "pause: waits for ")
+        ended(cancel())
+        reached = [len(stream.tokens) for stream in streams]
+        assert max(reached) < 1900 and not any(stream.error for stream in streams)  # they still run
+        ended(pushing, code=1)
     for stream, at in zip(streams, reached, strict=True):
         stream.wait_for_tokens(at + 1)
     status = real_fleet.data("status")
     assert (status["health"], status["weight_version"]) == ("healthy", before)
-    real_fleet.run("sync-weights", "checkpoints/b", "--mode", "abort")
+    for checkpoint in ("checkpoints/b", "checkpoints/a"):  # a: which other tests begin with
+        real_fleet.run("sync-weights", checkpoint, "--mode", "abort")
