@@ -173,7 +173,7 @@ def _at_the_end(world: World, state: FleetState, findings: dict[str, str]) -> No
                 continue
             if not thawed_by_stranger(engine):
                 world.violate(found)
-            elif elsewhere or engine.busy_until > world.loop.now:
+            elif elsewhere or engine.url in world.recovery_found_stuck:
                 world.excused += 1  # nobody can pause an engine that does not answer
             elif engine.thawed_at < world.recovery_looked_at[engine.url]:
                 world.violate(f"{found}: another program thawed it, and recovery has seen that")

@@ -479,6 +479,7 @@ class World:
         self.recovered = True
         last = self._operate("last recover", self._recover)
         self.recovery_looked_at = {engine.url: engine.seen_at for engine in self.engines}
+        self.recovery_found_stuck = {e.url for e in self.engines if e.busy_until > self.loop.now}
         found = self._operate("last look", self._find).result or ()
         checks.at_the_end(self, last, {one.server: one.explained for one in found})
         if not self.is_down():
